@@ -6,6 +6,9 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +24,7 @@ from torchft.coordination import LighthouseServer
 
 from tests.run.conftest import Command, Finished, furnish, losses
 from titan_ft import loop
-from titan_ft.replicas import BUCKET_BYTES, buckets, fingerprint
+from titan_ft.replicas import BUCKET_BYTES, buckets, fingerprint, had_company
 from titan_ft.replicas import Replicas as ReplicasOfOne
 from titancli import TitanError
 from titancli.runs import REPLAY_REQUEST
@@ -197,6 +200,88 @@ def test_without_a_lighthouse_it_ends_with_an_error(replicas: Replicas) -> None:
     replicas.lighthouse = f"http://localhost:{port}"
     done = replicas.start(0, "loop.timeout_seconds=2", "loop.quorum_timeout_seconds=2").wait()
     assert done.code == 5 and f"localhost:{port}" in done.err and "Traceback" not in done.err
+
+
+class Lighthouse:
+    """One in a process of its own, which can be killed, at an address that stays."""
+
+    def __init__(self) -> None:
+        with socket.create_server(("localhost", 0)) as server:
+            self.port = server.getsockname()[1]
+        self.address = f"http://localhost:{self.port}"
+        self.start()
+
+    def start(self) -> None:
+        limits = ("--min_replicas", "1", "--join_timeout_ms", "2000", "--quorum_tick_ms", "20")
+        program = Path(sys.executable).with_name("torchft_lighthouse")
+        words = [str(program), "--bind", f"[::]:{self.port}", *limits, "--heartbeat_timeout_ms", "1000"]
+        self.process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        while self.process.poll() is None:
+            try:
+                socket.create_connection(("localhost", self.port)).close()
+                return
+            except OSError:
+                time.sleep(0.05)
+        raise AssertionError(f"torchft_lighthouse ended with {self.process.returncode}")
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture
+def own_lighthouse(replicas: Replicas) -> Iterator[Lighthouse]:
+    made = Lighthouse()
+    replicas.lighthouse = made.address
+    yield made
+    made.stop()
+
+
+def newest(run: Path) -> int:
+    return max(int(folder.name.removeprefix("step-")) for folder in (run / "checkpoints").glob("step-*"))
+
+
+def test_a_lighthouse_that_restarts_costs_nothing_and_one_that_is_gone_no_step(
+    replicas: Replicas, own_lighthouse: Lighthouse
+) -> None:
+    rare = [*slowly(replicas), "checkpoint.interval=1000", "loop.quorum_timeout_seconds=15"]
+    commands = [replicas.start(number, *rare) for number in (0, 1)]
+    events = replicas.run(0) / "events.jsonl"
+    commands[0].until_step(events, 3)
+    own_lighthouse.stop()
+    own_lighthouse.start()
+    commands[0].until_step(events, max(losses(replicas.run(0))) + 4)
+    own_lighthouse.stop()
+    for number, command in enumerate(commands):
+        done = command.wait()
+        assert done.code == 5 and "too few replicas have met" in done.err
+        assert newest(replicas.run(number)) == max(losses(replicas.run(number)))
+    own_lighthouse.start()
+    last = str(newest(replicas.run(0)) + 2)
+    for command in [replicas.start(n, *rare, f"training.steps={last}", "loss.sleep=0") for n in (0, 1)]:
+        finished(command)
+    assert_equal(replicas, int(last))
+
+
+def test_a_replica_that_returns_after_the_others_have_finished_does_not_train_alone(
+    replicas: Replicas, own_lighthouse: Lighthouse
+) -> None:
+    short = "loop.quorum_timeout_seconds=3"
+    finished(replicas.start(0, short))  # the first of all may be alone
+    late = replicas.start(1, short).wait()
+    assert late.code == 5 and "no other replica is at" in late.err and "loop.alone=true" in late.err
+    assert losses(replicas.run(1)) == {}
+    finished(replicas.start(1, short, "loop.alone=true"))
+    assert max(losses(replicas.run(1))) == 6
+
+
+def test_a_run_folder_tells_whether_there_were_others(tmp_path: Path) -> None:
+    assert not had_company(None) and not had_company(tmp_path)
+    lines = [{"event": "step", "step": step, "metrics": {"replicas": step}} for step in (1, 2)]
+    (tmp_path / "events.jsonl").write_text(json.dumps(lines[0]) + "\n")
+    assert not had_company(tmp_path)
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert had_company(tmp_path)
 
 
 class Exchange:

@@ -33,7 +33,11 @@ class FaultTolerant:
     timeout_seconds: Annotated[int, Gt(0)] = 60
     """How long an exchange with other replicas may take: gradients, or the whole state."""
     quorum_timeout_seconds: Annotated[int, Gt(0)] = 120
-    """How long to wait for others, and for the lighthouse; then the run ends with an error, or restarts."""
+    """How long to wait for others, and for the lighthouse, which may be restarted meanwhile; then the run
+    saves a checkpoint and ends with an error, or restarts."""
+    alone: bool = False
+    """Whether a replica trains alone where others have been before it came, and none is there: they may have
+    finished. Otherwise it waits for them, and ends with an error."""
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         if not self.lighthouse.startswith("http://"):

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from titan_ft.replicas import Replicas
+from titan_ft.replicas import NoQuorum, Replicas
 from titancli import TitanError, phase
 from titancli.engine.replicas import reduce_gradients
+from titancli.errors import EnvironmentProblem
 from titancli.runs import REPLAY_REQUEST
 
 if TYPE_CHECKING:
@@ -40,25 +41,49 @@ def train(config: FaultTolerant, engine: Engine, data: Loader, observers: Observ
             hint="titan prove and stability.recheck_every look for wrong numbers without the other replicas",
         )
     with Replicas(config, engine, data, run.folder) as replicas:
-        while run.goes_on(engine.step):
-            replicas.begin()
-            if engine.step >= run.steps:  # the others are done, and this has what they have
-                break
-            rows = engine.settings.accumulation
-            batches = run.take(data, rows * config.replicas)
-            if len(batches) < rows * config.replicas:
-                run.why = "data_ended"
-                break
-            own = batches[config.replica * rows : (config.replica + 1) * rows]
-            metrics = step(engine, replicas, own, run)
-            if metrics is None:
-                continue
-            metrics |= engine.optim_step() | {"data_wait": run.data_wait}
-            observers.step_end(engine.step, metrics)
-            run.step_done(engine.step)
-            if run.checkpoint_due(engine.step):
-                run.save(engine, data)
+        try:
+            steps(config, engine, data, observers, run, replicas)
+        except NoQuorum:
+            replicas.abandon()
+            engine.clear_gradients()
+            save(engine, data, run)
+            raise
     run.finish(engine, data)
+
+
+def steps(
+    config: FaultTolerant, engine: Engine, data: Loader, observers: Observers, run: Run, replicas: Replicas
+) -> None:
+    """Take one step after the other. Raises what `Replicas.meet` does."""
+    while run.goes_on(engine.step):
+        replicas.begin()
+        if engine.step >= run.steps:  # the others are done, and this has what they have
+            break
+        rows = engine.settings.accumulation
+        batches = run.take(data, rows * config.replicas)
+        if len(batches) < rows * config.replicas:
+            run.why = "data_ended"
+            break
+        own = batches[config.replica * rows : (config.replica + 1) * rows]
+        metrics = step(engine, replicas, own, run)
+        if metrics is None:
+            continue
+        metrics |= engine.optim_step() | {"data_wait": run.data_wait}
+        observers.step_end(engine.step, metrics)
+        run.step_done(engine.step)
+        if run.checkpoint_due(engine.step):
+            run.save(engine, data)
+
+
+def save(engine: Engine, data: Loader, run: Run) -> None:
+    """Save the last step, if it has not been; a disk that fails does not hide why the run ends."""
+    if run.checkpoints is None or engine.step in (0, run.saved_step):
+        return
+    try:
+        run.save(engine, data)
+        run.checkpoints.wait()
+    except EnvironmentProblem as error:
+        logger.warning("step %d was not saved: %s", engine.step, error)
 
 
 def step(engine: Engine, replicas: Replicas, own: list[Any], run: Run) -> dict[str, Any] | None:

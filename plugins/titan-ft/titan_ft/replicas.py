@@ -22,6 +22,7 @@ from torch import Tensor
 from titancli import TitanError, phase
 from titancli.engine.replicas import shared_state, take_state
 from titancli.errors import EnvironmentProblem
+from titancli.observe.events import read_events
 
 os.environ.setdefault("RUST_LOG", "warn")  # read at the import; else it prints several lines a step
 
@@ -39,6 +40,13 @@ BUCKET_BYTES = 64 * 2**20
 
 WAIT_SECONDS = 0.5
 """Between two meetings of too few."""
+QUORUM_RETRIES = 10_000
+"""How often torchft calls a lighthouse that is gone once more, every tenth of a second at most: the limit is
+`quorum_timeout_seconds`."""
+
+
+class NoQuorum(EnvironmentProblem):
+    """The lighthouse does not answer, or too few are there."""
 
 
 class Replicas:
@@ -53,6 +61,9 @@ class Replicas:
         # What it reports with a traceback for each tensor, `failure` says in a line.
         logging.getLogger("torchft.manager").setLevel(logging.CRITICAL)
         self._taken_over = self._is_known = False
+        self._may_be_late = not config.alone and config.replicas > 1
+        """Whether this one has not met the others yet, and must not take itself for the first."""
+        self._folder = folder
         self.count = 0
         """Replicas that took part in the last exchange."""
         limit = timedelta(seconds=config.timeout_seconds)
@@ -68,6 +79,7 @@ class Replicas:
                 timeout=limit,
                 quorum_timeout=timedelta(seconds=config.quorum_timeout_seconds),
                 connect_timeout=limit,
+                quorum_retries=QUORUM_RETRIES,
                 rank=dist.get_rank(),
                 world_size=dist.get_world_size(),
                 store_addr=self._store.host,
@@ -98,23 +110,57 @@ class Replicas:
         """Find out who takes part in the step; whether the state is now that of others.
 
         Raises:
-            EnvironmentProblem: the lighthouse does not answer, or too few come in time.
+            NoQuorum: the lighthouse does not answer, or too few come in time.
             TitanError: the state of the others does not fit.
         """
         self._taken_over = False
         with phase("quorum"):
-            try:
-                if self._too_few():  # the lighthouse is content with fewer
-                    time.sleep(WAIT_SECONDS)
-                self._manager.start_quorum()
-                if self._too_few() and time.monotonic() - self._began > self._config.quorum_timeout_seconds:
-                    raise TimeoutError(self._too_few())
-            except (TimeoutError, RuntimeError) as error:
-                raise EnvironmentProblem(
-                    f"too few replicas have met at {self._config.lighthouse}: {error}",
-                    hint="start the lighthouse and the other replicas, or raise loop.quorum_timeout_seconds",
-                ) from error
+            if self._too_few():  # the lighthouse is content with fewer
+                time.sleep(WAIT_SECONDS)
+            self._ask()
+            while self._may_be_late and self._is_left_alone():
+                time.sleep(WAIT_SECONDS)
+                self._ask()
+            self._may_be_late = False
         return self._taken_over
+
+    def _ask(self) -> None:
+        """Ask the lighthouse who is there. All ranks of this replica fail if one of them does."""
+        failure: Exception | None = None
+        try:
+            self._manager.start_quorum()
+            if self._too_few() and self._is_late():
+                raise TimeoutError(self._too_few())
+        except (TimeoutError, RuntimeError) as error:
+            failure = error
+        if on_any_rank(failure is not None):
+            raise NoQuorum(
+                f"too few replicas have met at {self._config.lighthouse}: "
+                f"{failure or 'another rank of this replica has waited in vain'}",
+                hint="start the lighthouse and the other replicas, or raise loop.quorum_timeout_seconds",
+            ) from failure
+
+    def _is_left_alone(self) -> bool:
+        """Whether others have been here before, and none is.
+
+        Raises:
+            NoQuorum: for too long.
+        """
+        # The lighthouse counts quorums: the first replica of all is alone in number 1.
+        if self._manager.num_participants() > 1:
+            return False
+        if not on_any_rank(self._manager._quorum_id > 1 or had_company(self._folder)):
+            return False
+        if on_any_rank(self._is_late()):
+            raise NoQuorum(
+                f"no other replica is at {self._config.lighthouse}, and others were before this one came: "
+                "they may have finished",
+                hint="see their run folders; start them again, or train without them: loop.alone=true",
+            )
+        return True
+
+    def _is_late(self) -> bool:
+        return time.monotonic() - self._began > self._config.quorum_timeout_seconds
 
     def abandon(self) -> None:
         """Have the rows of a step that is not to be taken come again."""
@@ -179,6 +225,20 @@ class Replicas:
         self._taken_over = True
 
 
+def on_any_rank(value: bool) -> bool:
+    """Return whether it is true on any rank of this replica."""
+    found = torch.tensor(int(value))
+    if dist.get_world_size() > 1:
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return bool(found)
+
+
+def had_company(folder: Path | None) -> bool:
+    """Return whether a run has taken a step together with others."""
+    events = [] if folder is None else read_events(folder / "events.jsonl")
+    return any(e["event"] == "step" and e["metrics"].get("replicas", 0) > 1 for e in events)
+
+
 def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Yield the tensors in groups of one dtype and at most `BUCKET_BYTES`, unless one alone is larger."""
     bucket: list[Tensor] = []
@@ -214,5 +274,6 @@ def fingerprint(folder: Path | None) -> int:
         for section in ("checkpoint", "loggers", "launcher", "metrics", "name", "description"):
             data.pop(section, None)
         data["loop"].pop("replica")
+        data["loop"].pop("alone", None)
         return int(hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:8], 16)
     return 0
