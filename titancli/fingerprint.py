@@ -74,6 +74,8 @@ class FullCheck:
         self.bytes = self.compared = 0
         """Bytes that were read, and files that were held against checksums of before."""
         self.faults: list[str] = []
+        self.left_out: list[str] = []
+        """Data that are not read."""
         self._report = report
 
     def __enter__(self) -> FullCheck:

@@ -133,3 +133,21 @@ def test_a_run_under_way_is_checked_and_left_as_it_is(
     hold.release()
     assert done.code == 0 and "the date is not recorded" in done.err
     assert (here / "r/run.json").read_bytes() == before
+
+
+def test_shards_in_a_store_are_read_from_there_and_a_stream_is_said_to_be_left_out(
+    train: Callable[..., Finished], here: Path, titan: Titan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("TITAN_CACHE", str(here / "cache"))
+    (here / "rows.jsonl").write_text('{"text": "a row"}\n' * 9)
+    assert titan("tokenize", "text.txt", "shards", "--tokenizer", "byte", "--workers", "1").code == 0
+    store = f'{{type="token_shards", paths=["file://{here}/shards"]}}'
+    stream = '{type="hf", path="./rows.jsonl", streaming=true}'
+    data = f'dataset={{type="mix", weights={{a=1, b=1}}, datasets={{a={store}, b={stream}}}}}'
+    assert train("tiny.toml", data, "training.steps=1", "--run-dir", "r").code == 0
+    done = titan("data", "verify", "r")
+    assert done.code == 0 and "rows.jsonl is a stream" in done.out and "(2 files, " in done.out, done
+    flip(here / "shards/00000.bin", 4000)
+    done = titan("data", "verify", "r")
+    assert done.code == 5 and "shards/00000.bin: the data from byte 0 on are not those of index" in done.out

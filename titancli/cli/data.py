@@ -140,10 +140,10 @@ def _verify_data(target: str, as_json: bool) -> int:
     for fault in found.faults:
         print(f"bad:  {fault}")
     for name in found.not_read:
-        print(f"not checked: {name} has no files that are read here")
+        print(f"not checked: {name}")
     against = ["the record of the run"] if found.of_run else []
     against += [f"kept checksums of {found.compared:,} of them"] if found.compared else []
-    words = f"{found.files:,} files, {found.bytes:,} bytes read"
+    words = f"{found.files:,} file{'s' if found.files != 1 else ''}, {found.bytes:,} bytes read"
     print(
         f"{'bad: ' if found.faults else 'good:'} {target} ({words}; compared with "
         f"{' and '.join(against) or 'nothing but the indexes of token shards: it is the first time'})"

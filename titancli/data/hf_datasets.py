@@ -146,6 +146,8 @@ class StreamedSource:
 
     def __init__(self, config: HFDataset, dataset: Any) -> None:
         self.label = _label(config)
+        if (check := full_check()) is not None:
+            check.left_out.append(f"{self.label} is a stream")
         self._column = config.text
         if dataset.column_names is not None:  # not every reader knows before it has read
             _check_column(config, dataset.column_names)

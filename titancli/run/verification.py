@@ -27,7 +27,7 @@ class Verification:
     of_run: bool = False
     """The identity of the data was held against the run's record."""
     not_read: list[str] = field(default_factory=list)
-    """Datasets of which no byte was read here."""
+    """Data that were left out."""
     faults: list[str] = field(default_factory=list)
 
     def facts(self) -> dict[str, Any]:
@@ -58,8 +58,9 @@ def verify_data(
             if name == "dataset" and recorded is not None:
                 found.faults += [f"{name}: {said}" for said in _differences(recorded, identity or {})]
             if check.bytes == before:
-                found.not_read.append(name)
+                found.not_read.append(f"{name}: no files are read of it here")
     found.faults += check.faults
+    found.not_read += check.left_out
     found.files, found.bytes, found.compared = len(check.files), check.bytes, check.compared
     return found
 

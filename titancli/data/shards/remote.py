@@ -18,7 +18,7 @@ import xxhash
 from titancli.data.shards import INDEX, INDEX_BYTES, Index, eviction, read_index, wrong_size
 from titancli.data.shards.reader import OpenFiles
 from titancli.errors import EnvironmentProblem
-from titancli.fingerprint import cache_folder
+from titancli.fingerprint import ChunkSums, FullCheck, cache_folder, first_difference, full_check
 
 logger = logging.getLogger(__name__)
 
@@ -77,23 +77,42 @@ class RemoteFiles(OpenFiles):
                 for row in store.ls(key, detail=True)
             }
             for shard in index.shards:
-                for path, size in index.files(shard):
-                    found = sizes.get(path.name)
-                    found = store.info(f"{key}/{path.name}")["size"] if found is None else found
-                    if found != size:
+                for (path, size), sums in zip(index.files(shard), shard.sums, strict=True):
+                    there = sizes.get(path.name)
+                    there = store.info(f"{key}/{path.name}")["size"] if there is None else there
+                    if there != size:
                         raise EnvironmentProblem(
-                            f"token shards: {wrong_size(f'{url}/{path.name}', size, found)}",
+                            f"token shards: {wrong_size(f'{url}/{path.name}', size, there)}",
                             hint="upload the folder again",
                         )
                     blocks = bytearray(-(-size // BLOCK))
-                    self._objects[str(path)] = _Object(
-                        store, f"{key}/{path.name}", f"{url}/{path.name}", size, blocks
-                    )
+                    found = _Object(store, f"{key}/{path.name}", f"{url}/{path.name}", size, blocks)
+                    self._objects[str(path)] = found
+                    if (check := full_check()) is not None:
+                        self._verify(found, sums, check)
         except EnvironmentProblem:
             raise
         except Exception as error:  # each store has its own classes of errors
             _failed(url, error)
         return index
+
+    def _verify(self, found: _Object, sums: str, check: FullCheck) -> None:
+        """Read all of an object, past the cache.
+
+        Raises:
+            EnvironmentProblem: it is not what the index says.
+        """
+        there = ChunkSums()
+        for first in range(0, found.size, BLOCK):
+            data = self._read(found, first, min(BLOCK, found.size - first))
+            there.update(data)
+            check.count(found.url, len(data))
+        if there.all != sums:
+            byte = first_difference(sums, there.all)
+            raise EnvironmentProblem(
+                f"token shards: {found.url}: the data from byte {byte:,} on are not those of {INDEX}",
+                hint="upload the folder again",
+            )
 
     def ready(self, path: str, byte: int, size: int) -> None:
         """See to it that these bytes are in the file.
