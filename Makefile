@@ -24,7 +24,7 @@ TORCH_NEEDED := tests/recipe/test_schedules_of_torch.py tests/registry/test_docs
 # Where it is set, as in many containers, each process of a test compiles titan anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train quick test test-all test-versions lint docs wheels release-check clean
+.PHONY: train quick test test-all test-programs test-versions lint docs wheels release-check clean
 
 train: .venv/.installed
 	$(BIN)/titan train llama3_debug $(ARGS)
@@ -38,6 +38,10 @@ test: lint
 
 test-all: lint
 	$(PYTEST) -m "not real and not gpu" $(ARGS)
+
+# Those that need programs which not every machine has: tests/programs.py. Where one is missing they are skipped.
+test-programs: .venv/.installed-dev
+	$(PYTEST) -m "needs and not real and not gpu" $(ARGS)
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .
