@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from titancli.engine import Engine, grad_clip, pipelined
+from titancli import LossResult
+from titancli.engine import Engine, grad_clip, pipelined, runners, sampling
 from titancli.engine import engine as engine_module
 from titancli.engine.experts import RouterLosses
 from titancli.models.blocks.cache import KVCache
@@ -25,7 +26,7 @@ from titancli.models.blocks.feed_forward import FeedForward
 from titancli.models.blocks.hf import DecoderHF
 from titancli.models.blocks.moe import Experts, MoE
 from titancli.models.blocks.reach import Reach
-from titancli.parallel import activation_checkpoint, tensor
+from titancli.parallel import activation_checkpoint, alone, tensor
 from titancli.prove.compare import adds_up, reference_of
 from titancli.prove.measure import Results, measure
 from titancli.prove.uses import exported, generated
@@ -40,20 +41,27 @@ def bug(function: Callable[[], Iterator[None]]) -> Callable[[], Iterator[None]]:
 
 
 def seeded(
-    name: str | None, file: str, overrides: list[str], rows: int, folder: str = "", more: tuple[str, ...] = ()
+    name: str | None,
+    file: str,
+    overrides: list[str],
+    sizes: list[int],
+    folder: str = "",
+    more: tuple[str, ...] = (),
+    converters: tuple[Any, ...] = (),
 ) -> Results | dict[str, Any]:
     """What a rank computes in a case, with a fault or without; of an export or of generation the answer."""
     recipe = load_recipe(Path(file), overrides).recipe
+    recipe = dataclasses.replace(recipe, converters=[*recipe.converters, *converters])
     with BUGS[name]() if name is not None else nullcontext():
         if "export" in more:
-            return exported(recipe, rows, Path(folder) / "export")
+            return exported(recipe, sizes, Path(folder) / "export")
         if "generation" in more:
-            return generated(recipe, rows, None)
-        return measure(recipe, rows, saved=Path(folder) / "step-1" if "resume" in more else None)
+            return generated(recipe, sizes, None)
+        return measure(recipe, sizes, saved=Path(folder) / "step-1" if "resume" in more else None)
 
 
-def nudged(file: str, overrides: list[str], rows: int) -> Results:
-    return measure(load_recipe(Path(file), overrides).recipe, rows, nudge=1e-6)
+def nudged(file: str, overrides: list[str], sizes: list[int]) -> Results:
+    return measure(load_recipe(Path(file), overrides).recipe, sizes, nudge=1e-6)
 
 
 def halves_add_up(file: str, base: str, overrides: list[str]) -> bool:
@@ -61,7 +69,7 @@ def halves_add_up(file: str, base: str, overrides: list[str]) -> bool:
     recipe = load_recipe(Path(file), overrides).recipe
     with Engine.build(dataclasses.replace(recipe, weights=None, converters=[]), device="cpu") as engine:
         engine.save(base)
-    reference = reference_of(measure(recipe, 8), measure(recipe, 8, nudge=1e-6))
+    reference = reference_of(measure(recipe, [8]), measure(recipe, [8], nudge=1e-6))
     return adds_up(recipe, 8, reference)
 
 
@@ -155,6 +163,28 @@ def undivided_on_shards() -> Iterator[None]:
         yield
 
 
+@bug
+def third_micro_batch_lost() -> Iterator[None]:
+    """What the third micro-batch of a call has to say does not come to the gradients."""
+    calls = 0
+
+    def begin(original: Any, *given: Any, **more: Any) -> Any:
+        nonlocal calls
+        calls = 0
+        return original(*given, **more)
+
+    def checked(original: Any, *given: Any) -> LossResult:
+        nonlocal calls
+        calls += 1
+        result: LossResult = original(*given)
+        if calls != 3:
+            return result
+        return result._replace(sum=result.sum * 0 + result.sum.detach())
+
+    with wrapped(runners.WholeModel, "forward_backward", begin), wrapped(runners, "checked", checked):
+        yield
+
+
 # --------------------------------------------------------------------------------------- what is computed
 
 
@@ -226,6 +256,20 @@ def stale_weight() -> Iterator[None]:
         return original(self, x)
 
     with wrapped(FeedForward, "forward", forward):
+        yield
+
+
+@bug
+def stale_cast() -> Iterator[None]:
+    """What a weight was when it was first cast to bfloat16 is computed with from then on."""
+    kept: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def local(original: Any, parameter: Tensor) -> Tensor:
+        fresh: Tensor = original(parameter)
+        first = kept.setdefault(id(parameter), (parameter, fresh.detach().clone()))[1]
+        return fresh + (first - fresh).detach()
+
+    with wrapped(alone, "local", local):
         yield
 
 
@@ -341,6 +385,21 @@ def cache_off_by_one() -> Iterator[None]:
         return positions + later, mask
 
     with wrapped(KVCache, "advance", advance):
+        yield
+
+
+@bug
+def converters_taken_off_to_sample() -> Iterator[None]:
+    """The model is sampled from without any forward that stands on an instance."""
+
+    @contextmanager
+    def as_written(block: Any) -> Iterator[None]:
+        own = vars(block).pop("forward", None)
+        yield
+        if own is not None:
+            block.forward = own
+
+    with patch.object(sampling, "as_written", as_written):
         yield
 
 

@@ -23,13 +23,16 @@ TITLES = {
     "recompute full": 'recomputation (activation_checkpoint.mode = "full")',
     "recompute op": 'recomputation (activation_checkpoint.mode = "selective")',
     "compile": "compile (compile.enable)",
+    "bf16": "bfloat16 (training.mixed_precision_param)",
     "resume": "resume from a checkpoint",
     "export": "export to Hugging Face and back",
-    "generation": "generation with a cache",
+    "generation": "generation",
 }
 """Techniques, as people are told."""
 MOST = 4
 """Ranks."""
+MICRO_BATCHES = 3
+"""Of accumulation: one that is neither the first nor the last, and the last with fewer rows."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,9 @@ class Case:
     """As many as the layout needs; None: as many as the small recipe has."""
     converters: bool = True
     """Whether the recipe's are in place."""
+    unit: int = 1
+    """Rows that belong together, as pairs do."""
+    experts: bool = False
 
     @property
     def degrees(self) -> dict[str, int]:
@@ -74,20 +80,32 @@ class Case:
         return self.degrees.get("dp_shard", 1) * self.degrees.get("dp_replicate", 1)
 
     @property
-    def micro_batches(self) -> int:
-        return 2 if "accumulation" in self.more else 1
+    def sizes(self) -> list[int]:
+        """Rows of each micro-batch on a data-parallel rank."""
+        units, left = self.rows // self.dp // self.unit, MICRO_BATCHES if "accumulation" in self.more else 1
+        found = []
+        while units:
+            found.append(-(-units // left))
+            units, left = units - found[-1], left - 1
+        return [size * self.unit for size in found]
 
     @property
     def of_model(self) -> list[str]:
         """What one process that this is compared with has as well."""
-        layers = [] if self.layers is None else [f"model.n_layers={self.layers}"]
-        return layers if self.converters else [*layers, "converters=[]"]
+        found = [] if self.layers is None else [f"model.n_layers={self.layers}"]
+        if not self.converters:
+            found.append("converters=[]")
+        if "bf16" in self.more:
+            found.append("training.mixed_precision_param=bfloat16")
+            if self.experts:  # what bfloat16 rounds would choose others
+                found.append("debug.moe_force_load_balance=true")
+        return found
 
     @property
     def overrides(self) -> list[str]:
         """What makes this case of the small recipe."""
         found = self.of_model + [f"mesh.{name}={degree}" for name, degree in self.mesh]
-        found.append(f"training.local_batch_size={self.rows // self.dp // self.micro_batches}")
+        found.append(f"training.local_batch_size={self.rows // self.dp}")
         found.append(f"training.global_batch_size={self.rows}")
         if "recompute full" in self.more:
             found.append("activation_checkpoint.mode=full")
@@ -109,9 +127,11 @@ def cases(recipe: Recipe, ranks: int, *, by_rows: bool = False) -> list[Case]:
     wanted = recipe.compile.enable and recipe.compile.backend == "inductor"
     backend = "inductor" if wanted and shutil.which("g++") else "aot_eager"
     experts = bool(with_defaults(ModelConfigDefaults, recipe.model).n_experts)
+    pairs = with_defaults(LossConfigDefaults, recipe.loss).learns_from_pairs
 
     def case(*more: str, rows: int = ROWS, **mesh: int) -> Case:
-        return Case(tuple(mesh.items()), more, rows, backend)
+        unit = 2 if pairs else 1
+        return Case(tuple(mesh.items()), more, rows, backend, unit=unit, experts=experts)
 
     found = [
         case("accumulation"),
@@ -121,6 +141,9 @@ def cases(recipe: Recipe, ranks: int, *, by_rows: bool = False) -> list[Case]:
         case("resume"),
         case("export"),
         case("generation"),
+        case("bf16", "resume"),  # casts of an engine that has just been built are those of its weights
+        # Not where ranks add parts of a sum that are rounded to bfloat16, which no nudge shows.
+        *(case("bf16", **{name: 2}) for name in ("dp_shard", "pp")),
         *(case(**{name: 2}) for name in ("dp_shard", "dp_replicate", "tp", "cp", "pp")),
         case("accumulation", dp_shard=2),
         case("recompute full", dp_shard=2),
@@ -133,15 +156,17 @@ def cases(recipe: Recipe, ranks: int, *, by_rows: bool = False) -> list[Case]:
         case("resume", tp=2),
         case("export", tp=2),
     ]
-    if not with_defaults(LossConfigDefaults, recipe.loss).learns_from_pairs:
+    if not pairs:
         found.append(case(dp_shard=3, rows=12))  # what three do not divide evenly
     names = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
     found += [case(dp_shard=4), case(tp=4), case(cp=4), replace(case(pp=4), layers=_layers(recipe, 4))]
+    if recipe.converters:
+        found.append(replace(case("generation"), converters=False))  # as `titan generate` does
     if by_rows:
         found += [
             replace(one, converters=False)
             for one in found
-            if one.techniques <= {"accumulation", "dp_shard"} and one.micro_batches > 1
+            if one.techniques <= {"accumulation", "dp_shard"} and len(one.sizes) > 1
         ]
     found += [case(**{one: 2, other: 2}) for one, other in itertools.combinations(names, 2)]
     found.append(case("recompute full", "compile", dp_shard=2, tp=2))

@@ -15,6 +15,8 @@ from titancli.recipe.schema import Recipe
 FLOOR, FACTOR, MEANINGLESS = 1e-5, 5.0, 0.3
 """The least that is tolerated, ‖Δ‖ / ‖reference‖ per tensor; how many times what a nudge of the weights
 makes of a tensor; and from where on a tensor says nothing after a nudge: it is zero but for rounding."""
+FLOOR_BF16 = 2.0**-7
+"""In bfloat16: two units of its last place."""
 KINDS = ("initial", "loss", "gradient", "norm", "applied", "weight")
 """In the order of a step. (`output` tells where a loss goes wrong, `routes` why.)"""
 
@@ -27,27 +29,37 @@ class Reference:
     tolerance: dict[str, float]
     """By `STEP KIND NAME`; what says nothing is not there."""
     noise: dict[str, float] = field(default_factory=dict)
-    """The largest of a kind."""
+    """The largest of a kind in a step, by `STEP KIND`."""
 
 
-def reference_of(plain: Results, *nudged: Results) -> Reference:
+def reference_of(plain: Results, *nudged: Results, floor: float = FLOOR) -> Reference:
     """Make a reference of one process, and of the same one with weights changed as rounding might, once or
     several times.
 
     What rounding does to a tensor depends on the model, its converters and its optimizer (float8 rounds some
     numbers the other way, Adam divides by small ones): it is measured and not guessed.
+
+    Args:
+        floor: the least that is tolerated of a tensor.
     """
     errors = {
         key: max(distance(one.tensors[key], value) for one in nudged) for key, value in plain.tensors.items()
     }
-    noise = {
-        kind: max((e for key, e in errors.items() if kind_of(key) == kind and e < MEANINGLESS), default=0.0)
-        for kind in (*KINDS, "output")
+    kinds = (*KINDS, "output")
+    noise = {f"{step} {kind}": 0.0 for step in range(STEPS) for kind in kinds}
+    for key, error in errors.items():
+        if kind_of(key) in kinds and error < MEANINGLESS:
+            noise[_group(key)] = max(noise[_group(key)], error)
+    # What a nudge makes of a single number may be small by chance. It is a function of many others.
+    least = {
+        f"{step} {kind}": max(FLOOR, noise[f"{step} {of}"])
+        for step in range(STEPS)
+        for kind, of in (("norm", "gradient"), ("loss", "output"))
     }
     tolerance = {
-        key: max(FLOOR, FACTOR * noise[kind_of(key)])
+        key: max(least.get(_group(key), floor), FACTOR * noise[_group(key)])
         for key, error in errors.items()
-        if kind_of(key) in noise and error < MEANINGLESS
+        if kind_of(key) in kinds and error < MEANINGLESS
     }
     return Reference(plain, tolerance, noise)
 
@@ -77,7 +89,7 @@ def adds_up(recipe: Recipe, rows: int, reference: Reference) -> bool:
     something computes with the rows that it sees together."""
     whole, halves = (gradients_of(recipe, rows, pieces) for pieces in (1, 2))
     # No FACTOR: what is near the tolerance here would be beyond it on some layout.
-    limit = max(FLOOR, reference.noise["gradient"])
+    limit = max(FLOOR, reference.noise["0 gradient"])
     return all(
         distance(halves[name], gradient) <= limit
         for name, gradient in whole.items()
@@ -87,6 +99,10 @@ def adds_up(recipe: Recipe, rows: int, reference: Reference) -> bool:
 
 def kind_of(key: str) -> str:
     return key.split(" ")[1]
+
+
+def _group(key: str) -> str:
+    return " ".join(key.split(" ")[:2])
 
 
 def distance(found: Tensor, expected: Tensor) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,12 +55,17 @@ class Results:
 
 
 def measure(
-    recipe: Recipe, rows: int, *, saved: Path | None = None, nudge: float = 0.0, draw: int = 1
+    recipe: Recipe,
+    sizes: Sequence[int],
+    *,
+    saved: Path | None = None,
+    nudge: float = 0.0,
+    draw: int = 1,
 ) -> Results:
     """Do two steps. Collective; needs a process group.
 
     Args:
-        rows: of a step, over all ranks.
+        sizes: rows of each micro-batch of a step on every data-parallel rank.
         saved: after the first step save here, and do the second with a new engine that loads it.
         nudge: change the initial weights by random numbers of this size relative to each.
         draw: which random numbers.
@@ -68,12 +73,12 @@ def measure(
     Raises:
         Refusal: the engine cannot be built on this layout.
     """
-    record = Record(forward=not recipe.compile.enable)
+    record = Record(sizes, forward=not recipe.compile.enable)
     engine = engine_of(recipe)
     try:
         if nudge:
             _nudge(engine, nudge, draw)
-        batches = batches_of(recipe, engine, rows)
+        batches = batches_of(recipe, engine, sum(sizes))
         for step in range(STEPS):
             record.do(engine, batches[step], step)
             if saved is not None and step == 0:
@@ -108,10 +113,12 @@ class Record:
     """Steps of engines, and all that comes of them.
 
     Args:
+        sizes: see `measure`.
         forward: look at outputs of modules too; not of those that are compiled, whose graphs would be others.
     """
 
-    def __init__(self, *, forward: bool) -> None:
+    def __init__(self, sizes: Sequence[int], *, forward: bool) -> None:
+        self._sizes = sizes
         self._watch, self._forward = Watch(), forward
         self._parts: dict[str, Part] = {}
         self._tensors: dict[str, Tensor] = {}
@@ -120,7 +127,7 @@ class Record:
         """Do a step on all ranks' rows. Collective."""
         self._parts |= _weights(engine, f"{step} initial")
         with self._watch.on(engine, step, forward=self._forward):
-            metrics = engine.forward_backward(mine(engine, batch))
+            metrics = engine.forward_backward(mine(engine, batch, self._sizes))
             self._keep(f"{step} loss", metrics["loss"])
             self._parts |= _gradients(engine, f"{step} gradient")
             self._keep(f"{step} norm", engine.optim_step()["grad_norm"])
@@ -170,8 +177,9 @@ def _nudge(engine: Engine, size: float, draw: int) -> None:
 
 
 def batches_of(recipe: Recipe, engine: Engine, rows: int) -> list[Batch]:
-    """All rows of each step: random tokens, unevenly many targets; for a model that takes something else,
-    what the recipe's dataset gives."""
+    """All rows of each step, `rows` for each data-parallel rank: random tokens, unevenly many targets; for a
+    model that takes something else, what the recipe's dataset gives."""
+    rows *= engine.mesh.degrees.dp
     if "tokens" in engine.parts[0].inputs:
         return [_tokens(recipe, engine, rows, step) for step in range(STEPS)]
     if not needs_dataset(recipe.loop) or needs_tokenizer(recipe.dataset):
@@ -220,11 +228,14 @@ ROW_KINDS = 8
 """Rows that have different numbers of targets."""
 
 
-def mine(engine: Engine, batch: Batch) -> list[Batch]:
-    """This rank's micro-batches."""
-    count, dp = engine.settings.accumulation, engine.mesh.degrees.dp
-    pieces = batch.split(batch.rows // (dp * count))
-    return [pieces[n * dp + engine.mesh.dp_rank] for n in range(count)]
+def mine(engine: Engine, batch: Batch, sizes: Sequence[int]) -> list[Batch]:
+    """This rank's micro-batches, of so many rows each."""
+    dp, start, found = engine.mesh.degrees.dp, 0, []
+    for size in sizes:
+        own = slice(start + engine.mesh.dp_rank * size, start + (engine.mesh.dp_rank + 1) * size)
+        found.append(Batch({name: tensor[own] for name, tensor in batch.items()}, unit=batch.unit))
+        start += dp * size
+    return found
 
 
 # ----------------------------------------------------------------------------------------- what is looked at

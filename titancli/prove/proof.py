@@ -89,7 +89,7 @@ def prove(
         run = _Run(small, pool)
         plain = run.reference(Case())
         results = []
-        wanted = cases(_with_compile(small, loaded), ranks, by_rows=plain["by_rows"])
+        wanted = cases(_with_compile(small, loaded), ranks, by_rows=run.by_rows)
         for number, case in enumerate(wanted):
             progress(number, len(wanted), case.name)
             result = run.case(case, random=plain["random"])
@@ -131,40 +131,40 @@ class _Run:
         """The answer about the one process that a case is compared with.
 
         Raises:
-            RecipeError: it does not run.
+            RecipeError: the recipe's own does not run.
         """
         job = self._plain(case)
         if job["key"] not in self._known:
-            answer = self.pool.ask(1, job)
+            answer = self._known[job["key"]] = self.pool.ask(1, job)
             if answer["status"] == "large":
                 raise _in_the_way(self.small, answer)
-            if answer["status"] != "right":
+            if answer["status"] != "right" and not case.more and case.converters:
                 raise RecipeError(
                     f"the small copy does not run on one process: {answer['reason']}",
                     hint="see `titan plan RECIPE --check`, or override the sizes: titan prove RECIPE "
                     "model.KEY=VALUE",
                 )
-            self._known[job["key"]] = answer
-            self.by_rows |= answer["by_rows"]
-        return self._known[job["key"]] | {"job": {**job, "seed": self._known[job["key"]]["seed"]}}
+            self.by_rows |= answer.get("by_rows", False)
+        known = self._known[job["key"]]
+        return known | {"job": {**job, "seed": known.get("seed")}}
 
     def _plain(self, case: Case) -> dict[str, Any]:
-        # What rounds by the rows at hand (float8's scales) has as many micro-batches on one process as there
-        # are groups of rows in the case.
-        pieces = 1
+        # Of what rounds by the rows at hand (float8's scales), one process has micro-batches that are the
+        # groups of rows of the case.
+        sizes = [case.rows]
         if case.converters and self.by_rows:
-            pieces = case.dp * case.micro_batches
+            sizes = [size for size in case.sizes for _ in range(case.dp)]
             if "pp" in case.degrees:
-                pieces = case.rows // self.small.recipe.pipeline.microbatch_size
+                each = self.small.recipe.pipeline.microbatch_size
+                sizes = [each] * (case.rows // each)
         overrides = [
             *case.of_model,
-            f"training.local_batch_size={case.rows // pieces}",
-            f"training.global_batch_size={case.rows}",
+            *(f"training.{name}_batch_size={case.rows}" for name in ("local", "global")),
         ]
-        key = f"{case.rows} rows in {pieces} {' '.join(case.of_model)}"
-        return self._job("reference", overrides, case) | {"key": key}
+        key = f"rows {sizes} {' '.join(case.of_model)}"
+        return self._job("reference", overrides, case, sizes) | {"key": key}
 
-    def _job(self, do: str, overrides: list[str], case: Case) -> dict[str, Any]:
+    def _job(self, do: str, overrides: list[str], case: Case, sizes: list[int]) -> dict[str, Any]:
         base = None
         if self.small.base is not None:  # of as many layers
             base = str(self.small.base.parent.with_name(f"base-{case.layers}") / "step-0")
@@ -174,7 +174,7 @@ class _Run:
             "file": str(self.small.file),
             "base": base,
             "overrides": overrides,
-            "rows": case.rows,
+            "sizes": sizes,
         }
 
     def case(self, case: Case, *, random: bool) -> dict[str, Any]:
@@ -186,19 +186,21 @@ class _Run:
             return {"status": "not supported", "reason": problem.message}
         except TitanError as error:
             return {"status": "failed", "reason": error.message}
-        if random and (case.ranks > 1 or case.micro_batches > 1):
+        if random and (case.ranks > 1 or len(case.sizes) > 1):
             why = "the model draws random numbers in forward (dropout), which are others on each layout"
             return {"status": "not supported", "reason": why}
-        reference = self.reference(case)
-        job = self._job("case", case.overrides, case) | {
-            "seed": reference["seed"],
-            "more": list(case.more),
-            "reference": reference["job"],
-        }
-        answer = self.pool.ask(case.ranks, job)
+        answer = reference = self.reference(case)
+        if reference["status"] == "right":
+            job = self._job("case", case.overrides, case, case.sizes) | {
+                "seed": reference["seed"],
+                "more": list(case.more),
+                "reference": reference["job"],
+                "by_rows": case.converters and self.by_rows,
+            }
+            answer = self.pool.ask(case.ranks, job)
         if answer["status"] == "refused":
             answer["status"] = "not supported"
-        return {key: value for key, value in answer.items() if key not in ("rank", "echo")}
+        return {key: value for key, value in answer.items() if key not in ("rank", "echo", "job")}
 
 
 # -------------------------------------------------------------------------------------------------- in words
@@ -219,7 +221,7 @@ def sentence(result: dict[str, Any]) -> str:
     fault = result["fault"]
     if fault is None:
         return ""
-    if fault["kind"] in ("generation", "padded"):
+    if fault["kind"] in ("sampled", "generation", "padded"):
         return _of_generation(fault)
     what = {
         "initial": "its value before the step is wrong",
@@ -260,6 +262,8 @@ def sentence(result: dict[str, Any]) -> str:
 def _of_generation(fault: dict[str, Any]) -> str:
     rows = "in rows that are padded at their beginning, " if fault["kind"] == "padded" else ""
     words = [f"{rows}the logits of token {fault['token']} differ from those of the whole row"]
+    if fault["kind"] == "sampled":
+        words = [f"the logits of token {fault['token']} that are sampled from differ from those of training"]
     if fault["output"]:
         words.append(f"the output of {fault['output']} is the first that differs")
         words.append(f"first wrong parameter {fault['parameter']}")

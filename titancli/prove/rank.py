@@ -26,7 +26,7 @@ from titancli.distributed.private import forget_meshes
 from titancli.engine.build import on_meta
 from titancli.errors import RankFailure, TitanError
 from titancli.process import die_with_parent, quiet
-from titancli.prove.compare import Reference, adds_up, compared, not_finite, reference_of
+from titancli.prove.compare import FLOOR, FLOOR_BF16, Reference, adds_up, compared, not_finite, reference_of
 from titancli.prove.measure import Refusal, engine_of, measure
 from titancli.prove.uses import exported, generated
 from titancli.recipe import load_recipe
@@ -36,8 +36,8 @@ from titancli.registry.plugins import own_traceback
 NUDGE = 1e-6
 """How much weights are changed to see what rounding does, relative to each."""
 NUDGES = 8
-"""How often, with converters: where float8 rounds the other way, one nudge changes ten times as much as the
-next."""
+"""How often, with converters and in bfloat16: where a number of few bits is rounded the other way, one nudge
+changes ten times as much as the next."""
 LARGEST = 20_000_000
 """Parameters of a model that is tried."""
 SEEDS = 5
@@ -84,23 +84,24 @@ class Rank:
         for seed in [job["seed"]] if "seed" in job else range(SEEDS):
             recipe = _recipe(job, seed)
             with _group(job, f"plain-{seed}"):
-                plain = measure(recipe, job["rows"])
+                plain = measure(recipe, job["sizes"])
             if (bad := not_finite(plain)) is not None:
                 return {"status": "failed", "reason": bad}
             with _group(job, f"nudged-{seed}"):
-                nudged = measure(recipe, job["rows"], nudge=NUDGE)
+                nudged = measure(recipe, job["sizes"], nudge=NUDGE)
             routes = [key for key in plain.tensors if " routes" in key]
             if all(torch.equal(plain.tensors[key], nudged.tensors[key]) for key in routes):
                 break
-        more = range(2, NUDGES + 1) if recipe.converters else ()
+        is_bf16 = recipe.training.mixed_precision_param != "float32"
+        more = range(2, NUDGES + 1) if recipe.converters or is_bf16 else ()
         with _group(job, "nudged-again"):
-            again = [measure(recipe, job["rows"], nudge=NUDGE, draw=draw) for draw in more]
-        reference = reference_of(plain, nudged, *again)
+            again = [measure(recipe, job["sizes"], nudge=NUDGE, draw=draw) for draw in more]
+        reference = reference_of(plain, nudged, *again, floor=FLOOR_BF16 if is_bf16 else FLOOR)
         self.references[job["key"]] = reference
         by_rows = False
         if recipe.converters:
             with _group(job, "halves"):
-                by_rows = not adds_up(recipe, job["rows"], reference)
+                by_rows = not adds_up(recipe, sum(job["sizes"]), reference)
         return {
             "status": "right",
             "seed": seed,
@@ -119,11 +120,11 @@ class Rank:
         reference = self.references.get(job["reference"]["key"])  # rank 0 has it
         with _group(job, "case"):
             if "generation" in job["more"]:
-                return generated(recipe, job["rows"], reference)
+                return generated(recipe, job["sizes"], reference, by_rows=job["by_rows"])
             if "export" in job["more"]:
-                return exported(recipe, job["rows"], saved)
+                return exported(recipe, job["sizes"], saved)
             resumed = saved / "step-1" if "resume" in job["more"] else None
-            results = measure(recipe, job["rows"], saved=resumed)
+            results = measure(recipe, job["sizes"], saved=resumed)
         if reference is None:
             return {"status": "right"}
         shutil.rmtree(saved, ignore_errors=True)

@@ -116,7 +116,7 @@ def _plain_settings(loaded: Loaded, device: str) -> tuple[dict[str, Any], list[s
         data["model"] = _as_data(small)
     training = recipe.training
     if "bfloat16" in (training.dtype, training.mixed_precision_param, training.mixed_precision_reduce):
-        left_out.append("bfloat16: everything is computed in float32")
+        left_out.append("bfloat16 on most layouts: they are computed in float32")
     data["training"] |= {
         "steps": 10,
         "local_batch_size": ROWS,

@@ -5,7 +5,7 @@ engine starts from, and tokens that come one at a time through a cache.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +33,7 @@ PROMPT = 5
 """Tokens that are read at once, before the others come one by one."""
 
 
-def exported(recipe: Recipe, rows: int, folder: Path) -> dict[str, Any]:
+def exported(recipe: Recipe, sizes: Sequence[int], folder: Path) -> dict[str, Any]:
     """Do a step, export the weights, and compare the next step of an engine that starts from the export with
     that of the engine that was exported. Collective; the answer is rank 0's.
 
@@ -48,7 +48,7 @@ def exported(recipe: Recipe, rows: int, folder: Path) -> dict[str, Any]:
         except TitanError as error:  # what transformers' model does not have
             raise Refusal(error) from error
         adapted = engine.adapters is not None
-        second = _after_a_step(engine, recipe, rows)
+        second = _after_a_step(engine, recipe, sizes)
         if with_defaults(
             HFFormDefaults, engine.hf_form
         ).loses_biases:  # and says so: they begin at zero again
@@ -58,10 +58,10 @@ def exported(recipe: Recipe, rows: int, folder: Path) -> dict[str, Any]:
         if dist.get_rank() == 0:
             export_hf(open_weights(saved, recipe.model), engine.hf_form, {}, folder / "hf")
         dist.barrier()
-        expected = _recorded(engine, second)
+        expected = _recorded(engine, second, sizes)
     with _closed(engine_of(replace(recipe, weights=folder / "hf"))) as engine:
         engine.step = 1  # the same random numbers, where the model draws some
-        found = _recorded(engine, second)
+        found = _recorded(engine, second, sizes)
     dist.barrier()
     if dist.get_rank() != 0:
         return {"status": "right"}
@@ -76,16 +76,16 @@ def _kept(expected: Results, adapted: bool) -> Results:
     return replace(expected, tensors={k: t for k, t in expected.tensors.items() if k.split(" ")[1] in names})
 
 
-def _after_a_step(engine: Engine, recipe: Recipe, rows: int) -> Any:
+def _after_a_step(engine: Engine, recipe: Recipe, sizes: Sequence[int]) -> Any:
     """Do a step, so that no weight is what it is at the start; return the rows of the next."""
-    first, second = batches_of(recipe, engine, rows)
-    engine.forward_backward(mine(engine, first))
+    first, second = batches_of(recipe, engine, sum(sizes))
+    engine.forward_backward(mine(engine, first, sizes))
     engine.optim_step()
     return second
 
 
-def _recorded(engine: Engine, batch: Any) -> Results:
-    record = Record(forward=True)
+def _recorded(engine: Engine, batch: Any, sizes: Sequence[int]) -> Results:
+    record = Record(sizes, forward=True)
     record.do(engine, batch, 1)
     return record.results()
 
@@ -108,19 +108,23 @@ def _closed(engine: Engine) -> Iterator[Engine]:
 # ----------------------------------------------------------------------------------------------- generation
 
 
-def generated(recipe: Recipe, rows: int, reference: Reference | None) -> dict[str, Any]:
-    """Do a step, and compare the logits of tokens that come through the cache one at a time with those of
-    whole rows; then those of rows of unequal length, padded at their beginning. Collective; the answer is
-    rank 0's. Converters are left out, as `titan generate` does.
+def generated(
+    recipe: Recipe, sizes: Sequence[int], reference: Reference | None, *, by_rows: bool = False
+) -> dict[str, Any]:
+    """Do a step, and compare with the logits of training those of the model that is sampled from: of whole
+    rows; of tokens that come through the cache one at a time; and of rows of unequal length, padded at their
+    beginning. Collective; the answer is rank 0's.
 
     Args:
+        sizes: see `measure`.
         reference: for what rounding makes of outputs; only rank 0 has it.
+        by_rows: what converters compute depends on the tokens at hand, so that whole rows alone are compared.
 
     Raises:
         Refusal: the model cannot generate, or the layout is refused.
     """
-    with _closed(engine_of(replace(recipe, weights=None, converters=[]))) as engine:
-        batch = mine(engine, _after_a_step(engine, recipe, rows))[0]
+    with _closed(engine_of(recipe if recipe.converters else replace(recipe, weights=None))) as engine:
+        batch = mine(engine, _after_a_step(engine, recipe, sizes), sizes)[0]
         with torch.no_grad():
             for name, parameter in engine.named_parameters():
                 if name.startswith("layers.") and parameter.ndim > 1:
@@ -132,21 +136,32 @@ def generated(recipe: Recipe, rows: int, reference: Reference | None) -> dict[st
         tokens = batch["tokens"]
         places = torch.arange(tokens.shape[1]).expand_as(tokens).contiguous()
         plain = {"tokens": tokens, "targets": batch["targets"], "positions": places}
-        whole, cached = _Outputs(), _Outputs()
+        whole, sampled, cached = _Outputs(), _Outputs(), _Outputs()
         with whole.of(engine.parts[0]):
             expected = engine.forward(plain, return_logits=True).float().cpu()
         tokens = tokens.to(engine.device)
+        found: dict[str, Tensor] = {}
         try:
             with engine.sampling() as model:
-                with cached.of(model):
-                    found = _one_by_one(model, tokens, None)
-                padded = _one_by_one(model, *_padded(tokens))
+                given = {name: plain[name].to(engine.device) for name in model.inputs if name in plain}
+                with sampled.of(model):
+                    found["sampled"] = model(**given).float().cpu()
+                if not by_rows:
+                    with cached.of(model):
+                        found["generation"] = _one_by_one(model, tokens, None)
+                    found["padded"] = _one_by_one(model, *_padded(tokens))
         except TitanError as error:
             raise Refusal(error) from error
     if dist.get_rank() != 0:
         return {"status": "right"}
-    tolerance = max(FLOOR, FACTOR * (reference.noise["output"] if reference else 0.0))
-    return _answer(expected, found, padded, tolerance, cached.first_other(whole, tolerance))
+    tolerance = max(FLOOR, FACTOR * (reference.noise["1 output"] if reference else 0.0))
+    first = {"sampled": sampled, "generation": cached}
+    return _answer(
+        expected,
+        found,
+        tolerance,
+        lambda kind: first[kind].first_other(whole, tolerance) if kind in first else None,
+    )
 
 
 def _one_by_one(model: Any, tokens: Tensor, padding: Tensor | None) -> Tensor:
@@ -167,33 +182,50 @@ def _padded(tokens: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _answer(
-    expected: Tensor, found: Tensor, padded: Tensor, tolerance: float, first: tuple[str, str] | None
+    expected: Tensor,
+    found: dict[str, Tensor],
+    tolerance: float,
+    first_other: Callable[[str], tuple[str, str] | None],
 ) -> dict[str, Any]:
-    """What is wrong, as `titancli.prove.compare.compared` says it."""
-    errors: dict[tuple[int, bool], float] = {}
-    for call in range(found.shape[1]):
-        token = PROMPT - 1 + call
-        errors[token, False] = distance(found[:, call], expected[:, token])
-        own = [expected[row, token - row % PROMPT] for row in range(len(expected))]
-        errors[token, True] = distance(padded[:, call], torch.stack(own))
+    """What is wrong, as `titancli.prove.compare.compared` says it.
+
+    Args:
+        expected: [B, S, V].
+        found: logits by kind, in the order in which they are to be told of: `sampled` of whole rows, others
+            [B, calls, V] of each call's last token.
+        first_other: the first module of a kind whose tokens differ, and its parameter.
+    """
+    errors: dict[tuple[str, int], float] = {}
+    for kind, logits in found.items():
+        first = 0 if kind == "sampled" else PROMPT - 1
+        for call in range(logits.shape[1]):
+            token, own = first + call, expected[:, first + call]
+            if kind == "padded":
+                own = torch.stack([row[token - number % PROMPT] for number, row in enumerate(expected)])
+            errors[kind, token] = distance(logits[:, call], own)
     worst = max(errors, key=lambda key: errors[key])
-    where = f"logits of token {worst[0]}{' of padded rows' * worst[1]}"
-    told = {"worst": finite(errors[worst]), "where": where, "tolerance": tolerance}
-    wrong = sorted((key for key, error in errors.items() if error > tolerance), key=lambda key: key[::-1])
-    if not wrong:
+    rows = {"sampled": " of whole rows", "padded": " of padded rows"}.get(worst[0], "")
+    told = {
+        "worst": finite(errors[worst]),
+        "where": f"logits of token {worst[1]}{rows}",
+        "tolerance": tolerance,
+    }
+    wrong = next((key for key, error in errors.items() if error > tolerance), None)
+    if wrong is None:
         return {"status": "right", **told, "fault": None}
-    token, is_padded = wrong[0]
+    kind, token = wrong
+    output, parameter = first_other(kind) or (None, None)
     fault: dict[str, Any] = {
         "step": 2,
-        "kind": "padded" if is_padded else "generation",
+        "kind": kind,
         "token": token,
-        "parameter": None if is_padded or first is None else first[1],
+        "parameter": parameter,
         "enters": None,
-        "output": None if is_padded or first is None else first[0],
+        "output": output,
         "routes": [],
         "wrong": 0,
         "of": 0,
-        "difference": finite(errors[token, is_padded]),
+        "difference": finite(errors[wrong]),
         "scale": None,
     }
     return {"status": "wrong", **told, "fault": fault}
