@@ -8,6 +8,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +30,7 @@ from titancli.checkpoint.remote.store import RemotePath, at
 from titancli.checkpoint.remote.transfer import upload
 from titancli.cli import main
 from titancli.recipe.schema import Checkpoint
+from titancli.run.remote import upload_rest
 from titancli.run.worker import Place, Rank
 from titancli.runs import RunFolder
 
@@ -222,6 +224,21 @@ def test_a_signal_ends_a_run_whose_store_hangs(
     assert f"finished: step {stopped_at} of {stopped_at}" in again.err
     assert {path.name for path in steps(here / "store/r")} == _left(here) >= {f"step-{stopped_at}"}
     assert all(_is_good(path) for path in steps(here / "store/r"))
+
+
+def test_a_finished_run_is_resumed_to_upload_what_is_missing(train: Train, here: Path, both: str) -> None:
+    shutil.rmtree(here / "store/r/step-6")
+    with ExitStack() as stack:
+        stack.callback(RunFolder(here / "r").hold().release)
+        refused = train("r", "--resume")
+        assert refused.code == 5 and "in use" in refused.err
+    assert not (here / "store/r/step-6").exists()
+    with ThreadPoolExecutor(2) as two:  # the commands of two nodes
+        section = Checkpoint(remote=f"file://{here}/store")
+        list(two.map(lambda _: upload_rest(RunFolder(here / "r"), section), range(2)))
+    assert _is_good(here / "store/r/step-6")
+    done = train("r", "--resume", both)
+    assert done.code == 0 and "r is finished: step 6 of 6" in done.err
 
 
 # ------------------------------------------------------------- damaged here, and the store has it intact

@@ -187,11 +187,14 @@ def upload_rest(folder: RunFolder, section: Checkpoint) -> None:
     """
     if section.remote is None or not section.enable:
         return
-    hold = folder.hold()
-    try:
-        uploads_of(folder, section, folder.record()["run_id"]).finish()
-    finally:
-        hold.release()
+    from titancli.checkpoint.remote.transfer import alone
+
+    with alone(folder.checkpoints):
+        hold = folder.hold()
+        try:
+            uploads_of(folder, section, folder.record()["run_id"]).finish()
+        finally:
+            hold.release()
 
 
 def refuse_unusable(run: Path, notes: Iterable[str], section: Checkpoint) -> None:

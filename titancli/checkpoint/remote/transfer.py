@@ -269,7 +269,7 @@ def newest_of_both(
             return found
         if look_only:
             return []
-        with _alone(folder):
+        with alone(folder):
             if _lies_in(folder / remote.name, manifest):
                 return []
             say(f"downloading {remote} ({_size(manifest)})")
@@ -293,8 +293,9 @@ def _lies_in(folder: Path, manifest: Manifest) -> bool:
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Commands of several machines that share a disk take a checkpoint once: the others wait for it."""
+def alone(folder: Path) -> Iterator[None]:
+    """Let commands of several machines that share a disk do something one after the other: what the first has
+    taken, or uploaded, the others find."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = open(folder / ".taking", "a", opener=regular)  # noqa: SIM115
@@ -310,6 +311,6 @@ def take_unless_there(url: str, here: Path, say: Callable[[str], None], *, timeo
     """Take the checkpoint of a URL into the folder `here`, which has its name, unless it lies there; see
     `take`, and for the limit `at`."""
     place = at(url, timeout_seconds)
-    with _alone(here.parent):
+    with alone(here.parent):
         if not _lies_in(here, read_manifest(place)):
             take(place, here.parent, say)

@@ -74,6 +74,7 @@ class Uploads:
                 self._deadline = time.monotonic() + self._exit_seconds
             left = SLICE if self._deadline is None else min(SLICE, self._deadline - time.monotonic())
             if left <= 0:
+                leave_threads_behind()
                 return False
             thread.join(left)
             if told != self.busy and (busy := self.busy) is not None:
@@ -102,8 +103,6 @@ class Uploads:
                 f"{self._place}: {_words(error)}",
                 hint=f"resume it, which uploads them: {self._again_by()}",
             ) from error
-        if not in_time:
-            leave_threads_behind()
         missing = [path.name for path, manifest in self._here() if self._there.get(path.name) != manifest]
         if missing:
             logger.warning(
