@@ -68,7 +68,8 @@ def open_foreign(config: TokenShards, label: str) -> Foreign:
     beside = [_beside(file) for file in files] if indexes else []
     identity = corpus_identity(label, [*files, *beside], shuffle=False, seed=0, text=False)
     facts = {"contents": identity["contents"], "format": config.format}
-    if any(index.documents != index.sequences for index in indexes):
+    by_documents = config.shuffle == "documents" or config.packing == "best_fit"
+    if by_documents and any(index.documents != index.sequences for index in indexes):
         facts["documents"] = sum(index.documents for index in indexes)  # before, a sequence was taken for one
     known = {file.path: file.stamp for file in [*files, *beside]}
     documents = MegatronDocuments(indexes, known) if indexes else None
