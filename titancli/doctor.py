@@ -21,6 +21,7 @@ from titancli.errors import ExitCode
 from titancli.launchers.devices import visible_gpus
 from titancli.provenance import versions
 from titancli.registry import current
+from titancli.registry.apart import try_apart
 from titancli.registry.kinds import BUILTIN
 from titancli.runs import runs_root
 from titancli.torch_version import LACKS, NEWEST, OLDEST, lacks, older_than, torch_version, untested
@@ -182,6 +183,7 @@ def _disk() -> Iterator[Finding]:
 
 def _plugins() -> Iterator[Finding]:
     registry = current()
+    try_apart(registry)
     registry.check_targets()
     for plugin in registry.plugins:
         name = f"plugin {plugin.name}"
@@ -192,9 +194,10 @@ def _plugins() -> Iterator[Finding]:
             yield Finding(name, "error", f"broken: {cause}", hint, ExitCode.PLUGIN)
         elif plugin.state == "missing":
             yield Finding(name, "warning", plugin.error or "missing", "install it, or change TITAN_PLUGINS")
-        elif plugin.torch:
-            hint = "its module imports torch, which slows down every command; report this to its author"
-            yield Finding(name, "warning", loaded, hint)
+        elif plugin.torch or plugin.habits:
+            habits = ["imports torch, which slows down every command"] * plugin.torch + list(plugin.habits)
+            hint = "report this to its author: a plugin only offers components as it is loaded"
+            yield Finding(name, "warning", f"{loaded}; it {', '.join(habits)}", hint)
         elif plugin.clashes and plugin.name != BUILTIN:
             hint = f"a recipe that means one of them must write its full name, e.g. {plugin.name}/…"
             yield Finding(name, "warning", f"{loaded}; others have its {', '.join(plugin.clashes)} too", hint)

@@ -13,6 +13,7 @@ from titancli.cli.output import print_json, table
 from titancli.errors import PluginError, nearest_name
 from titancli.prove.badge import badges
 from titancli.registry import current
+from titancli.registry.apart import try_apart
 from titancli.registry.plugins import PluginStatus
 
 
@@ -23,10 +24,13 @@ def command(name: str | None, as_json: bool) -> None:
     """List the plugins and their status, or show one.
 
     The status is ok, broken, blocked (by -p no:NAME), unlisted (not in TITAN_PLUGINS) or missing (listed
-    there, but not installed). A plugin that imports torch slows down every command. What `titan prove` has
+    there, but not installed). A plugin that imports torch slows down every command. Each is first loaded in a
+    process of its own, to see what it does there: whether it ends, prints, changes the folder, the
+    environment, logging or torch, or takes seconds. What `titan prove` has
     found is shown too; a proof is stale if the plugin's code, titan or torch has changed since.
     """
     registry = current()
+    try_apart(registry)
     registry.commands(BUILTIN)  # asked for everything, a plugin shows all its faults
     registry.recipe_folders()
     registry.check_targets()
@@ -60,7 +64,7 @@ def _document(plugin: PluginStatus) -> dict[str, Any]:
 def _row(plugin: PluginStatus) -> tuple[str, ...]:
     count = f"{len(plugin.components)} component{'' if len(plugin.components) == 1 else 's'}"
     clashes = [f"{', '.join(plugin.clashes)}: another plugin has this name"] if plugin.clashes else []
-    remark = "; ".join(["imports torch"] * plugin.torch + clashes + _proofs(plugin))
+    remark = "; ".join(["imports torch"] * plugin.torch + list(plugin.habits) + clashes + _proofs(plugin))
     if plugin.error:
         remark = plugin.error.splitlines()[-1]
     return plugin.name, plugin.version or "-", plugin.state, _milliseconds(plugin), count, remark
@@ -72,6 +76,8 @@ def _show(plugin: PluginStatus) -> None:
     print(f"  from        {source.strip()}")
     print(f"  load        {_milliseconds(plugin)}{', imports torch' if plugin.torch else ''}")
     print(f"  components  {', '.join(plugin.components) or 'none'}")
+    for habit in plugin.habits:
+        print(f"  at loading  {habit}")
     if plugin.clashes:
         print(
             f"  full names  {', '.join(plugin.clashes)}: another plugin has this name, so a recipe must write"

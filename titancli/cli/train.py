@@ -137,6 +137,7 @@ def command(
     """
     from titancli.launch import LaunchRequest
     from titancli.recipe.check import remarks
+    from titancli.registry import current
     from titancli.run.prepare import Request, make_plan
     from titancli.run.start import count_processes
     from titancli.runs import ChangedMeanwhile
@@ -166,6 +167,11 @@ def command(
         )
         for line in remarks(plan.loaded.recipe):
             note(f"note: {line}")
+        for name in current().unneeded_torch(plan.loaded.recipe):
+            note(
+                f"note: the plugin {name}, which this recipe does not use, imports torch and may change the "
+                f"run: `titan plugins {name}` says what it changes, -p no:{name} leaves it out"
+            )
         if newer := untested():
             note(f"note: {newer}")
         return _show(plan, request) if dry_run else _train(plan, request, nproc, env)

@@ -108,6 +108,27 @@ class Registry:
         clashes = {key for key, count in counts.items() if count > 1}
         return [plugin.status(clashes) for plugin in self._plugins.values()]
 
+    @property
+    def guests(self) -> list[Plugin]:
+        """Every plugin but titan that is neither left out nor broken, not loaded by asking."""
+        return [plugin for name, plugin in self._plugins.items() if name != BUILTIN and plugin.state == "ok"]
+
+    def load_unguarded(self, name: str) -> None:
+        """Ask one plugin for everything, and undo nothing of what it changes in this process."""
+        plugin = self._plugins[name]
+        plugin.guards = False
+        plugin.load()
+        for hook in ("titan_recipes", "titan_commands"):
+            plugin.call(hook)
+
+    def unneeded_torch(self, recipe: Any) -> list[str]:
+        """Return the plugins that imported torch as they were loaded, and that a recipe does not use."""
+        return [
+            plugin.name
+            for plugin in self._plugins.values()
+            if plugin.loaded and plugin.torch and not self._uses(recipe, plugin)
+        ]
+
     def check_targets(self) -> None:
         """Look for the code that components name; what lacks some is broken from here on."""
         for plugin in self._loaded():

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 import sys
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal
 
 import pluggy
@@ -44,6 +46,8 @@ class PluginStatus:
     """What importing it and asking for its components took."""
     torch: bool
     """Whether it imported torch, which its module must not."""
+    habits: tuple[str, ...]
+    """What else it does as it is loaded, where that was looked at: see `titancli.registry.apart`."""
     components: tuple[str, ...]
     """`kind/name`, in the order that the plugin gives them."""
     clashes: tuple[str, ...]
@@ -72,7 +76,11 @@ class Plugin:
         self.error: str | None = None
         self._load = load
         self._seconds = 0.0
-        self._torch = False
+        self.torch = False
+        """Whether it imports torch."""
+        self.habits: tuple[str, ...] = ()
+        self.guards = True
+        """Whether what it changes for others is undone; not where that is what one wants to see."""
         self._hooks: pluggy.PluginManager | None = None
         self._components: dict[tuple[str, str], type] | None = None
         self._doubled: set[tuple[str, str]] = set()
@@ -160,7 +168,8 @@ class Plugin:
             self.version,
             self.file,
             self._seconds,
-            self._torch,
+            self.torch,
+            self.habits,
             offered,
             tuple(f"{kind}/{name}" for kind, name in self.components if (kind, name) in others),
             self.error,
@@ -205,19 +214,86 @@ class Plugin:
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Time the plugin's code, keep its prints off stdout (which is for data), record what it raises."""
+        """Time the plugin's code, record what it raises, and undo what it changes for others.
+
+        stdout is for data, paths are relative to the folder, and what is logged is the command's choice.
+        """
         began = time.perf_counter()
-        without_torch = "torch" not in sys.modules
+        before = set(sys.modules)
         try:
-            with contextlib.redirect_stdout(sys.stderr):
+            with contextlib.ExitStack() as kept:
+                for keep in (_stdout_kept, _folder_kept, _logging_kept) if self.guards else ():
+                    kept.enter_context(keep())
                 yield
         except KeyboardInterrupt:
+            seconds = time.perf_counter() - began
+            print(
+                f"interrupted while the plugin {self.name} was loaded, after {seconds:.0f} s", file=sys.stderr
+            )
             raise
         except BaseException as error:  # SystemExit, and the panics of extension modules
             self.fail(own_traceback(error))
         finally:
             self._seconds += time.perf_counter() - began
-            self._torch = self._torch or (without_torch and "torch" in sys.modules)
+            self.torch = self.torch or _brings_torch(set(sys.modules) - before)
+
+
+@contextlib.contextmanager
+def _stdout_kept() -> Iterator[None]:
+    """Send what is written to stdout to stderr, also by C code, or by a program that is started."""
+    with contextlib.redirect_stdout(sys.stderr), _descriptor_kept():
+        yield
+
+
+@contextlib.contextmanager
+def _descriptor_kept() -> Iterator[None]:
+    try:
+        kept = os.dup(1)
+        os.dup2(2, 1)
+    except OSError:  # one of them is closed
+        yield
+        return
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+@contextlib.contextmanager
+def _folder_kept() -> Iterator[None]:
+    try:
+        folder = os.open(".", os.O_RDONLY)
+    except OSError:  # it was removed, or may not be read
+        yield
+        return
+    try:
+        yield
+    finally:
+        os.fchdir(folder)
+        os.close(folder)
+
+
+@contextlib.contextmanager
+def _logging_kept() -> Iterator[None]:
+    """Restore the root logger; where logging was not there, it was not set up."""
+    logging = sys.modules.get("logging")
+    handlers, level = (list(logging.root.handlers), logging.root.level) if logging else ([], None)
+    try:
+        yield
+    finally:
+        if (now := sys.modules.get("logging")) is not None:
+            now.root.handlers[:] = handlers
+            now.root.setLevel(now.WARNING if level is None else level)
+
+
+def _brings_torch(new: set[str]) -> bool:
+    """Whether modules that were just imported bring torch, or use it where it was there before."""
+    return "torch" in new or any(
+        isinstance(value, ModuleType) and value.__name__ == "torch"
+        for name in new
+        for value in list(vars(sys.modules[name]).values())
+    )
 
 
 # ---------------------------------------------------------------------------------------------- faults
