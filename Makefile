@@ -79,7 +79,7 @@ clean:
 # torch first, and alone: whatever else is installed then takes the torch that is there.
 .venv/.installed: .venv/constraints.txt pyproject.toml titancli/version.py
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c .venv/constraints.txt "$(TORCH)" numpy
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c .venv/constraints.txt -e .
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c .venv/constraints.txt -e ".[report]"
 	touch $@
 
 .venv/.installed-dev: .venv/.installed $(wildcard plugins/*/pyproject.toml)

@@ -1,8 +1,14 @@
-"""Text for a terminal that comes from files which anybody may have written. Torch-free."""
+"""Text for a terminal: what comes from files that anybody may have written, and commands to be pasted there.
+Torch-free."""
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
+import shutil
+import sys
+from pathlib import Path
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -26,3 +32,63 @@ def clean(value: T) -> T:
     if isinstance(value, dict):
         return {clean(key): clean(item) for key, item in value.items()}  # type: ignore[return-value]
     return [clean(item) for item in value] if isinstance(value, list) else value  # type: ignore[return-value]
+
+
+# ------------------------------------------------------------------------------------ commands to be pasted
+
+GROUPS = {
+    "runs": "list show compare logs watch rm",
+    "checkpoint": "list show verify",
+    "data": "show verify",
+    "launch": "slurm status logs cancel",
+}
+COMMANDS = """
+bisect config convert-checkpoint doctor download eval generate list-components list-recipes new-plugin
+new-recipe plan plugins profile prove replay report reproduce rollouts schema show sweep tokenize train
+validate
+"""
+"""titan's commands, and those of its groups, without which one may be prose: `titan runs on torch 2.11`."""
+
+
+def _alternatives(names: str) -> str:
+    return f"(?:{'|'.join(map(re.escape, names.split()))})"
+
+
+_NAMED = "|".join(
+    [_alternatives(COMMANDS), *(f"{group} {_alternatives(names)}" for group, names in GROUPS.items())]
+)
+_COMMAND = re.compile(rf"(?<![\w./'\"-])titan(?= (?:{_NAMED})(?![\w-]))")
+_INSTALL = re.compile(r"(?<![\w./'\"-])(?<!-m )pip(?= install )")
+
+
+def _started_from() -> Path | None:
+    """The script `titan` of this very installation; None where it has none."""
+    script = Path(sys.argv[0])
+    if script.name != "titan" or not script.is_file():  # another program, or `python -m titancli`
+        script = Path(sys.executable).with_name("titan")
+    return script if script.is_file() else None
+
+
+def _to_type(program: Path) -> str:
+    """A program's path, from the current folder if that is shorter, quoted for a shell."""
+    path = os.path.abspath(program)
+    short = os.path.relpath(path)
+    return shlex.quote(min(path, short if "/" in short else f"./{short}", key=len))
+
+
+def own_command() -> str:
+    """Return what starts this very titan in the shell that started it: `titan` where the PATH leads to it."""
+    script, found = _started_from(), shutil.which("titan")
+    if script is None:
+        return f"{_to_type(Path(sys.executable))} -m titancli"
+    return "titan" if found is not None and os.path.samefile(found, script) else _to_type(script)
+
+
+def pasteable(text: str) -> str:
+    """Return a text in which the commands of titan, and `pip install`, can be pasted into the shell that
+    started this titan: where it is not the one on the PATH, they name the environment that it is in."""
+    own = own_command()
+    if own == "titan":
+        return text
+    text = _INSTALL.sub(lambda _: f"{_to_type(Path(sys.executable))} -m pip", text)
+    return _COMMAND.sub(lambda _: own, text)

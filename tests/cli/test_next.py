@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import shlex
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import click
 import pytest
 
+from tests.cli.conftest import Titan
+from titancli.cli import group
 from titancli.cli.train import _say_next
 from titancli.recipe import load_recipe
+from titancli.terminal import COMMANDS, GROUPS, own_command, pasteable
 
 EXPORT = "export:    titan convert-checkpoint r/checkpoints/step-5 OUT"
 
@@ -40,3 +48,83 @@ def test_a_model_without_a_hugging_face_form_is_not_exported(capsys: pytest.Capt
 
     recipe = SimpleNamespace(model=Bare(), converters=[])
     assert [line[:9] for line in said(capsys, recipe)] == ["finished ", "continue:"]
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A `titan` in an environment that is not on the PATH, which this process says it is."""
+    script = tmp_path / "my env" / "bin" / "titan"
+    script.parent.mkdir(parents=True)
+    script.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m titancli "$@"\n')
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "argv", [str(script)])
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    monkeypatch.chdir(tmp_path)
+    return script
+
+
+def test_what_is_printed_can_be_pasted_where_titan_is_not_on_the_path(
+    elsewhere: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = said(capsys, load_recipe("llama3_debug").recipe)
+    assert lines[1] == "continue:  'my env/bin/titan' train r --resume training.steps=10 --env 'CXX=g++ -O1'"
+    assert lines[2].startswith("export:    'my env/bin/titan' convert-checkpoint r/checkpoints/step-5 OUT")
+    done = subprocess.run(["sh", "-c", pasteable("titan list-recipes")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "llama3_debug" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["train", "nonesuch"], "`'my env/bin/titan' list-recipes` lists them"),  # one problem of a recipe
+        (["runs", "compare", "r"], "'my env/bin/titan' runs compare RUN RUN..."),  # an error
+        (["new-recipe", "f.toml", "--from", "llama3_debug"], "next:  'my env/bin/titan' train f.toml"),
+    ],
+)
+def test_hints_can_be_pasted_too(
+    titan: Titan, elsewhere: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], hint: str
+) -> None:
+    assert hint in titan(*arguments).err
+
+
+def test_the_shortest_words_that_start_this_titan(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(elsewhere.parent))
+    assert own_command() == "titan"
+    link = elsewhere.parents[2] / "links"
+    link.mkdir()
+    (link / "titan").symlink_to(elsewhere)
+    monkeypatch.setenv("PATH", str(link))
+    assert own_command() == "titan"  # another name of the same program
+    shutil.copy(elsewhere, link / "other")
+    (link / "titan").unlink()
+    (link / "other").rename(link / "titan")
+    assert own_command() == "'my env/bin/titan'"  # another installation comes first
+    monkeypatch.chdir(elsewhere.parent)
+    assert own_command() == "./titan"
+    monkeypatch.chdir("/usr/bin")
+    assert own_command() == shlex.quote(str(elsewhere))  # not ../../…, which is longer
+    monkeypatch.setattr(sys, "argv", [str(link / "__main__.py")])
+    monkeypatch.setattr(sys, "executable", "/opt/python3")
+    assert own_command() == "/opt/python3 -m titancli"
+    assert pasteable("pip install 'titancli[zstd]'") == "/opt/python3 -m pip install 'titancli[zstd]'"
+
+
+def test_prose_and_other_names_are_left_alone(elsewhere: Path) -> None:
+    for text in (
+        "titan runs on torch 2.11",
+        "it is not a titan checkpoint: it has no manifest.json",
+        "./titan train r",
+        "new-titan train",
+        "titan trains models",
+        "titan new-plugins",
+    ):
+        assert pasteable(text) == text
+
+
+def test_every_command_is_known() -> None:
+    context = click.Context(group.titan)
+    found = {name: group.titan.get_command(context, name) for name in group.BUILTIN}
+    groups = {name: list(one.commands) for name, one in found.items() if isinstance(one, click.Group)}
+    assert {name: names.split() for name, names in GROUPS.items()} == groups
+    assert sorted(COMMANDS.split()) == sorted(set(found) - set(groups))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from titancli.cli.output import mark, print_json
+from titancli.terminal import pasteable
 
 
 @click.command("doctor", short_help="Check the installation, the machine and the plugins.")
@@ -23,7 +24,7 @@ def command(as_json: bool) -> int:
         if not as_json:
             print(f"{mark(finding.state)}  {finding.name}: {finding.found}")
             if finding.hint:
-                print(f"         {finding.hint}")
+                print(f"         {pasteable(finding.hint)}")
     if as_json:
         documents = [{"name": f.name, "state": f.state, "found": f.found, "hint": f.hint} for f in found]
         print_json("doctor", {"findings": documents})

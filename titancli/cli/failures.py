@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import traceback as tracebacks
+from dataclasses import replace
 
 import click
 
@@ -21,6 +22,7 @@ from titancli.errors import (
     TitanError,
 )
 from titancli.signals import drop, say
+from titancli.terminal import pasteable
 
 KINDS = {
     EXIT_USAGE: "usage",
@@ -63,7 +65,10 @@ def print_error(error: Exception, *, traceback: bool = False) -> int:
     if isinstance(error, RecipeError):
         from titancli.recipe import render_problems
 
-        say(render_problems(error.problems, color=colored(sys.stderr)).rstrip())
+        shown = [
+            replace(found, hint=pasteable(found.hint)) if found.hint else found for found in error.problems
+        ]
+        say(render_problems(shown, color=colored(sys.stderr)).rstrip())
         return error.exit_code
     if isinstance(error, TitanError):
         error_line(error.message, hint=error.hint)

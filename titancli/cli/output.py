@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from titancli.signals import say
-from titancli.terminal import clean, printable
+from titancli.terminal import clean, pasteable, printable
 
 _quiet = False
 
@@ -75,7 +75,7 @@ def error_line(message: str, *, hint: str | None = None) -> None:
     mark = "\x1b[1;31merror\x1b[0m" if colored(sys.stderr) else "error"
     say(f"{mark}: {clean(message)}")
     if hint:
-        say(f" {clean(hint)}")
+        say(f" {clean(pasteable(hint))}")
 
 
 def mark(state: str) -> str:
@@ -104,6 +104,6 @@ def be_quiet(quiet: bool) -> None:
 
 
 def note(message: str) -> None:
-    """Say something on stderr that `-q` leaves out."""
+    """Say something on stderr that `-q` leaves out; commands in it can be pasted."""
     if not _quiet:
-        say(clean(message))
+        say(clean(pasteable(message)))
