@@ -281,7 +281,7 @@ def test_wrong_things_in_slots_of_slots(problem, text: str, code: str, message: 
 
 def test_a_component_named_as_in_torchtitan_is_told_of_type(problem) -> None:
     found = problem(BASE.replace('type = "tiny"', 'name = "tiny"'))
-    assert found.hint == "use type, not name; known: titan/plain, titan/tiny"
+    assert found.hint == "use type, not name; known: plain, tiny"
     found = problem(BASE + '[optimizer]\nname = "adamw"\n')
     assert found.hint == "a component is selected by its type: set type = …"
 

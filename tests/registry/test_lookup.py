@@ -57,6 +57,16 @@ def test_components_are_in_the_order_of_kinds_and_names(registry: Registry) -> N
     assert registry.names("loss") == ["lab/dpo"]
 
 
+def test_names_for_a_hint_are_titans_first_and_say_how_many_more_there_are(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    many = Registry(components=[("aaa", MUON), ("titan", HF_DATA), ("aaa", HF_DATA), ("zzz", OTHER_MUON)])
+    assert many.choices("dataset") == "titan/hf, aaa/hf" and many.choices("reward") == "none is installed"
+    assert registry.choices("optimizer") == "muon"
+    monkeypatch.setattr("titancli.registry.lookup.SHOWN", 1)
+    assert many.choices("dataset") == "titan/hf, and 1 more: titan list-components dataset"
+
+
 def test_an_ambiguous_name_tells_both_and_the_fix() -> None:
     registry = Registry(components=[("lab", MUON), ("titan-muon", OTHER_MUON)])
     with pytest.raises(PluginError) as caught:

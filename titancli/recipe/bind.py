@@ -182,8 +182,7 @@ def _missing_key(
         return
     slot = recipe_slots().get(key)
     if slot is not None:
-        names = [name.rpartition("/")[2] for name in registry.names(slot.kind)]
-        example = f"[{key}] with a type, one of: {', '.join(names[:8]) or 'none is installed'}"
+        example = f"[{key}] with a type, one of: {registry.choices(slot.kind)}"
         if key == "model":
             example += "; or weights = HF_FOLDER, to use the model of that folder"
     else:

@@ -142,7 +142,7 @@ class _Resolver:
         given = node.value.get("type")
         if given is None:
             instead = "use type, not name; " if "name" in node.value else ""
-            hint = f"{instead}known: {_some(self.registry.names(kind))}"
+            hint = f"{instead}known: {self.registry.choices(kind)}"
             message = f"{dotted(path)} needs a type, the name of a {kind}"
             self.problems.add("missing-key", message, node.origin.location("key"), hint)
             return None
@@ -241,7 +241,3 @@ def _under(node: Node, row: Node) -> Node:
         elif isinstance(members[key].value, dict) and isinstance(below.value, dict):
             members[key] = _under(members[key], below)
     return Node(members, node.origin)
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:8]) + (", …" if len(names) > 8 else "") if names else "none is installed"

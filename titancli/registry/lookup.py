@@ -17,6 +17,9 @@ from titancli.registry.targets import missing
 if TYPE_CHECKING:
     import click
 
+SHOWN = 12
+"""Names that a hint lists."""
+
 
 class Registry:
     """All plugins, in the order of their names.
@@ -88,6 +91,14 @@ class Registry:
     def names(self, kind: str) -> list[str]:
         """Return the full names of all components of a kind."""
         return [name for name, _ in self.components(kind)]
+
+    def choices(self, kind: str) -> str:
+        """Return the names of a kind as a recipe may write them, titan's first, for people."""
+        names = sorted(self.names(kind), key=lambda name: not name.startswith(f"{BUILTIN}/"))
+        bare = [name.rpartition("/")[2] for name in names]
+        shown = [b if bare.count(b) == 1 else name for b, name in zip(bare, names, strict=True)]
+        more = f", and {len(shown) - SHOWN} more: titan list-components {kind}" if len(shown) > SHOWN else ""
+        return (", ".join(shown[:SHOWN]) or "none is installed") + more
 
     def components(self, kind: str | None = None) -> list[tuple[str, type]]:
         """Return full name and config class of all components (of a kind), by kind and then by name."""
