@@ -297,7 +297,10 @@ def test_wrong_settings_are_said_before_anything_is_submitted(titan: Titan, slur
 @pytest.mark.parametrize(
     ("option", "words"),
     [
-        ("export='ALL,BASH_ENV=/tmp/x'", "--sbatch export=…"),
+        (
+            "export='ALL,BASH_ENV=/tmp/x'",
+            "or file; give it on the command line: titan launch slurm … --sbatch export=…",
+        ),
         ("export-file='/tmp/x'", "a recipe cannot set --export-file"),
         ("container='/tmp/x'", "a recipe cannot set --container"),
         ("container-image='evil/image'", "a recipe cannot set --container-image"),

@@ -121,7 +121,7 @@ def wrong_option(option: str) -> str | None:
 def _not_for_a_recipe(option: str, value: str | int | bool) -> str | None:
     if option not in ALLOWED:
         near = nearest_name(option, ALLOWED)
-        meant = f"did you mean {near!r}? Otherwise give" if near else "give"
+        meant = f"did you mean {near!r}? Otherwise give" if near and near[0] == option[0] else "give"
         return (
             f"a recipe cannot set --{option}: it is not on the list of options that choose no program, "
             f"environment or file; {meant} it on the command line: titan launch slurm … --sbatch {option}=…"
