@@ -204,10 +204,10 @@ def test_a_file_that_cannot_be_read_says_why(
     path = tmp_path / "x.toml"
     path.write_text(BASE)
 
-    def refuse(self: Path) -> bytes:
+    def refuse(*_: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "read_bytes", refuse)
+    monkeypatch.setattr("titancli.recipe.read.open", refuse, raising=False)
     with pytest.raises(RecipeError, match=r"cannot read .*x\.toml: Permission denied"):
         load_recipe(path, registry=registry)
 

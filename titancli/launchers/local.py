@@ -6,7 +6,6 @@ reads them as rank 0 writes them.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -24,7 +23,7 @@ from titancli.errors import (
     EXIT_STOPPED,
     TitanError,
 )
-from titancli.files import regular
+from titancli.files import read_json, regular
 from titancli.launch import LaunchRequest
 from titancli.launchers import Local
 from titancli.launchers.agent import EXIT_LOST
@@ -235,8 +234,8 @@ def _killed_ranks(
 ) -> tuple[list[failures.Failure], list[failures.Failure]]:
     """Ranks of this node that a signal ended: by themselves, and after others had failed."""
     try:
-        ends = sorted(json.loads(ends_file(request).read_text()), key=lambda end: end["time"])
-    except (OSError, ValueError):
+        ends = sorted(read_json(ends_file(request)), key=lambda end: end["time"])
+    except (OSError, ValueError, TypeError, KeyError):
         return [], []
     early: list[failures.Failure] = []
     late: list[failures.Failure] = []

@@ -23,6 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from titancli.errors import EnvironmentProblem
+from titancli.files import parse_json, read_bytes, regular
 from titancli.launchers.address import reachable
 
 BEAT = 1.0
@@ -169,7 +170,9 @@ class Meeting:
     def _silent(self, place: Path) -> bool:
         """Whether there has been no sign of life for too long. Clocks of hosts are not compared."""
         try:
-            with open(place, "rb") as file:  # opened, since a network disk may remember old times
+            with open(
+                place, "rb", opener=regular
+            ) as file:  # opened, since a network disk may remember old times
                 sign = (place, os.fstat(file.fileno()).st_mtime_ns)
         except FileNotFoundError:
             return False
@@ -259,10 +262,13 @@ def _lines(toml: str) -> list[str]:
 def _read(place: Path) -> tuple[str, dict[str, str]] | None:
     """HOST:PORT, and with what its node was started; None as long as they are being written."""
     try:
-        endpoint, _, rest = place.read_text(encoding="utf-8").partition("\n")
-        return (endpoint, json.loads(rest)) if rest.endswith("\n") else None
+        endpoint, _, rest = read_bytes(place, 1 << 24).decode().partition("\n")
+        same = parse_json(rest)
     except (OSError, ValueError):
         return None
+    host, _, port = endpoint.rpartition(":")
+    texts = isinstance(same, dict) and all(isinstance(value, str) for value in same.values())
+    return (endpoint, same) if rest.endswith("\n") and host and port.isdecimal() and texts else None
 
 
 def _answers(endpoint: str) -> bool:

@@ -11,6 +11,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from titancli.files import read_json
 from titancli.fingerprint import cache_folder
 from titancli.prove.component import computing, label_of
 from titancli.provenance import code_hash, package_versions
@@ -73,7 +74,7 @@ def badges(plugin: str) -> list[dict[str, Any]]:
     found = []
     for path in sorted((badge_folder() / plugin).glob("*.json")):
         try:
-            badge = json.loads(path.read_bytes())
+            badge = read_json(path)
             stale = list(_changes(plugin, badge))
             if missing := [key for key in SHOWN if key not in badge]:
                 raise KeyError(missing[0])  # another version of titan wrote it

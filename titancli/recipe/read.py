@@ -16,6 +16,8 @@ from titancli.runs import LOCK_NAME, changed_lock
 
 FORMAT = 1
 """The recipe format that this titan reads."""
+LARGEST = 1 << 24
+"""Bytes of a recipe."""
 DEEPEST = 64
 """Tables and arrays inside each other."""
 
@@ -28,7 +30,10 @@ def read_file(path: Path, problems: Problems, named_at: Location | None = None) 
     shown = str(path)
     problems.file(shown)
     try:
-        raw = path.read_bytes()
+        with open(path, "rb") as file:
+            raw = file.read(LARGEST + 1)
+        if len(raw) > LARGEST:
+            raise ValueError(f"it has more than {LARGEST} bytes")
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
         problems.add("unreadable", f"cannot read {shown}: {reason}", named_at)

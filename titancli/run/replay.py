@@ -5,7 +5,6 @@ Nothing is written into the run's folder: the ranks work in one of their own, wh
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 import tempfile
@@ -17,6 +16,7 @@ from typing import Any
 
 from titancli.checkpoint.format.manifest import read_manifest
 from titancli.errors import EnvironmentProblem, TitanError, UsageError
+from titancli.files import read_json
 from titancli.observe.digests import StepDigest, differences, read_digests
 from titancli.observe.events import plain, read_events
 from titancli.recipe import Loaded, load_recipe
@@ -224,7 +224,7 @@ def replay(
         Asked(step=source.step, **asked).write(folder.path)
 
     def read(folder: RunFolder) -> dict[str, Any]:
-        found = json.loads((folder.path / REPLAY_RESULT).read_text(encoding="utf-8"))
+        found = read_json(folder.path / REPLAY_RESULT)
         return {**found, "verdict": verdict(source, read_digests(folder.path))}
 
     try:
