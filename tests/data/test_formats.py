@@ -37,7 +37,7 @@ def parquet(path: Path) -> bytes:
     ("name", "data", "read_as"),
     [
         ("c4-train.00000.json", ROWS, "jsonl"),
-        ("c4-train.00000-of-01024.json.gz", gzip.compress(ROWS), "jsonl"),
+        ("c4-train.00000-of-01024.json.gz", gzip.compress(ROWS, mtime=0), "jsonl"),
         ("part-00000", ROWS, "jsonl"),
         ("part-00000.log", ROWS, "jsonl"),
         ("part-00000.csv", ROWS, "jsonl"),
@@ -75,8 +75,12 @@ def test_a_file_is_what_it_holds(tmp_path: Path, name: str, data: bytes, read_as
         ("deep.json", b"[" * 60_000, "is JSON that is not one object a line"),
         ("a.csv", b"text,url\nhello,http\n", "is a table of separated values"),
         ("a.tsv", b"text\turl\nhello\thttp\n", "is a table of separated values"),
-        ("a.txt.gz", gzip.compress(b"a text"), "is compressed, and what is inside is not JSON Lines"),
-        ("a", gzip.compress(LIST), "is JSON that is not one object a line"),
+        (
+            "a.txt.gz",
+            gzip.compress(b"a text", mtime=0),
+            "is compressed, and what is inside is not JSON Lines",
+        ),
+        ("a", gzip.compress(LIST, mtime=0), "is JSON that is not one object a line"),
         ("a", b"a\0b\0", "is binary data"),
         ("a.txt", b"a\0b\0", "is binary data"),
         ("a.bin", b"text", "is binary data"),
@@ -118,7 +122,7 @@ def documents(folder: Path, name: str, data: bytes, **options: Any) -> int:
 
 def test_tokenize_reads_each_row_whatever_the_suffix(tmp_path: Path) -> None:
     assert documents(tmp_path, "c4-train.00000.json", ROWS) == len(TEXTS)
-    assert documents(tmp_path, "c4-train.00001.json.gz", gzip.compress(ROWS)) == len(TEXTS)
+    assert documents(tmp_path, "c4-train.00001.json.gz", gzip.compress(ROWS, mtime=0)) == len(TEXTS)
     assert documents(tmp_path, "rows.txt", ROWS) == 1
     assert documents(tmp_path, "more.txt", ROWS, format="jsonl") == len(TEXTS)
     assert documents(tmp_path, "package.json", CODE, format="text") == 1
@@ -145,7 +149,7 @@ def test_text_files_takes_rows_for_one_text_only_where_it_is_asked_to(
 def test_rows_of_any_name_are_read_and_shuffled(tmp_path: Path) -> None:
     (tmp_path / "c4.00000.json").write_bytes(ROWS)
     assert make(JsonLines(paths=[tmp_path])).skip(1) == 1
-    (tmp_path / "c4.00001.json").write_bytes(gzip.compress(ROWS))  # no suffix says so
+    (tmp_path / "c4.00001.json").write_bytes(gzip.compress(ROWS, mtime=0))  # no suffix says so
     with pytest.raises(
         EnvironmentProblem, match=r"c4\.00001\.json is compressed, so its rows cannot be shuf"
     ):
