@@ -112,8 +112,7 @@ def _report(
         if any((*path, *beyond)[: len(hole)] == hole for hole in resolved.holes):
             continue
         if error["type"] in UNKNOWN and not beyond:
-            meant = _unknown_key(path, node, resolved, registry, problems)
-            misspelt.add((*path[:-1], meant or ""))
+            misspelt.add(_unknown_key(path, node, resolved, registry, problems))
             unknown.add(path)
         elif error["type"] in MISSING and len(beyond) == 1:
             if path not in resolved.incomplete:
@@ -134,8 +133,10 @@ def _report(
 
 def _unknown_key(
     path: KeyPath, node: Node, resolved: Resolved, registry: Registry, problems: Problems
-) -> str | None:
-    """Report a key; the known key that it probably means."""
+) -> KeyPath:
+    """Report a key; the path of the known key that it probably means, or of none."""
+    from titancli.recipe.elsewhere import in_titan, moved
+
     table, key = path[:-1], str(path[-1])
     cls = resolved.classes.get(table)
     known = list(fields_of(cls)) if cls else []
@@ -144,9 +145,10 @@ def _unknown_key(
     if cls is not None and is_config(cls) and key == "name":
         hint: str | None = "a component is selected by its type: set type = …"
     else:
-        hint = moved(path) or _belongs(key, table, resolved)
-    meant = None if hint else nearest_name(key, known)
-    hint = hint or did_you_mean(meant)
+        hint = moved(path) or _belongs(key, node, table, resolved)
+    theirs = None if hint else in_titan(key, node.origin.text if node.origin.kind == "override" else "")
+    meant = None if hint or theirs else nearest_name(key, known)
+    hint = hint or (theirs[1] if theirs else did_you_mean(meant))
     if hint is None and known and table:
         hint = f"known: {', '.join(known)}" if len(known) <= 12 else None
     if not table and isinstance(node.value, (dict, list)):
@@ -154,20 +156,24 @@ def _unknown_key(
     else:
         message = f"unknown key {key!r} in {_name(table, cls, registry)}" if table else f"unknown key {key!r}"
     problems.add("unknown-key", message, node.origin.location("key"), hint)
-    return meant
+    return tuple((theirs[0] or "").split(".")) if theirs else (*table, meant or "")
 
 
-def _belongs(key: str, table: KeyPath, resolved: Resolved) -> str | None:
+def _belongs(key: str, node: Node, table: KeyPath, resolved: Resolved) -> str | None:
     """Where else a key is known: in another section, in the component of another slot, or at the top."""
+    override = node.origin.text if node.origin.kind == "override" else ""
     if table and key in fields_of(Recipe):
-        return "this key belongs at the top, before the first [section]"
+        top = "this key belongs at the top, before the first [section]"
+        return f"write {key}={override}" if override else top
     homes = []
     for name, field in fields_of(Recipe).items():
         classes = [resolved.classes[(name,)]] if (name,) in resolved.classes else field.type.tables
         if (name,) != table and any(key in fields_of(cls) for cls in classes):
             homes.append(name)
     unique = len(homes) == 1 or homes[:1] == ["training"]
-    return f"this key belongs in [{homes[0]}]" if unique else None
+    if not unique:
+        return None
+    return f"write {homes[0]}.{key}={override}" if override else f"this key belongs in [{homes[0]}]"
 
 
 def _missing_key(
@@ -332,33 +338,3 @@ def _hint(path: KeyPath, node: Node, expected: list[str], choices: list[Any]) ->
     if "an array" in expected:
         return f"write [{node.origin.text or value}]"
     return None
-
-
-# ------------------------------------------------------------------------------------------ torchtitan's keys
-
-
-MOVED = {
-    "job": "convert a torchtitan job config with: titan new-recipe OUT.toml --from-torchtitan FILE",
-    "job.description": "set description = … at the top",
-    "job.dump_folder": "set the run folder on the command line: --run-dir",
-    "model.tokenizer_path": "set path = … in [tokenizer]",
-    "model.hf_assets_path": "set path = … in [tokenizer]",
-    "model.converters": "add a [[converters]] table for each",
-    "training.dataset": "set type = … in [dataset]",
-    "training.dataset_path": "set path = … in [dataset]",
-    "validation.enable": "name a dataset: [validation.datasets.NAME]",
-    "validation.dataset": "set type = … in [validation.datasets.NAME]",
-    "validation.dataset_path": "set path = … in [validation.datasets.NAME]",
-    "validation.seq_len": "rows are as long as training.seq_len",
-    "debug.seed": "set seed = … in [training]",
-    "parallelism": "the degrees are in [mesh]: pp, dp_replicate, dp_shard, cp, tp, ep",
-    "quantize": "add a [[converters]] table",
-    "metrics.enable_tensorboard": 'add [[loggers]] with type = "tensorboard"',
-    "checkpoint.initial_load_path": "set weights = … at the top",
-    "checkpoint.folder": "checkpoints are in the run folder; set it on the command line: --run-dir",
-}
-
-
-def moved(path: KeyPath) -> str | None:
-    """What to write instead of a key that torchtitan has; None for any other."""
-    return MOVED.get(".".join(map(str, path)))
