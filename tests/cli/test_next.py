@@ -22,8 +22,8 @@ from titancli.terminal import COMMANDS, GROUPS, own_command, pasteable
 EXPORT = "export:    titan convert-checkpoint r/checkpoints/step-5 OUT"
 
 
-def said(capsys: pytest.CaptureFixture[str], recipe: Any, *plugin_files: str) -> list[str]:
-    outcome = {"why": "finished", "step": 5, "checkpoint": "checkpoints/step-5"}
+def said(capsys: pytest.CaptureFixture[str], recipe: Any, *plugin_files: str, **other: Any) -> list[str]:
+    outcome = {"why": "finished", "step": 5, "checkpoint": "checkpoints/step-5", **other}
     folder: Any = SimpleNamespace(path=Path.cwd() / "r", outcome=lambda: outcome)
     request: Any = SimpleNamespace(plugin_files=[Path(file) for file in plugin_files], nnodes=1, rdzv=None)
     _say_next(folder, recipe, None, {"CXX": "g++ -O1"}, request)
@@ -48,6 +48,13 @@ def test_a_model_without_a_hugging_face_form_is_not_exported(capsys: pytest.Capt
 
     recipe = SimpleNamespace(model=Bare(), converters=[])
     assert [line[:9] for line in said(capsys, recipe)] == ["finished ", "continue:"]
+
+
+def test_a_run_that_was_stopped_at_step_0_is_continued_too(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = said(capsys, load_recipe("llama3_debug").recipe, why="interrupted", step=0, checkpoint=None)
+    assert lines[1:] == ["continue:  titan train r --resume --env 'CXX=g++ -O1'"]
+    lines = said(capsys, load_recipe("llama3_debug").recipe, why="stopped", step=3, checkpoint=None)
+    assert [line[:9] for line in lines] == ["stopped a"]  # what it did was not saved
 
 
 @pytest.fixture

@@ -323,6 +323,13 @@ def test_rm_failed_keeps_what_finished_and_what_has_a_checkpoint(titan: Titan, r
     assert titan("runs", "rm", "--failed", "--yes") == (0, "", "nothing was removed\n")
 
 
+def test_rm_failed_removes_what_was_stopped_before_its_first_step(titan: Titan, runs: Path) -> None:
+    for name, number in (("d", 0), ("e", 3)):
+        make(runs / name, [began()], [attempt(ended("interrupted", number))])
+    assert titan("runs", "rm", "--failed", "--yes").code == 0
+    assert sorted(path.name for path in runs.iterdir()) == ["a", "e"]
+
+
 def test_a_live_run_is_not_removed_and_nor_are_those_named_beside_it(
     titan: Titan, runs: Path, live: subprocess.Popen[bytes]
 ) -> None:

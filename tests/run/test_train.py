@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from importlib.metadata import version
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.run_folders import attempt, began, ended, make
+from tests.cli.run_folders import step as done_step
 from tests.run.conftest import Finished, losses
 from titancli.observe.digests import read_digests
 from titancli.observe.events import read_events
@@ -155,6 +158,50 @@ def test_an_earlier_checkpoint_can_be_taken(train: Train, here: Path) -> None:
     assert done.code == 5
     assert "no checkpoint of step 5" in done.err
     assert "available steps: 4, 6" in done.err
+
+
+def left(here: Path, step: int | None, why: str | None) -> None:
+    """A run `r` without a checkpoint, as one that ended so has left it."""
+    from titancli.recipe import load_recipe, lock_text
+
+    events = [began(), *([done_step(step, 4)] if step else [])]
+    outcome = ended(why, step) if why else None
+    make(here / "r", events, [attempt(outcome)], lock=lock_text(load_recipe("tiny.toml")))
+
+
+@pytest.mark.parametrize("why", ["interrupted", "failed", None])
+def test_a_run_that_was_stopped_before_its_first_step_is_resumed_by_the_same_words(
+    train: Train, here: Path, why: str | None
+) -> None:
+    left(here, 0, why)
+    done = train("r", "--resume")
+    assert done.code == 0, done.err
+    assert "the run has no checkpoint yet: it starts at step 0" in done.err
+    assert list(losses(here / "r")) == [1, 2, 3, 4, 5, 6]
+
+
+def test_steps_that_were_not_saved_are_not_done_again_in_silence(train: Train, here: Path) -> None:
+    left(here, 3, "failed")
+    done = train("r", "--resume")
+    assert done.code == 5 and "has no checkpoint to resume from" in done.err
+    assert f"titan train {here / 'r'}; or this one again at step 0: --from-scratch" in done.err
+    assert train("r", "--resume", "--from-scratch").code == 0
+
+
+@pytest.mark.parametrize("step", [0, 3])
+@pytest.mark.parametrize("arguments", [(), ("--from-scratch",), ("--step", "3")])
+def test_a_run_that_is_running_is_in_use_whatever_it_has_saved(
+    train: Train, here: Path, step: int, arguments: tuple[str, ...]
+) -> None:
+    left(here, step, None)
+    hold = RunFolder(here / "r").hold()
+    try:
+        done = train("r", "--resume", *arguments)
+    finally:
+        hold.release()
+    assert done.code == 5, done.err
+    assert f"is in use by process {os.getpid()}" in done.err
+    assert "to resume from" not in done.err and "no checkpoints" not in done.err
 
 
 @pytest.mark.parametrize(

@@ -164,14 +164,14 @@ def watch(run: Path, as_json: bool) -> None:
 
 @command.command("rm", short_help="Remove runs, after a question.")
 @click.argument("runs", metavar="[RUN]...", nargs=-1, type=RUN)
-@click.option("--failed", is_flag=True, help="Remove the failed and died runs that have no checkpoint.")
+@click.option("--failed", is_flag=True, help="Remove the runs that failed, died, or did nothing.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @JSON
 def rm(runs: tuple[Path, ...], failed: bool, yes: bool, as_json: bool) -> None:
     """Remove run folders with everything in them, after a question.
 
-    With --failed, those runs in `runs` (or TITAN_RUNS) that failed or died and have no checkpoint; one that
-    has checkpoints must be named. A run in use is never removed.
+    With --failed, those runs in `runs` (or TITAN_RUNS) that failed, died, or were stopped before their first
+    step, and have no checkpoint; one that has checkpoints must be named. A run in use is never removed.
     """
     from titancli.observe.summary import runs_in, summarize
 
@@ -181,7 +181,7 @@ def rm(runs: tuple[Path, ...], failed: bool, yes: bool, as_json: bool) -> None:
         there, unreadable = runs_in(runs_root()) if runs_root().exists() else ([], [])
         for line in unreadable:
             note(line)
-        chosen = [run for run in there if run.state in FAILED and not run.checkpoints]
+        chosen = [run for run in there if _came_to_nothing(run)]
         chosen = [run for run in chosen if not run.path.is_symlink()]
     else:
         chosen = [summarize(_removable(path)) for path in dict.fromkeys(path.absolute() for path in runs)]
@@ -199,6 +199,11 @@ def rm(runs: tuple[Path, ...], failed: bool, yes: bool, as_json: bool) -> None:
 
 
 # -------------------------------------------------------------------------------------------- removing
+
+
+def _came_to_nothing(run: Summary) -> bool:
+    ended = run.state in FAILED or (run.state in ("stopped", "interrupted") and not run.step)
+    return ended and not run.checkpoints
 
 
 def _removable(path: Path) -> Path:

@@ -320,12 +320,13 @@ def _say_next(
         outcome["why"], outcome["why"]
     )
     note(f"{ended} at step {outcome['step']}; run folder: {run}")
-    if not outcome["checkpoint"]:
+    saved = outcome["checkpoint"]
+    if not saved and not (outcome["step"] == 0 and outcome["why"] in ("stopped", "interrupted")):
         return
     more = f" training.steps={2 * outcome['step']}" if outcome["why"] == "finished" else ""
     note(f"continue:  titan train {run} --resume{more}{flags}")
-    if component_info(recipe.model).hf is None:
+    if not saved or component_info(recipe.model).hf is None:
         return  # transformers has no such model
     lora = any(component_info(converter).name == "lora" for converter in recipe.converters)
     form = "peft    # the adapters; --to hf merges them" if lora else "hf"
-    note(f"export:    titan convert-checkpoint {run}/{outcome['checkpoint']} OUT{plugins} --to {form}")
+    note(f"export:    titan convert-checkpoint {run}/{saved} OUT{plugins} --to {form}")

@@ -5,6 +5,7 @@ Everything that can be known to be wrong is said here, before a process is start
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,6 +17,7 @@ from titancli.checkpoint.format.manifest import last_serial, names_and_sizes
 from titancli.checkpoint.peers.memory import read_record
 from titancli.data.hub import Hosted
 from titancli.errors import EnvironmentProblem, PluginError, RecipeError, TitanError, UsageError
+from titancli.observe.summary import summarize
 from titancli.run import remote
 from titancli.run.drift import Change, changes, sections
 from titancli.run.inputs import require_inputs, tokenizer_folder
@@ -192,7 +194,7 @@ def _step_of(checkpoint: Path) -> int:
 
 
 def _continue(request: Request, folder: RunFolder, *, required: bool) -> Plan:
-    """`required`: a run without a checkpoint is refused; otherwise it starts over at step 0."""
+    """`required`: where steps were done and not saved, it does not start over at step 0."""
     from titancli.recipe import load_recipe, lock_text
 
     reference = folder.path if request.run_dir is None else request.reference
@@ -214,7 +216,13 @@ def _continue(request: Request, folder: RunFolder, *, required: bool) -> Plan:
         )
     section = loaded.recipe.checkpoint
     attempts, serial = history(folder)
-    checkpoint, notes, from_scratch = _choose_checkpoint(folder, request, loaded.recipe, required=required)
+    try:
+        checkpoint, notes, from_scratch = _choose_checkpoint(
+            folder, request, loaded.recipe, required=required
+        )
+    except EnvironmentProblem:
+        folder.refuse_in_use()  # then that is why, and what the error advises would be wrong
+        raise
     if section.remote is not None:  # a checkpoint may have been taken from there
         serial = last_serial(folder.checkpoints)
     start_step = _step_of(checkpoint) if checkpoint is not None else 0
@@ -277,10 +285,11 @@ def _choose_checkpoint(
     in_memory = recipe.checkpoint.peer_interval and read_record(folder.checkpoints) is not None
     if not request.from_scratch and not in_memory:
         remote.refuse_lost(folder, section)
-    if required and not request.from_scratch and not in_memory:
+    if required and not request.from_scratch and not in_memory and not _has_done_nothing(folder):
         raise EnvironmentProblem(
             f"{folder.path} has no checkpoint to resume from",
-            hint=f"start a new run: {request.command} {folder.path}",
+            hint=f"start a new run: {request.command} {shlex.quote(str(folder.path))}; or this one again at "
+            "step 0: --from-scratch",
         )
     if notes:
         return None, [*notes, "the run starts at step 0; these checkpoints are set aside"], True
@@ -289,6 +298,12 @@ def _choose_checkpoint(
     if in_memory:
         return None, ["no checkpoint on the disk yet: it continues from memory, or starts at step 0"], False
     return None, ["the run has no checkpoint yet: it starts at step 0"], False
+
+
+def _has_done_nothing(folder: RunFolder) -> bool:
+    """Whether a run has been started, and was stopped, or failed, before its first step."""
+    found = summarize(folder.path)
+    return bool(found.attempts) and not found.step
 
 
 def _choose_step(folder: RunFolder, request: Request, section: Checkpoint, step: int) -> Path:
