@@ -5,9 +5,6 @@ The public API. Nothing here imports torch: every name is loaded when first used
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
 from titancli.version import __version__
 
 _WHERE = {
@@ -29,7 +26,10 @@ _WHERE = {
 
 __all__ = ["__version__", *sorted(_WHERE)]
 
+TYPE_CHECKING = False  # as in typing, whose import takes longer than all else here
 if TYPE_CHECKING:
+    from typing import Any
+
     from titancli.data.batch import Batch as Batch
     from titancli.engine import Engine as Engine
     from titancli.errors import TitanError as TitanError
@@ -48,6 +48,8 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     if name in _WHERE:
+        import importlib
+
         value = getattr(importlib.import_module(_WHERE[name]), name)
         globals()[name] = value
         return value

@@ -50,8 +50,12 @@ def test_a_model_without_a_hugging_face_form_is_not_exported(capsys: pytest.Capt
     assert [line[:9] for line in said(capsys, recipe)] == ["finished ", "continue:"]
 
 
-def test_a_run_that_was_stopped_at_step_0_is_continued_too(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = said(capsys, load_recipe("llama3_debug").recipe, why="interrupted", step=0, checkpoint=None)
+@pytest.mark.parametrize(("step", "where"), [(0, "at step 0"), (None, "before a step")])
+def test_a_run_that_was_stopped_at_step_0_is_continued_too(
+    capsys: pytest.CaptureFixture[str], step: int | None, where: str
+) -> None:
+    lines = said(capsys, load_recipe("llama3_debug").recipe, why="interrupted", step=step, checkpoint=None)
+    assert lines[0] == f"stopped {where}; run folder: r"
     assert lines[1:] == ["continue:  titan train r --resume --env 'CXX=g++ -O1'"]
     lines = said(capsys, load_recipe("llama3_debug").recipe, why="stopped", step=3, checkpoint=None)
     assert [line[:9] for line in lines] == ["stopped a"]  # what it did was not saved

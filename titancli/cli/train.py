@@ -319,11 +319,11 @@ def _say_next(
     ended = {"data_ended": "reached the end of the data", "interrupted": "stopped"}.get(
         outcome["why"], outcome["why"]
     )
-    note(f"{ended} at step {outcome['step']}; run folder: {run}")
-    saved = outcome["checkpoint"]
-    if not saved and not (outcome["step"] == 0 and outcome["why"] in ("stopped", "interrupted")):
+    step, saved = outcome["step"], outcome["checkpoint"]  # None: ranks that had not begun were stopped
+    note(f"{ended} {f'at step {step}' if step is not None else 'before a step'}; run folder: {run}")
+    if not saved and (step or outcome["why"] not in ("stopped", "interrupted")):
         return
-    more = f" training.steps={2 * outcome['step']}" if outcome["why"] == "finished" else ""
+    more = f" training.steps={2 * step}" if outcome["why"] == "finished" else ""
     note(f"continue:  titan train {run} --resume{more}{flags}")
     if not saved or component_info(recipe.model).hf is None:
         return  # transformers has no such model
