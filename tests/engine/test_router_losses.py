@@ -4,7 +4,7 @@ same under every loss, on every layout and for any number of micro-batches."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache
 from typing import Any
 
@@ -20,7 +20,11 @@ from titancli.engine import Engine
 from titancli.engine.replicas import reduce_gradients
 from titancli.errors import RankFailure, TitanError
 from titancli.losses import DPO, SFT, CrossEntropy, CrossEntropyFull, Grpo, ImportanceSampling
+from titancli.models import Qwen3
+from titancli.models.blocks.decoder import Decoder, build
 from titancli.models.blocks.moe import moe_layers
+from titancli.observe.metrics import collector, report
+from titancli.registry.component import component
 
 pytestmark = pytest.mark.ranks
 COEFFICIENTS = {"aux_loss_coeff": 0.1, "z_loss_coeff": 0.03}
@@ -174,6 +178,36 @@ def test_a_stage_without_experts_keeps_step(ranks: Ranks, coefficient: str) -> N
     [whole] = ranks(1, gradients, layout_of(config), ("cross_entropy",))
     parts = ranks(2, gradients, layout_of(config, pp=2, **PAIRS), ("cross_entropy",))
     close({k: t for part in parts for k, t in part["cross_entropy"].items()}, whole["cross_entropy"])
+
+
+@component("model", "balanced", target="tests.engine.test_router_losses:balanced")
+class Balanced(Qwen3):
+    """A model of a plugin, whose coefficients are where no other config has them."""
+
+    routers: list[float]
+
+
+def balanced(config: Balanced, seq_len: int) -> Decoder:
+    moe = replace(config.moe, **dict(zip(COEFFICIENTS, config.routers, strict=True)))
+    model = build(replace(config, moe=moe), seq_len=seq_len)
+    model.register_forward_pre_hook(lambda *_: report("forwards", 1.0, reduce="sum"))
+    return model
+
+
+def _of_plugin() -> tuple[dict[str, Tensor], float]:
+    values = {field.name: getattr(EIGHT, field.name) for field in fields(EIGHT)}
+    config = Balanced(**values, routers=list(COEFFICIENTS.values()))
+    with collector.captured() as reported:
+        found = gradients(layout_of(config, micro_batches=2), ("dpo",))
+    return found["dpo"], float(reported.drain()["forwards"].value)
+
+
+def test_coefficients_are_those_of_layers_and_counting_tokens_reports_nothing(
+    ranks: Ranks, expected: dict[str, dict[str, Tensor]]
+) -> None:
+    [(found, forwards)] = ranks(1, _of_plugin)
+    close(found, expected["dpo"])
+    assert forwards == 2
 
 
 def _refused(call: Callable[[], Any]) -> str:

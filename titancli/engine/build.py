@@ -96,8 +96,10 @@ def build_engine(
     converters = converted(model, recipe, degrees)
     known = roles_of(model)
     roles = {name: known[name] for name, parameter in model.named_parameters() if parameter.requires_grad}
+    own_losses = router_losses(model)
     parts, placement = parallelized(model, recipe, mesh, device)
-    runner = runner_of(recipe, parts, placement, mesh, device)
+    own = RouterLosses(parts, mesh.token_groups, own_losses)
+    runner = runner_of(recipe, parts, placement, mesh, own, device)
     loss = loss_of(build(recipe.loss))
     hf = component_info(recipe.model).hf
     hf_form = load_target(hf)(recipe.model) if hf else None
@@ -275,7 +277,12 @@ def refuse_unfit(recipe: Recipe, degrees: Degrees) -> None:
 
 
 def runner_of(
-    recipe: Recipe, parts: list[Any], placement: Placement | None, mesh: Mesh, device: torch.device
+    recipe: Recipe,
+    parts: list[Any],
+    placement: Placement | None,
+    mesh: Mesh,
+    own: RouterLosses,
+    device: torch.device,
 ) -> Runner:
     """Return the runner that passes batches through the parts.
 
@@ -283,7 +290,6 @@ def runner_of(
         RecipeError: a pipeline must know the width of the model, and its config has no `dim`.
     """
     row_cut = row_cut_of(parts[0], mesh.degrees)
-    own = RouterLosses(parts, mesh.token_groups, router_losses(recipe.model))
     if placement is None:
         return WholeModel(parts[0], own, accumulate=recipe.training.accumulate, row_cut=row_cut)
     width = with_defaults(ModelConfigDefaults, recipe.model).dim

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from titancli.engine.inputs import checked
 from titancli.errors import TitanError
 from titancli.models.blocks.moe import moe_layers
-from titancli.models.sections import MoE
-from titancli.observe.metrics import report
+from titancli.observe.metrics import collector, report
 from titancli.parallel.alone import as_stored
 from titancli.parallel.fsdp import reshard
 from titancli.protocols import HFFormDefaults, ModelDefaults
@@ -41,8 +40,8 @@ class RouterLosses:
         Args:
             groups: over all of which together every token is counted once; over the first of which the
                 weights of losses add up.
-            names: of the coefficients that the model has anywhere, `router_losses` of its config: a stage of
-                a pipeline without experts keeps step with the others.
+            names: of the coefficients that the whole model has anywhere, `router_losses` of it: a stage of a
+                pipeline without experts keeps step with the others.
         """
         self.names = names
         self._parts, self._groups = parts, groups
@@ -77,7 +76,8 @@ class RouterLosses:
         self, batches: Sequence[Batch], loss: Any, forward: Callable[[Batch, Any], Any]
     ) -> None:
         """Count the tokens of all batches, and what they weigh, in a forward of their own. Collective."""
-        with torch.no_grad(), self.counted() as weights:
+        # What it reports is reported by the forward that follows.
+        with torch.no_grad(), collector.muted(), self.counted() as weights:
             weights += [checked(forward(batch, loss), loss).weight for batch in batches]
         for part in self._parts:
             reshard(part)
@@ -108,11 +108,11 @@ class RouterLosses:
             layer.per_token = weight * (layer.config.top_k / count.sum().clamp(min=1))
 
 
-def router_losses(model: Any) -> list[str]:
-    """Return which losses of routers a model's config has, by the names of their coefficients."""
-    sections = [value for value in vars(model).values() if isinstance(value, MoE)]
+def router_losses(model: nn.Module) -> list[str]:
+    """Return which losses of routers a whole model has, by the names of their coefficients."""
+    layers = moe_layers(model).values()
     names = ("aux_loss_coeff", "z_loss_coeff")
-    return [name for name in names if any(getattr(section, name) for section in sections)]
+    return [name for name in names if any(getattr(layer.config, name) for layer in layers)]
 
 
 # -------------------------------------------------------------------------------------------------- balancing
