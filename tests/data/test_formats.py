@@ -84,6 +84,8 @@ def test_a_file_is_what_it_holds(tmp_path: Path, name: str, data: bytes, read_as
         ("a", b"a\0b\0", "is binary data"),
         ("a.txt", b"a\0b\0", "is binary data"),
         ("a.bin", b"text", "is binary data"),
+        ("a.txt", "a text".encode("utf-16"), "is in UTF-16"),
+        ("rows.jsonl", ROWS.decode().encode("utf-16"), "is in UTF-16"),
         ("paper", b"%PDF-1.7\n", "is a PDF"),
         ("a.docx", b"PK\x03\x04" + b"\0" * 30, "is a ZIP archive"),
         ("data.arrow", b"ARROW1\0\0", "is an Arrow file"),

@@ -105,7 +105,7 @@ class HFRows(ByNumber):
 
     def row(self, row: int) -> tuple[str, dict[str, Any] | BadRow]:
         try:
-            with self._mapped.unchanged():
+            with self._mapped.unchanged(1):
                 found = self._dataset[row]
         except TitanError:
             raise
@@ -120,7 +120,7 @@ class HFRows(ByNumber):
         for first in range(mark["document"] if mark else 0, len(order), GROUP):
             numbers = order[first : first + GROUP].tolist()
             try:
-                with self._mapped.unchanged():
+                with self._mapped.unchanged(len(numbers)):
                     columns = self._dataset[numbers]
             except TitanError:
                 raise

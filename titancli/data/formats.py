@@ -6,6 +6,7 @@ For a new format: a row of `READ`, how it is told from others here, and its sour
 
 from __future__ import annotations
 
+import codecs
 import json
 import logging
 import os
@@ -40,7 +41,6 @@ LOOKED_AT = 16
 """Rows, of which most must be objects."""
 _OBJECT = re.compile(rb'\s*\{\s*"')
 _LIST = re.compile(rb'\s*\[\s*\{\s*"')
-_BOM = b"\xef\xbb\xbf"
 
 
 ANYHOW = '; to take files for text, whatever they hold: dataset.format = "text"'
@@ -132,6 +132,8 @@ def _format(path: str) -> Format | _Other:
         suffix = os.path.splitext(plain)[1] if suffix in SUFFIXES else suffix
     with open_plain(path) as plainly:
         head = _head(plainly)
+    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return _Other("in UTF-16", "convert it: `iconv -f UTF-16 -t UTF-8`")
     says_text = suffix in TEXT and not compressed
     if b"\0" in head or not says_text:
         if (head.startswith(b"PAR1") or suffix == ".parquet") and not compressed:
@@ -158,11 +160,11 @@ def _format(path: str) -> Format | _Other:
 def _head(file: BinaryIO) -> bytes:
     """The beginning of a file: whole rows, if the first one ends within 8 MiB."""
     head = file.read(HEAD_BYTES)
-    if _OBJECT.match(head.removeprefix(_BOM)) and b"\n" not in head:
+    if _OBJECT.match(head.removeprefix(codecs.BOM_UTF8)) and b"\n" not in head:
         head += file.read(ROW_BYTES - len(head))
     if file.read(1):  # what is cut is no row
         head = head[: head.rfind(b"\n") + 1] or head
-    return head.removeprefix(_BOM)
+    return head.removeprefix(codecs.BOM_UTF8)
 
 
 def _are_objects(head: bytes) -> bool:

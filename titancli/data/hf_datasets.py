@@ -29,7 +29,9 @@ GROUP = 64
 """Documents fetched by index at once, or between two states of a stream."""
 
 ASKED = 32
-"""Files that are asked at once whether they have changed."""
+"""Files that are asked at once, at most, whether they have changed."""
+ASKED_FOR_ONE = 4
+"""The same for a single row, which is read sooner than many files are asked."""
 READERS = {
     ".json": "json",
     ".jsonl": "json",
@@ -69,7 +71,7 @@ class IndexedSource(ByNumber):
     def texts(self, rows: Sequence[int]) -> list[str | None]:
         """Return the documents of rows."""
         try:
-            with self._mapped.unchanged():
+            with self._mapped.unchanged(len(rows)):
                 found = self._dataset[list(rows)][self._column]
         except TitanError:
             raise
@@ -121,22 +123,22 @@ class MappedFiles:
         self._next = 0
 
     @contextmanager
-    def unchanged(self) -> Iterator[None]:
-        """Hold the files against what they were, around reading rows: up to 32 of them, in turn.
+    def unchanged(self, rows: int) -> Iterator[None]:
+        """Hold the files against what they were, around reading so many rows: 4 to 32 of them, in turn.
 
         To read what was cut off ends the process, which is why it is asked before, too.
 
         Raises:
             EnvironmentProblem: one has changed.
         """
-        self._require()
+        end = self._next + min(ASKED, ASKED_FOR_ONE * rows)
+        self._require(self._paths[self._next : end])
         yield
-        self._require()
-        self._next = (self._next + ASKED) % max(1, len(self._paths))
+        self._require(self._paths[self._next : end])
+        self._next = end if end < len(self._paths) else 0
 
-    def _require(self) -> None:
-        last = min(len(self._paths), self._next + ASKED)
-        for path in self._paths[self._next : last]:
+    def _require(self, paths: Sequence[str]) -> None:
+        for path in paths:
             with suppress(FileNotFoundError):
                 require_unchanged(path, self._stamps[path])
 

@@ -13,6 +13,8 @@ from typing import NamedTuple, NoReturn
 from titancli.errors import EnvironmentProblem
 
 SECOND = 10**9
+TICKS = (SECOND, 10**6, 10**3, 10**2)
+"""What disks keep of a time, in nanoseconds: NFS may keep whole seconds, SMB keeps tenths of microseconds."""
 HINT = "do not change data while a run reads them: restore the file and resume, or start a new run"
 
 
@@ -33,12 +35,12 @@ class Stamp(NamedTuple):
         return cls(status.st_size, status.st_mtime_ns)
 
     def same(self, other: Stamp) -> bool:
-        """Return whether both may be of the same contents. A disk may keep whole seconds only, and say more
-        until the file has reached it."""
-        if self.size != other.size or self.modified == other.modified:
+        """Return whether both may be of the same contents. A disk may keep less of a time than the machine
+        that writes, and say more until the file has reached it."""
+        one, two = self.modified, other.modified
+        if self.size != other.size or one == two:
             return self.size == other.size
-        whole = not self.modified % SECOND or not other.modified % SECOND
-        return whole and self.modified // SECOND == other.modified // SECOND
+        return any(one // tick == two // tick and not (one % tick and two % tick) for tick in TICKS)
 
     def __str__(self) -> str:
         when = datetime.fromtimestamp(self.modified / SECOND, UTC).isoformat(" ", "milliseconds")
