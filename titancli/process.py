@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import fcntl
 import os
 import signal
 import socket
@@ -74,6 +75,8 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
 def own_folder() -> Iterator[Path]:
     """A folder on this machine's own disk, for as long as the command runs; only its user can read it.
 
+    systemd-tmpfiles, which removes what nobody has touched for ten days, leaves alone what is locked.
+
     Raises:
         EnvironmentProblem: none can be made.
     """
@@ -82,7 +85,13 @@ def own_folder() -> Iterator[Path]:
     except OSError as error:
         raise no_room(Path(tempfile.tempdir or os.environ.get("TMPDIR", "/tmp")), error) from error
     with made as own:
-        yield Path(own)
+        held = os.open(own, os.O_RDONLY)
+        try:
+            with suppress(OSError):  # a network disk may have no locks
+                fcntl.flock(held, fcntl.LOCK_SH)
+            yield Path(own)
+        finally:
+            os.close(held)
 
 
 def no_room(folder: Path, error: OSError) -> EnvironmentProblem:

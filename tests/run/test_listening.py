@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import ipaddress
 import os
 import signal
@@ -14,7 +15,7 @@ import pytest
 
 from tests.nodes import Cluster
 from tests.run.conftest import Command, losses
-from titancli.process import loopback_only
+from titancli.process import loopback_only, own_folder
 
 pytestmark = [
     pytest.mark.e2e,
@@ -143,3 +144,13 @@ def test_an_interface_that_was_chosen_stays(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
     monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
     assert loopback_only() == {"NCCL_SOCKET_IFNAME": "=lo"}
+
+
+def test_cleaners_of_temporary_folders_leave_the_meeting_place_alone() -> None:
+    """systemd-tmpfiles passes over a folder that it cannot lock; the ranks of a restart meet there."""
+    with own_folder() as folder:
+        other = os.open(folder, os.O_RDONLY)
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(other)
+    assert not folder.exists()
