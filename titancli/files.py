@@ -8,6 +8,7 @@ import json
 import os
 import stat
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 LARGEST = 1 << 28
@@ -77,3 +78,43 @@ def read_json(path: Path, limit: int = LARGEST) -> Any:
         ValueError: it is not JSON.
     """
     return parse_json(read_bytes(path, limit))
+
+
+def denied(error: BaseException | None) -> str | None:
+    """Return whose the file or folder is that the system denies, and what to do; None where neither an error
+    nor what caused it is of this kind."""
+    while error is not None and not (
+        isinstance(error, OSError) and error.filename and error.errno in _DENIED
+    ):
+        error = error.__cause__
+    if error is None:
+        return None
+    path = Path(os.fsdecode(error.filename)).absolute()
+    if error.errno == errno.EROFS:
+        return "the file system there can only be read: name another place"
+    above = [folder for folder in reversed(path.parents) if os.path.isdir(folder)]
+    closed = [folder for folder in above if not os.access(folder, os.X_OK)]
+    there = [place for place in (path, *path.parents) if os.path.lexists(place)]
+    place = (closed or there)[0]
+    if os.access(place, os.R_OK | os.W_OK):  # to remove or replace something is up to its folder
+        place = place.parent
+    try:
+        found = place.stat()
+    except OSError:
+        return None
+    about = f"{place} ({stat.filemode(found.st_mode)}) belongs to {_user(found.st_uid)}"
+    if found.st_uid == os.geteuid():
+        return f"{about}, who runs this: chmod u+rwX {quote(str(place))}"
+    return f"{about}, and {_user(os.geteuid())} runs this: name another place, or ask for access"
+
+
+_DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+def _user(number: int) -> str:
+    import pwd  # only an error needs it
+
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:  # as in many containers
+        return f"user {number}"

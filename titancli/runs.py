@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from titancli.errors import EXIT_ENVIRONMENT, EnvironmentProblem, TitanError
-from titancli.files import parse_json, read_bytes, regular
+from titancli.files import denied, parse_json, read_bytes, regular
 from titancli.seal import Seal
 
 LOCK_NAME = "recipe.lock.toml"
@@ -84,7 +84,8 @@ def write_atomically(path: Path, text: str) -> None:
         if temporary:
             Path(temporary).unlink(missing_ok=True)
         raise EnvironmentProblem(
-            f"cannot write {path}: {error.strerror}", hint="free some space, or use another --run-dir"
+            f"cannot write {path}: {error.strerror}",
+            hint=denied(error) or "free some space, or use another --run-dir",
         ) from error
 
 

@@ -21,6 +21,7 @@ from titancli.errors import (
     RecipeError,
     TitanError,
 )
+from titancli.files import denied
 from titancli.signals import drop, say
 from titancli.terminal import pasteable
 
@@ -71,11 +72,12 @@ def print_error(error: Exception, *, traceback: bool = False) -> int:
         say(render_problems(shown, color=colored(sys.stderr)).rstrip())
         return error.exit_code
     if isinstance(error, TitanError):
-        error_line(error.message, hint=error.hint)
+        error_line(error.message, hint=error.hint or denied(error))
         return error.exit_code
     hint = None if traceback else "use --traceback to see where"
     if isinstance(error, OSError) and error.strerror:
-        error_line(": ".join([error.strerror, *filter(None, [str(error.filename or "")])]), hint=hint)
+        told = ": ".join([error.strerror, *filter(None, [str(error.filename or "")])])
+        error_line(told, hint=denied(error) or hint)
         return EXIT_ENVIRONMENT
     words = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     error_line(f"unexpected {words}", hint=hint)

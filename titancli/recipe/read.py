@@ -10,6 +10,7 @@ from typing import Any, Literal
 import tomli
 
 from titancli.errors import Location, Problem, RecipeError
+from titancli.files import denied
 from titancli.recipe.problems import Problems
 from titancli.recipe.toml import KeyPath, Node, Origin, Positions, Source, scan
 from titancli.runs import LOCK_NAME, changed_lock
@@ -36,7 +37,7 @@ def read_file(path: Path, problems: Problems, named_at: Location | None = None) 
             raise ValueError(f"it has more than {LARGEST} bytes")
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
-        problems.add("unreadable", f"cannot read {shown}: {reason}", named_at)
+        problems.add("unreadable", f"cannot read {shown}: {reason}", named_at, denied(error))
         return None
     if path.name == LOCK_NAME and (changed := changed_lock(path, raw)) is not None:
         problems.add("changed-lock", changed.message, named_at, changed.hint)
