@@ -37,7 +37,7 @@ def _main(argv: Sequence[str] | None) -> int:
     except (Exception, KeyboardInterrupt) as error:
         # These flags are looked up by hand: they must work for an error in the other options too.
         as_json = {"--json", "--format=json"} & {*arguments} or ("--format", "json") in pairwise(arguments)
-        return report(error, traceback="--traceback" in arguments, as_json=bool(as_json))
+        return report(error, arguments, traceback="--traceback" in arguments, as_json=bool(as_json))
 
 
 def _run(arguments: list[str]) -> int:

@@ -11,7 +11,8 @@ import click
 
 from titancli.cli.output import note
 from titancli.cli.places import FolderOrURL, on_disk
-from titancli.errors import UsageError
+from titancli.errors import EnvironmentProblem, UsageError
+from titancli.recipe.assets import hub_hint
 
 SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([kmgt]?)(i?)b", re.IGNORECASE)
 
@@ -109,6 +110,8 @@ def command(
     else:
         if not isinstance(src, Path):
             raise UsageError("--to titan reads a local folder", hint=f"copy {src} first")
+        if not src.exists() and (hint := hub_hint(src)):
+            raise EnvironmentProblem(f"folder {src} does not exist", hint=hint)
         result = convert.to_titan(
             src,
             dst,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import traceback as tracebacks
+from collections.abc import Sequence
 from dataclasses import replace
 
 import click
@@ -34,10 +35,17 @@ KINDS = {
 """The code of the one problem of an error that is no RecipeError, by exit code."""
 
 
-def report(error: Exception | KeyboardInterrupt, *, traceback: bool = False, as_json: bool = False) -> int:
+def report(
+    error: Exception | KeyboardInterrupt,
+    arguments: Sequence[str] = (),
+    *,
+    traceback: bool = False,
+    as_json: bool = False,
+) -> int:
     """Report in words what a command raised, and return the exit code.
 
     Args:
+        arguments: the command line.
         traceback: whether to print tracebacks as well.
         as_json: whether to print an error to stdout too, as a document on one line.
     """
@@ -48,7 +56,7 @@ def report(error: Exception | KeyboardInterrupt, *, traceback: bool = False, as_
         return EXIT_INTERRUPTED
     if traceback and not isinstance(error, click.ClickException):
         tracebacks.print_exception(error)
-    code = print_error(error, traceback=traceback)
+    code = print_error(error, arguments, traceback=traceback)
     try:
         if as_json:
             print_json("error", {"exit_code": int(code), "problems": _problems(error, code)}, one_line=True)
@@ -58,10 +66,10 @@ def report(error: Exception | KeyboardInterrupt, *, traceback: bool = False, as_
     return code
 
 
-def print_error(error: Exception, *, traceback: bool = False) -> int:
+def print_error(error: Exception, arguments: Sequence[str] = (), *, traceback: bool = False) -> int:
     """Print what went wrong and return the exit code that stands for it."""
     if isinstance(error, click.ClickException):
-        _print_click_error(error)
+        _print_click_error(error, arguments)
         return error.exit_code
     if isinstance(error, RecipeError):
         from titancli.recipe import render_problems
@@ -97,16 +105,18 @@ def _problems(error: Exception, code: int) -> list[dict[str, str | int | None]]:
     return problems_data([Problem(KINDS.get(ExitCode(code), "failed"), message, hint=hint)])
 
 
-def _print_click_error(error: click.ClickException) -> None:
+def _print_click_error(error: click.ClickException, arguments: Sequence[str]) -> None:
     context = getattr(error, "ctx", None)
     message = error.format_message()
     if context is None or message == context.get_help():  # without any argument the help is the message
         error.show()
         return
-    if isinstance(error, click.NoSuchOption) and "." in error.option_name:
-        key = error.option_name.lstrip("-").partition("=")[0]
-        error_line(f"no such option {error.option_name!r}", hint=f"an override has no dashes: {key}=VALUE")
-        return
+    if isinstance(error, click.NoSuchOption):
+        from titancli.cli.dashes import hint_for
+
+        if hint := hint_for(error.option_name, arguments, context.command):
+            error_line(f"no such option {error.option_name!r}", hint=hint)
+            return
     usage = " ".join(context.get_usage().removeprefix("Usage:").split())
     message = " ".join(message.split()).rstrip(".")
     error_line(message[:1].lower() + message[1:], hint=f"usage: {usage} (--help shows more)")

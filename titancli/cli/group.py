@@ -170,6 +170,7 @@ def note_broken() -> None:
 
 @click.group(
     cls=Titan,
+    context_settings={"help_option_names": ["-h", "--help"]},
     help="Train language models from a recipe: one TOML file.",
     epilog="RECIPE is a file, a run folder, or a name that list-recipes shows. "
     "KEY=VALUE overrides one of its values, for example training.steps=20. "

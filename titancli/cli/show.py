@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from typing import Any
 
 import click
@@ -10,27 +11,69 @@ import click
 from titancli.cli.completion import ComponentName
 from titancli.cli.naming import find_component
 from titancli.cli.output import print_json
-from titancli.recipe.schema import Recipe
+from titancli.errors import UsageError, nearest_name
+from titancli.recipe.schema import Recipe, recipe_slots
 from titancli.recipe.toml import inline
 from titancli.registry import current
 from titancli.registry.component import component_info, is_config
 from titancli.registry.defaults import ConfigDefaults, with_defaults
 from titancli.registry.fields import Field, fields_of, nested_fields, plain
+from titancli.registry.kinds import KINDS
 
 
 @click.command("show", short_help="Show the fields of a component or section.")
-@click.argument("name", metavar="KIND/NAME|SECTION", type=ComponentName())
+@click.argument("name", metavar="KIND/NAME|SECTION|KEY", type=ComponentName())
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(name: str, as_json: bool) -> None:
     """Show the fields of a component or of a recipe's SECTION: type, default, meaning, and flavors.
 
-    KIND may be omitted if the name is unique; NAME may be a full name, PLUGIN/NAME.
+    KIND may be omitted if the name is unique; NAME may be a full name, PLUGIN/NAME. KEY is one of a
+    recipe, as an override has it: weights, training.steps.
     """
+    if (key := _key(name)) is not None:
+        if as_json:
+            row = {"kind": "key", "name": name, "target": None, "doc": key.doc, "fields": [_row(key)]}
+            print_json("component", {"component": {**row, "flavors": {}}})
+        else:
+            _print_key(name, key)
+        return
     config = _section(name) or find_component(name)
     if as_json:
         print_json("component", {"component": _document(config)})
     else:
         _print(config)
+
+
+def _key(name: str) -> Field | None:
+    """A key of a recipe that is no section: `weights`, `training.steps`; of a component, the default's.
+
+    Raises:
+        UsageError: the section has no such key.
+    """
+    first, _, rest = name.partition(".")
+    top = fields_of(Recipe).get(first)
+    if top is None or (not rest and top.type.tables):
+        return None
+    if not rest:
+        return top
+    slot = recipe_slots().get(first)
+    default = KINDS[slot.kind].full_default if slot else None
+    config = current().find(slot.kind, default) if slot and default else _section(first)
+    known = {field.name: field for field in nested_fields(config)} if config else {}
+    if rest not in known:
+        near = nearest_name(rest, known)
+        of_one = f"`titan show {slot.kind}/NAME` lists the keys of one" if slot else None
+        hint = of_one or (near and f"did you mean {first}.{near}?") or f"`titan show {first}` lists its keys"
+        raise UsageError(f"{first} has no key {rest!r} of its own", hint=hint)
+    return known[rest]
+
+
+def _print_key(name: str, key: Field) -> None:
+    _print_field(replace(key, name=name), indent="")
+    slot = recipe_slots().get(name)
+    if slot is not None:
+        known = current().choices(slot.kind)
+        print(f"    One of: {known}. `titan show {slot.kind}/NAME` shows its fields.")
 
 
 def _section(name: str) -> type | None:
@@ -67,14 +110,18 @@ def _print(config: type) -> None:
     fields = nested_fields(config)
     print("\nFields" if fields else "\nIt has no fields.")
     for field in fields:
-        print(f"  {field.name}: {field.type}{_default(field)}")
-        for line in field.doc.splitlines():
-            print(f"      {line}")
+        _print_field(field, indent="  ")
     flavors = plain(with_defaults(ConfigDefaults, config).flavors)
     if flavors:
         print("\nFlavors")
         for flavor, values in flavors.items():
             print(f"  {flavor}: {', '.join(f'{key} = {inline(value)}' for key, value in values.items())}")
+
+
+def _print_field(field: Field, *, indent: str) -> None:
+    print(f"{indent}{field.name}: {field.type}{_default(field)}")
+    for line in field.doc.splitlines():
+        print(f"{indent}    {line}")
 
 
 def _row(field: Field) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 import shlex
 import signal
 from collections.abc import Callable
@@ -92,6 +94,10 @@ def start_options(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+KEY_LIKE = re.compile(r"[a-z][a-z0-9_]*(\.[a-z0-9_]+)+")
+"""What is a key rather than a recipe, among words without `=`."""
+
+
 @click.command("train", short_help="Train a model from a recipe, or resume a run.")
 @start_options
 @click.option(
@@ -134,6 +140,17 @@ def command(
     titan train RECIPE                          start a new run
     titan train RUN --resume                    resume a run
     titan train RECIPE --run-dir DIR --resume   start or resume the run in DIR: for job scripts
+
+    KEY=VALUE overrides a value of the recipe. KEY is a section and a key of it, VALUE as in TOML;
+    strings need no quotes, an array is one word:
+
+    \b
+    training.steps=20 optimizer.lr=3e-4         two keys of sections
+    optimizer=muon                              another component: its type
+    dataset.paths='["a.txt", "b.txt"]'          an array
+
+    `titan config RECIPE` prints every key of a recipe with its value, `titan show SECTION` (training,
+    checkpoint, …) and `titan show KIND/NAME` (optimizer/adamw, …) what each means.
     """
     from titancli.launch import LaunchRequest
     from titancli.recipe.check import remarks
@@ -208,6 +225,9 @@ def one_recipe(arguments: tuple[str, ...], command: str) -> tuple[str, list[str]
     if len(recipes) == 1:
         return recipes[0], overrides
     wanted = f"takes one recipe, not {' and '.join(recipes)}" if recipes else "needs a recipe"
+    for key, value in itertools.pairwise([*recipes, "VALUE"]):
+        if KEY_LIKE.fullmatch(key) and not key.endswith(".toml"):
+            raise UsageError(f"{command} {wanted}", hint=f"an override is one word: {key}={value}")
     raise UsageError(
         f"{command} {wanted}",
         hint=f"titan {command} RECIPE [KEY=VALUE]...; `titan list-recipes` lists the recipes",

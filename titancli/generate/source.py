@@ -27,6 +27,7 @@ from titancli.engine.first_weights import allocate
 from titancli.errors import EnvironmentProblem, PluginError, UsageError
 from titancli.models.blocks.state import named_state
 from titancli.protocols import ModelDefaults, Tokenizer, TokenizerDefaults
+from titancli.recipe.assets import hub_hint
 from titancli.registry.component import build, component_info
 from titancli.registry.defaults import ModelConfigDefaults, with_defaults
 from titancli.registry.fields import required_fields
@@ -70,9 +71,8 @@ def find_source(src: Path, *, tokenizer: str | None, component: str | None, say:
         TitanError: it is none of these, is damaged, has no tokenizer, or its weights are another model's.
     """
     if not src.is_dir():
-        raise EnvironmentProblem(
-            f"folder {src} does not exist", hint="give a run, a checkpoint, or a Hugging Face folder"
-        )
+        hint = hub_hint(src) or "give a run, a checkpoint, or a Hugging Face folder"
+        raise EnvironmentProblem(f"folder {src} does not exist", hint=hint)
     if is_checkpoint(src) or RunFolder.is_run(src) or (src / "checkpoints").is_dir():
         if component is not None:
             raise UsageError(

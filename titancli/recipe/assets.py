@@ -33,6 +33,19 @@ class Assets:
         return f"titan download {self.repository}{flag} --dir {shlex.quote(folder)}"
 
 
+def hub_hint(given: Path) -> str | None:
+    """Return what to do with `OWNER/NAME` where a Hugging Face folder is wanted; None for any other name.
+
+    Where OWNER is a folder, it is a path with a mistake in it.
+    """
+    if not REPOSITORY.match(str(given)) or given.parent.is_dir():
+        return None
+    return (
+        f"for a repository of the Hugging Face Hub: titan download {given} --weights, "
+        f"then give assets/{given.name}"
+    )
+
+
 def assets_of(root: Node) -> Assets | None:
     """Return what a recipe's tree says of its assets; None if it names no repository, or no folder for it."""
     repository, weights = _text(root.child("assets")), _text(root.child("weights"))

@@ -8,6 +8,7 @@ from string import Template
 from typing import TYPE_CHECKING, Any
 
 from titancli.errors import EnvironmentProblem
+from titancli.recipe.assets import hub_hint
 
 if TYPE_CHECKING:
     from titancli.registry.lookup import Registry
@@ -85,7 +86,8 @@ def _config(folder: Path) -> dict[str, Any]:
         config = json.loads(path.read_bytes())
         config["model_type"]
     except FileNotFoundError as error:
-        raise EnvironmentProblem(f"{path} does not exist", hint="give a Hugging Face folder") from error
+        hint = hub_hint(folder) or "give a Hugging Face folder"
+        raise EnvironmentProblem(f"{path} does not exist", hint=hint) from error
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise EnvironmentProblem(f"{path} is damaged, or names no model_type: {error}") from error
     return config

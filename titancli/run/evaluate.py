@@ -21,6 +21,7 @@ from titancli.launch import LaunchRequest
 from titancli.launchers.devices import visible_gpus
 from titancli.observe.events import plain
 from titancli.recipe import Loaded, load_recipe, lock_text
+from titancli.recipe.assets import hub_hint
 from titancli.recipe.find import LOCK_HEADER
 from titancli.run.inputs import require_inputs
 from titancli.run.prepare import Plan
@@ -85,7 +86,8 @@ def find_source(src: Path, step: int | None, say: Callable[[str], None]) -> Sour
         return Source(_recipe_of(src.absolute()), src.absolute(), str(src))
     if not (src / "config.json").is_file():
         what = "is not a run, a checkpoint or a Hugging Face folder" if src.exists() else "does not exist"
-        hint = "give RUN, RUN/checkpoints/step-N, or a folder with config.json and *.safetensors"
+        usual = "give RUN, RUN/checkpoints/step-N, or a folder with config.json and *.safetensors"
+        hint = hub_hint(src) or usual
         raise EnvironmentProblem(f"{src} {what}", hint=hint)
     return Source(_recipe_of_hf(src.absolute()), None, str(src))
 

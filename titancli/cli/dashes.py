@@ -1,0 +1,70 @@
+"""An option that is none, where an override was meant: `--lr 1e-3` for `optimizer.lr=1e-3`."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+
+import click
+
+from titancli.cli.completion import RecipeOrOverride
+from titancli.errors import TitanError
+
+
+def hint_for(option: str, arguments: Sequence[str], command: click.Command) -> str | None:
+    """Return the override to write instead of an option; None if there is no such key.
+
+    Args:
+        arguments: the command line that the option stands in.
+    """
+    name = option.lstrip("-").partition("=")[0]
+    if not any(isinstance(known.type, RecipeOrOverride) and known.nargs == -1 for known in command.params):
+        return f"an override has no dashes: {name}=VALUE" if "." in name else None
+    from titancli.recipe.elsewhere import in_titan
+
+    recipe = _recipe(arguments)
+    value = _value(option, arguments, recipe)
+    key = _key(name.replace("-", "_"), recipe)
+    if key is not None:
+        return f"an override has no dashes: {shlex.quote(f'{key}={value}')}"
+    return (in_titan(name, value) or (None, None))[1]
+
+
+def _value(option: str, arguments: Sequence[str], recipe: str | None) -> str:
+    for word, following in zip(arguments, [*arguments[1:], "--"], strict=True):
+        given, equals, value = word.partition("=")
+        if given == option.partition("=")[0]:
+            takes = not equals and not following.startswith("--") and "=" not in following
+            return value or (following if takes and following != recipe else "VALUE")
+    return "VALUE"
+
+
+def _recipe(arguments: Sequence[str]) -> str | None:
+    """The word that is a recipe."""
+    from titancli.recipe import find_recipe
+
+    for word in arguments:
+        if not word.startswith("-") and "=" not in word:
+            try:
+                find_recipe(word)
+                return word
+            except TitanError:  # the value of an option, or the name of the command
+                continue
+    return None
+
+
+def _key(name: str, recipe: str | None) -> str | None:
+    """The key of a recipe that ends in a name: at the top, in a section, in [training] rather than others."""
+    from titancli.recipe import load_recipe
+    from titancli.recipe.editor import override_keys
+    from titancli.registry import current
+
+    try:
+        data = load_recipe(recipe).data if recipe else {}
+    except TitanError:  # a wrong recipe has keys too
+        data = {}
+    keys = override_keys(data, current())
+    if name in keys:
+        return name
+    found = [key for key in keys if key.count(".") == 1 and key.endswith(f".{name}")]
+    return f"training.{name}" if f"training.{name}" in found else found[0] if len(found) == 1 else None
