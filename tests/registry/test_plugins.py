@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -148,6 +149,28 @@ def test_a_plugin_that_pulls_torch_in_is_found_out(site: Site, monkeypatch: pyte
     found = status(registry, "heavy").torch, status(registry, "light").torch
     del sys.modules["torch"]
     assert found == (True, False)
+
+
+ODD_MODULES = """
+import sys
+class Unset:
+    @property
+    def __class__(self):
+        raise RuntimeError("not configured")
+class Slots:
+    __slots__ = ()
+settings = Unset()
+sys.modules.update({"titan_test_blocked": None, "titan_test_slots": Slots()})
+"""
+
+
+def test_what_stands_for_a_module_may_be_anything(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))
+    site.add("odd", ODD_MODULES + loss("odd"))
+    odd = status(load_plugins(), "odd")
+    for name in ("titan_test_blocked", "titan_test_slots"):
+        del sys.modules[name]
+    assert (odd.state, odd.torch, odd.components) == ("ok", False, ("loss/odd",))
 
 
 def test_a_full_name_loads_its_own_plugin_only(site: Site) -> None:

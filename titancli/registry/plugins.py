@@ -16,7 +16,6 @@ import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal
 
 import pluggy
@@ -288,11 +287,15 @@ def _logging_kept() -> Iterator[None]:
 
 
 def _brings_torch(new: set[str]) -> bool:
-    """Whether modules that were just imported bring torch, or use it where it was there before."""
+    """Whether modules that were just imported bring torch, or use it where it was there before.
+
+    What stands for a module may be anything: a plugin's values are compared, and not asked.
+    """
+    if (torch := sys.modules.get("torch")) is None:
+        return False
+    modules = (sys.modules.get(name) for name in new)
     return "torch" in new or any(
-        isinstance(value, ModuleType) and value.__name__ == "torch"
-        for name in new
-        for value in list(vars(sys.modules[name]).values())
+        value is torch for module in modules for value in list(getattr(module, "__dict__", {}).values())
     )
 
 
