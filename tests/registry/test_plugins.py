@@ -153,14 +153,16 @@ def test_a_plugin_that_pulls_torch_in_is_found_out(site: Site, monkeypatch: pyte
 
 ODD_MODULES = """
 import sys
+import types
 class Unset:
     @property
     def __class__(self):
         raise RuntimeError("not configured")
 class Slots:
     __slots__ = ()
-settings = Unset()
-sys.modules.update({"titan_test_blocked": None, "titan_test_slots": Slots()})
+lazy = types.ModuleType("titan_test_lazy")
+lazy.settings = Unset()
+sys.modules.update({"titan_test_blocked": None, "titan_test_slots": Slots(), "titan_test_lazy": lazy})
 """
 
 
@@ -168,7 +170,7 @@ def test_what_stands_for_a_module_may_be_anything(site: Site, monkeypatch: pytes
     monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))
     site.add("odd", ODD_MODULES + loss("odd"))
     odd = status(load_plugins(), "odd")
-    for name in ("titan_test_blocked", "titan_test_slots"):
+    for name in ("titan_test_blocked", "titan_test_slots", "titan_test_lazy"):
         del sys.modules[name]
     assert (odd.state, odd.torch, odd.components) == ("ok", False, ("loss/odd",))
 
