@@ -258,12 +258,14 @@ def test_a_folder_of_200_runs_is_listed_in_half_a_second(titan: Titan, tmp_path:
 def test_show_tells_attempts_and_environment(titan: Titan, tmp_path: Path) -> None:
     first = attempt(ended("stopped", 10), ended="2026-01-31T12:00:10.5Z")
     second = attempt(checkpoint="/x/checkpoints/step-10", git={"commit": "abc", "branch": "m", "dirty": True})
-    run = make(tmp_path / "r", [began(), step(20, 20, 1.25, val_loss=1.5)], [first, second])
+    run = make(
+        tmp_path / "r", [began(), step(20, 20, 1.25, **{"validation/held_out/loss": 1.5})], [first, second]
+    )
     (run / "checkpoints" / "step-10").mkdir()
     (run / "logs" / "rank-0.log").write_text("")
     lines = [" ".join(line.split()) for line in titan("runs", "show", "r").out.splitlines()]
     assert "state died at step 20/100" in lines
-    assert "latest loss 1.2500, lr 1.00e-03, val loss 1.5000, 10 tokens/s" in lines
+    assert "latest loss 1.2500, lr 1.00e-03, 10 tokens/s" in lines
     assert "saved step-10" in lines
     assert "versions python 3.11.7, torch 2.13.0" in lines
     assert "git abc, with changes" in lines
@@ -420,5 +422,5 @@ def test_a_run_is_completed_from_the_runs_folder(runs: Path, monkeypatch: pytest
 
 def test_events_from_before_the_version_had_its_name_are_read() -> None:
     event = {"event": "checkpoint", "time": "2026-01-31T12:00:00Z", "step": 1, "path": "p"}
-    assert can_be_shown({"v": 1, **event}) and can_be_shown({"version": 1, **event})
-    assert not can_be_shown({"v": 2, **event}) and not can_be_shown(event)
+    assert can_be_shown({"version": 1, **event})
+    assert not can_be_shown({"version": 2, **event}) and not can_be_shown(event)

@@ -16,7 +16,13 @@ from titancli.observe.curves import Point, at, curve, equal_places
 def two(tmp_path: Path) -> Path:
     """Two runs: the second has another rate and torch, logged less often, and ran at half the speed."""
     fast = [began(), *(step(n, n, 10 - n / 10) for n in range(1, 41))]
-    slow = [began(), *(step(n, 2 * n, 10 - n / 5, step_seconds=2.0, val_loss=n) for n in range(5, 31, 5))]
+    slow = [
+        began(),
+        *(
+            step(n, 2 * n, 10 - n / 5, step_seconds=2.0, **{"validation/held_out/loss": n})
+            for n in range(5, 31, 5)
+        ),
+    ]
     make(tmp_path / "a", fast)
     other = attempt(ended("finished"), versions={"python": "3.11.7", "torch": "2.12.0"}, host="far")
     make(tmp_path / "b", slow, [other], lock=LOCK.replace("0.001", "0.002"))
@@ -49,7 +55,7 @@ def test_what_differs_is_printed_with_the_value_of_each_run(titan: Titan, two: P
     assert "optimizer.lr 0.001 0.002" in lines and "torch 2.13.0 2.12.0" in lines
     assert not any(line.startswith(("training.steps", "python")) for line in lines)
     assert lines[-3:] == [
-        "step loss A loss B val loss A val loss B".replace("val loss", "val_loss"),
+        "step loss A loss B validation/held_out/loss A validation/held_out/loss B",
         "15 8.5000 7.0000 — 15.0000",
         "30 7.0000 4.0000 — 30.0000",
     ]

@@ -31,8 +31,8 @@ from titancli.protocols import LossDefaults
 from titancli.recipe.schema import Stability
 from titancli.registry.component import build
 from titancli.registry.defaults import with_defaults
-from titancli.testing.behaviour import Subject
 from titancli.testing.behaviour.losses import example, log_probs
+from titancli.testing.behaviour.subject import Subject
 
 pytestmark = pytest.mark.ranks
 PLAIN, ROUTED = (replace(c, n_layers=1, moe=replace(c.moe, load_balance_coeff=None)) for c in (EIGHT, BOTH))

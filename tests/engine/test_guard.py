@@ -391,13 +391,6 @@ def test_where_numbers_arrive_late_a_script_hears_of_them_at_the_same_step_on_ev
         guard.check()
 
 
-def test_a_state_of_before_there_were_levels_is_taken() -> None:
-    guard = Guard(Stability(window=4), CPU)
-    guard.load_state({"skipped": 3, "in_a_row": 2, "losses": [1.0] * 4, "norms": [1.0] * 4})
-    assert [judge(guard, number, 9.0) for number in range(6)] == [True] * 4 + [False] * 2
-    assert guard.skipped == 7
-
-
 def test_a_guard_that_was_loaded_judges_as_the_one_that_was_saved() -> None:
     section = Stability(window=8, sigma=2.0)
     norms = np.random.default_rng(1).lognormal(0.0, 0.5, 60)

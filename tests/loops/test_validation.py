@@ -29,7 +29,6 @@ from titancli.models.sections import MoE
 from titancli.observe.events import read_events
 from titancli.observe.metrics import collector, report
 from titancli.observe.observers import Observers
-from titancli.recipe import load_recipe
 from titancli.recipe.schema import Validation as Section
 
 # ------------------------------------------------------------------------------------------- layouts
@@ -443,41 +442,3 @@ def test_validate_notes_what_a_recipe_reads_and_is_not_there(
 
 
 # ---------------------------------------------------------------------------- recipes of before [validation]
-
-OLD = """\
-extends = "titan:sft_debug"
-[loop]
-type = "sft"
-eval_freq = 7
-eval_batches = 3
-[loop.validation]
-type = "chat"
-path = "titan:sums"
-shuffle = false
-repeat = false
-"""
-
-
-def test_recipes_and_lock_files_that_say_loop_validation_mean_the_same(tmp_path: Path) -> None:
-    old = tmp_path / "old.toml"
-    old.write_text(OLD)
-    found = load_recipe(old)
-    section = found.recipe.validation
-    assert (section.freq, section.steps, section.at_start) == (7, 3, False)
-    assert section.datasets["held_out"].path == "titan:sums"
-    assert found.data["loop"] == {"type": "titan/sft"}
-    # A lock file of that time, whose names are full; and overrides by either name, the last layer's.
-    lock = tmp_path / "recipe.lock.toml"
-    lock.write_text(OLD.replace("titan:sft_debug", "titan:llama3_debug").replace('"sft"', '"titan/sft"'))
-    section = load_recipe(lock, ["dataset=chat", "dataset.path=titan:sums"]).recipe.validation
-    assert (section.freq, section.steps, section.at_start) == (7, 3, False)
-    assert load_recipe(old, ["loop.eval_freq=9"]).recipe.validation.freq == 9
-    assert load_recipe(old, ["validation.freq=9"]).recipe.validation.freq == 9
-    assert (
-        load_recipe("sft_debug", ["loop.validation.path=titan:sums"])
-        .recipe.validation.datasets["held_out"]
-        .path
-        == "titan:sums"
-    )
-    with pytest.raises(TitanError, match="unknown key 'eval_freq' in loop"):
-        load_recipe("llama3_debug", ["loop.eval_freq=9"])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from titancli import hookimpl
+from titancli import hookimpl, protocols
 from titancli.registry import hookspecs, kinds
 from titancli.registry.component import component_info, load_target
 from titancli.registry.discover import load_plugins
@@ -20,7 +20,7 @@ TEXT = (Path(__file__).parents[2] / "docs" / "plugins.md").read_text(encoding="u
 
 @pytest.mark.parametrize("kind", kinds.KINDS)
 def test_every_kinds_builder_is_told_as_it_is(kind: str) -> None:
-    builder = getattr(kinds, f"{kind.capitalize()}Builder")
+    builder = getattr(protocols, f"{kind.capitalize()}Builder")
     parameters = list(inspect.signature(builder.__call__).parameters)[1:]
     call = ", ".join([parameters[0], *(["*"] if parameters[1:] else []), *parameters[1:]])
     assert f"\n| {kind} | `build({call})` |" in TEXT

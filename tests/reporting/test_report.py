@@ -98,7 +98,9 @@ def test_a_stall_is_what_is_in_no_phase_and_far_from_usual(tmp_path: Path) -> No
 
 def test_a_log_without_phases_says_what_it_can(tmp_path: Path) -> None:
     rows = [step(n, n, data_wait_share=0.25) for n in (1, 2, 3)]
-    evaluated = step(4, 9, data_wait_share=0.25, val_loss=2.0)  # its step took one second of six
+    evaluated = step(
+        4, 9, data_wait_share=0.25, **{"validation/held_out/loss": 2.0}
+    )  # its step took one second of six
     times = dict(history(tmp_path / "r", [began(0), *rows, evaluated], []).times.ordered())
     assert times == pytest.approx({"data": 1.0, "training": 3.0, "evaluation": 5.0})
 
@@ -211,7 +213,13 @@ def _column(values: Any) -> Any:
 def two(tmp_path: Path) -> tuple[Path, Path]:
     """Two runs with evil names; one was resumed, the other still has no outcome."""
     events = [
-        *(began(1), *(step(n, n + 1, 5 - n, val_loss=1.0, **phases(forward=0.5)) for n in range(1, 5))),
+        *(
+            began(1),
+            *(
+                step(n, n + 1, 5 - n, **{"validation/held_out/loss": 1.0}, **phases(forward=0.5))
+                for n in range(1, 5)
+            ),
+        ),
         *(saved(4, 5.5), event("log", 5.6, level="warning", message="<script>alert(1)</script>")),
         event("run_end", 6, why="finished", step=4),
     ]
@@ -248,7 +256,7 @@ def test_the_page_is_whole_valid_and_loads_nothing(two: tuple[Path, Path], titan
         "finished",
         "died",
         "Loss",
-        "val_loss",
+        "validation/held_out/loss",
         "removed",
         "perplexity 7.25",
     ):

@@ -188,7 +188,7 @@ def test_a_reference_needs_the_weights_that_the_run_began_with(train: Train, her
             (
                 "dpo_debug",
                 "dataset.reference_logps=true",
-                'loop.validation={type="preference", path="titan:sums_pairs", repeat=false}',
+                'validation.datasets.held_out={type="preference", path="titan:sums_pairs", repeat=false}',
             ),
             True,
         ),

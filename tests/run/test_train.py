@@ -227,7 +227,11 @@ def test_a_run_that_is_running_is_in_use_whatever_it_has_saved(
         (("tiny.toml", 'dataset.paths=["gone.txt"]'), 5, "gone.txt does not exist"),
         (("tiny.toml", 'dataset.paths=["gone*.txt"]'), 5, "no file matches "),
         (("tiny.toml", "dataset.type=hf", "dataset.path=./gone"), 5, "dataset.path: "),
-        (("sft_debug", "loop.validation.path=gone.jsonl"), 5, "validation.datasets.held_out.path: "),
+        (
+            ("sft_debug", "validation.datasets.held_out.path=gone.jsonl"),
+            5,
+            "validation.datasets.held_out.path: ",
+        ),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_starts(

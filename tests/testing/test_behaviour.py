@@ -24,9 +24,10 @@ from titancli.registry.component import build, component, load_target
 from titancli.rl import Local
 from titancli.rl.samples import Completion, Prompt
 from titancli.testing import Example
-from titancli.testing.behaviour import Subject, behaviour_faults, checks_of
+from titancli.testing.behaviour import behaviour_faults, checks_of
 from titancli.testing.behaviour.engines import LENGTH, small_model
 from titancli.testing.behaviour.ranks import take_jobs
+from titancli.testing.behaviour.subject import Subject
 
 Faults = Callable[..., str]
 

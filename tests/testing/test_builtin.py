@@ -12,8 +12,9 @@ import pytest
 
 from titancli import registry
 from titancli.testing import check_plugin
-from titancli.testing.behaviour import Subject, behaviour_faults, checks_of
+from titancli.testing.behaviour import behaviour_faults, checks_of
 from titancli.testing.behaviour.ranks import run_jobs, take_jobs
+from titancli.testing.behaviour.subject import Subject
 
 SIZES: dict[str, Any] = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 64}
 ROUTING: dict[str, Any] = {"num_experts": 4, "top_k": 2, "hidden_dim": 16}

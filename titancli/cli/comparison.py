@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from titancli.observe.summary import Summary
 
 ENVIRONMENT = ("host", "platform", "device", "world", "mesh", "git")
-USUAL = re.compile(r"loss|val_loss|validation/.*/loss")
+USUAL = re.compile(r"loss|validation/.*/loss")
 WIDEST = 40
 """Characters of a value of a recipe; `--json` has them all."""
 
@@ -125,10 +125,12 @@ def _place(by: str, place: float) -> str:
 
 
 def _value(name: str, number: Any) -> str:
-    from titancli.observe.console import FIGURES, value
+    from titancli.observe.console import FIGURES, UNKNOWN, value
 
-    metrics = {name: None if number is None else float(number)}
-    return value(metrics, name) if name in FIGURES or number is None else f"{float(number):.4g}"
+    if number is None:
+        return UNKNOWN
+    of_loss = "loss" if USUAL.fullmatch(name) else name  # a held-out loss is read beside the loss
+    return value({of_loss: float(number)}, of_loss) if of_loss in FIGURES else f"{float(number):.4g}"
 
 
 def _shown(one: Any) -> str:

@@ -24,7 +24,7 @@ from titancli.terminal import printable
 if TYPE_CHECKING:
     from titancli.run.sweep import Job
 
-VALIDATION = re.compile(r"val_loss|validation/.*/loss")
+VALIDATION = re.compile(r"validation/.*/loss")
 """Of several datasets the first by name counts."""
 STYLES = {"finished": "green", "failed": "red", "died": "red"}
 

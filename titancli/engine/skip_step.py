@@ -256,7 +256,7 @@ class Guard:
         self._values.zero_()
         self._values[:, self._section.window - known.shape[1] :] = known
         self._applied.fill_(known.shape[1])
-        above = state.get("above", {"losses": [], "norms": []})  # older checkpoints have none
+        above = state["above"]
         count = len(above["losses"])
         self._above.zero_()
         self._above[:, LEVEL - count :] = torch.tensor([above["losses"], above["norms"]])

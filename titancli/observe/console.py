@@ -178,8 +178,6 @@ FIGURES: dict[str, tuple[str, str | Callable[[float], str]]] = {
     "solved": ("solved {}", ".0%"),
     "eval_solved": ("eval {}", ".0%"),
     "reward_failed": ("{} rewards failed", ".0f"),
-    "val_loss": ("val loss {}", ".4f"),
-    "val_perplexity": ("perplexity {}", ".3f"),
     "skipped_steps": ("{} skipped", ".0f"),
     "tokens_per_second": ("{} tokens/s", short),
     "mfu": ("MFU {}", ".1%"),

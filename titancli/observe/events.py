@@ -236,7 +236,7 @@ def can_be_shown(event: dict[str, Any]) -> bool:
 
 def format_of(event: dict[str, Any]) -> str:
     """Return the format that an event says it has."""
-    return str(event.get("version", event.get("v")))  # `v` in files of before 0.1.0
+    return str(event.get("version"))
 
 
 def are_metrics(value: Any) -> bool:

@@ -16,7 +16,7 @@ from titancli.recipe.assets import assets_of
 from titancli.recipe.bind import bind_recipe
 from titancli.recipe.check import check_recipe
 from titancli.recipe.find import LOCK_HEADER, beside, find_recipe, url_of
-from titancli.recipe.merge import merge, merge_layers, read_overrides, read_recipe, read_unset, without
+from titancli.recipe.merge import merge, read_overrides, read_recipe, read_unset, without
 from titancli.recipe.problems import Problems, nearest
 from titancli.recipe.read import refuse_values
 from titancli.recipe.resolve import resolve
@@ -74,7 +74,7 @@ def load_recipe(
     problems = Problems()
     path = find_recipe(reference, registry=registry)
     root = read_recipe(path, registry, problems)
-    root = merge_layers(root, read_overrides(overrides, problems), problems)
+    root = merge(root, read_overrides(overrides, problems), problems)
     removed = read_unset(unset, problems)
     root, absent = _without_all(root, removed)
 

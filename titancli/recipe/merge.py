@@ -47,37 +47,6 @@ def merge(low: Node, high: Node, problems: Problems, path: KeyPath = (), *, one_
     return Node(merged, low.origin if high.origin.kind == "override" else high.origin)
 
 
-def merge_layers(low: Node, high: Node, problems: Problems) -> Node:
-    """A whole layer of a recipe over those below it; keys that have moved since are where they are now."""
-    return _with_validation(merge(low, high, problems), problems)
-
-
-MOVED = {"validation": ("datasets", "held_out"), "eval_freq": ("freq",), "eval_batches": ("steps",)}
-"""Keys that the loops sft and dpo had before there was [validation], and where they are in it."""
-
-
-def _with_validation(root: Node, problems: Problems) -> Node:
-    """The tree with `loop.validation` and what belongs to it in `[validation]`.
-
-    It comes from the topmost layer, since those below have been through this, and so it wins.
-    """
-    loop = root.child("loop")
-    if loop is None or not isinstance(loop.value, dict) or "type" not in loop.value:
-        return root
-    moved = {key: loop.value[key] for key in MOVED if key in loop.value}
-    if not moved or loop.value["type"].value not in ("sft", "dpo", "titan/sft", "titan/dpo"):
-        return root
-    section = root.child("validation") or Node({}, DEFAULT)
-    if "validation" in moved and isinstance(section.value, dict) and "at_start" not in section.value:
-        section = Node({**section.value, "at_start": Node(False, DEFAULT)}, section.origin)
-    for key, node in moved.items():
-        for name in reversed(MOVED[key]):
-            node = Node({name: node}, node.origin)
-        section = merge(section, node, problems, ("validation",))
-    rest = Node({key: node for key, node in loop.value.items() if key not in moved}, loop.origin)
-    return Node({**root.value, "loop": rest, "validation": section}, root.origin)
-
-
 def as_table(node: Node, path: KeyPath) -> Node:
     """A string where a component stands, as the table that it is short for; any other node as it is."""
     in_slot = (path[:1] and path[0] in recipe_slots()) or path[:2] == ("validation", "datasets")
@@ -169,7 +138,7 @@ def _with_bases(
         for reference in _references(root, problems)
     ]
     layers.append(Node({k: v for k, v in root.value.items() if k != "extends"}, root.origin))
-    return functools.reduce(lambda low, high: merge_layers(low, high, problems), layers, Node({}, DEFAULT))
+    return functools.reduce(lambda low, high: merge(low, high, problems), layers, Node({}, DEFAULT))
 
 
 def _references(root: Node, problems: Problems) -> list[Node]:

@@ -6,9 +6,7 @@ return, is in `titancli.protocols`.
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
-from typing import Any
 
 BUILTIN = "titan"
 """The plugin that titan itself is."""
@@ -48,23 +46,3 @@ KINDS: dict[str, Kind] = {
         Kind("advantage", "rates a completion relative to the others of its prompt"),
     )
 }
-
-# fmt: off
-_PROTOCOLS = frozenset(
-    (
-        "Model", "Cache", "ModelConfig", "ModelBuilder", "HFForm", "HFBuilder", "Tokenizer",
-        "TokenizerBuilder", "Dataset", "DatasetBuilder", "Converter", "ConverterBuilder",
-        "Precision", "ParallelizeBuilder", "Loss", "LossBuilder", "OptimizerConfig",
-        "OptimizerBuilder", "Logger", "LoggerBuilder", "LauncherBuilder", "LoopBuilder", "Task",
-        "TaskBuilder", "Generator", "GeneratorBuilder", "Reward", "RewardBuilder", "Advantage",
-        "AdvantageBuilder",
-    )
-)
-# fmt: on
-"""What this module once had itself, and plugins import from here."""
-
-
-def __getattr__(name: str) -> Any:
-    if name in _PROTOCOLS:
-        return getattr(importlib.import_module("titancli.protocols"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

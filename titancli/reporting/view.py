@@ -107,8 +107,8 @@ def title(name: str) -> str:
 
 
 def is_validation_loss(name: str) -> bool:
-    """Return whether a metric is the loss of held-out data; `val_loss` in files of before 0.1.0."""
-    return name == "val_loss" or (name.startswith("validation/") and name.endswith("/loss"))
+    """Return whether a metric is the loss of held-out data."""
+    return name.startswith("validation/") and name.endswith("/loss")
 
 
 def _worth(runs: Sequence[Run], name: str) -> bool:

@@ -12,7 +12,7 @@ def test_it_trains(tmp_path):
 
 from __future__ import annotations
 
-from titancli.testing.behaviour import Example
+from titancli.testing.behaviour.subject import Example
 from titancli.testing.check import check_plugin
 from titancli.testing.commands import Done, run_cli
 from titancli.testing.recipes import recipe

@@ -177,7 +177,8 @@ def _component(label: str, cls: type, trial: Trial) -> Iterator[str]:
 
 def _built(label: str, config: Any, target: Callable[..., Any], trial: Trial) -> Iterator[str]:
     """Build it, and where that goes well see what it does."""
-    from titancli.testing.behaviour import Subject, behaviour_faults, checks_of
+    from titancli.testing.behaviour import behaviour_faults, checks_of
+    from titancli.testing.behaviour.subject import Subject
     from titancli.testing.protocols import built_faults
 
     kind = component_info(config).kind

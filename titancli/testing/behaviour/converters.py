@@ -11,7 +11,6 @@ from titancli.layout.degrees import Degrees
 from titancli.protocols import ConverterDefaults
 from titancli.registry.component import build
 from titancli.registry.defaults import with_defaults
-from titancli.testing.behaviour import Check, Subject, first_difference
 from titancli.testing.behaviour.engines import (
     LENGTH,
     batch_of,
@@ -23,6 +22,7 @@ from titancli.testing.behaviour.engines import (
     whole,
 )
 from titancli.testing.behaviour.ranks import Job, later
+from titancli.testing.behaviour.subject import Check, Subject, first_difference
 
 RECOMPUTED = ("full", "selective")
 RANKS = 0.25

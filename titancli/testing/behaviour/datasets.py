@@ -15,7 +15,7 @@ from titancli.data.loader import Loader
 from titancli.errors import TitanError
 from titancli.recipe.schema import needs_tokenizer
 from titancli.registry.component import build
-from titancli.testing.behaviour import Check, Subject
+from titancli.testing.behaviour.subject import Check, Subject
 
 ROWS, SEED = 4, 7
 

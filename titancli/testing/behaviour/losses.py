@@ -15,8 +15,8 @@ from titancli.errors import TitanError
 from titancli.losses.result import LossResult
 from titancli.protocols import LossDefaults
 from titancli.registry.defaults import LossConfigDefaults, with_defaults
-from titancli.testing.behaviour import Check, Example, Subject, first_difference
 from titancli.testing.behaviour.engines import LENGTH, VOCABULARY, batch_of, engine_of
+from titancli.testing.behaviour.subject import Check, Example, Subject, first_difference
 
 KNOWN = {
     "weights": ("BS", 0.1, 1.0),

@@ -10,9 +10,9 @@ import torch
 from titancli.data.batch import Batch
 from titancli.errors import TitanError
 from titancli.registry.defaults import ModelConfigDefaults, with_defaults
-from titancli.testing.behaviour import Check, Example, Subject, first_difference
 from titancli.testing.behaviour.engines import LENGTH, ROWS, batch_of, engine_of, gradients, weights
 from titancli.testing.behaviour.ranks import Job, later
+from titancli.testing.behaviour.subject import Check, Example, Subject, first_difference
 
 LARGEST = 20_000_000
 """Parameters of a model that is tried here."""

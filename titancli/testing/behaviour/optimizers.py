@@ -9,9 +9,9 @@ import torch
 
 from titancli.engine import Engine
 from titancli.engine.optimizer_state import outside_of_state
-from titancli.testing.behaviour import Check, Subject, first_difference
 from titancli.testing.behaviour.engines import batch_of, engine_of, step, weights, whole
 from titancli.testing.behaviour.ranks import Job, later
+from titancli.testing.behaviour.subject import Check, Subject, first_difference
 
 
 def moves(subject: Subject) -> Iterator[str]:

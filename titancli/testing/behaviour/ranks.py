@@ -210,8 +210,8 @@ def _compared(folder: Path, number: int, job: dict[str, Any], mesh: dict[str, in
     from safetensors.torch import load_file
 
     from titancli.data.batch import Batch
-    from titancli.testing.behaviour import first_difference
     from titancli.testing.behaviour.engines import engine_of, gradients, step, weights
+    from titancli.testing.behaviour.subject import first_difference
 
     parts = {name: _bound(part) for name, part in job["parts"].items()}
     reference = load_file(folder / f"{number}.reference")

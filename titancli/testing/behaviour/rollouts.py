@@ -19,8 +19,8 @@ from titancli.rl.packing import Sample, pack
 from titancli.rl.prompts import PromptSource
 from titancli.rl.samples import Completion, Prompt
 from titancli.rl.scoring import NoNumber, number_of
-from titancli.testing.behaviour import Check, Subject, first_difference
 from titancli.testing.behaviour.engines import engine_of, gradients, small_model, step, weights
+from titancli.testing.behaviour.subject import Check, Subject, first_difference
 
 LENGTH = 16
 SEED = 7
