@@ -60,7 +60,7 @@ recipe = 3
         ("steps = [10]", "wrong-type", "must be an integer, not the array [10]", None),
         ("steps = {a = 1}", "wrong-type", "must be an integer, not a table", None),
         ("steps = 0", "out-of-range", "must be more than 0, not 0", None),
-        ("steps = 0x_1", "syntax", "", None),
+        ("steps = 0x_1", "syntax", "", "a number is written 10, 0.5 or 1e-4"),
         ("steps = 99999999999999999999", "out-of-range", "must fit in 64 bits", None),
         ("max_norm = -1", "out-of-range", "must be at least 0, not -1", None),
         ("max_norm = nan", "not-finite", "nan and inf", None),
@@ -168,11 +168,11 @@ def test_an_unknown_section_is_named_as_one(problem) -> None:
 @pytest.mark.parametrize(
     ("text", "line", "column"),
     [
-        ("a = [1, 2\nb = 3\n", 2, 1),
-        ("a = 1\na = 2\n", 2, 6),
+        ("a = [1, 2\nb = 3\n", 1, 5),
+        ("a = 1\na = 2\n", 2, 5),
         ("[a\n", 1, 3),
         ("a = \n", 1, 5),
-        ("a = 'x\n", 1, 7),
+        ("a = 'x\n", 1, 5),
         ("\ufeffa = 1\r\nb = x\r\n", 2, 5),
     ],
 )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from titancli.errors import RecipeError
 from titancli.recipe.find import url_of
 from titancli.recipe.merge import without
-from titancli.recipe.problems import Problems, did_you_mean, nearest, nearest_name
+from titancli.recipe.problems import SWITCHES, Problems, did_you_mean, nearest, nearest_name
 from titancli.recipe.read import quoting, taken_as_text
 from titancli.recipe.resolve import VALIDATION, Resolved
 from titancli.recipe.schema import Recipe, needs_dataset, needs_tokenizer, recipe_slots
@@ -240,8 +240,6 @@ LIMITS = {
     "string_too_long": ("max_length", "a string of at most {} characters"),
     "string_pattern_mismatch": ("pattern", "a string that matches {}"),
 }
-SWITCHES = {"true": "true", "yes": "true", "on": "true", "false": "false", "no": "false", "off": "false"}
-"""What people write for a boolean."""
 
 
 @dataclass(frozen=True)

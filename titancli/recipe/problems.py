@@ -13,6 +13,8 @@ from titancli.recipe.toml import OVERRIDE
 
 WIDTH = 160
 """Longer source lines are shown in part."""
+SWITCHES = {"true": "true", "yes": "true", "on": "true", "false": "false", "no": "false", "off": "false"}
+"""What people write for a boolean."""
 
 
 class Problems:

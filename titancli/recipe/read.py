@@ -63,24 +63,22 @@ def parse(source: Source, kind: Literal["file", "override"]) -> Node:
 
     Raises:
         RecipeError: the text is not TOML, or is nested deeper than a recipe can be.
+        TOMLDecodeError: an override is not TOML.
     """
     try:
         data = tomli.loads(source.text)
         return _node(data, (), scan(source.text), Origin(kind, source, (0, 0)))
     except tomli.TOMLDecodeError as error:
-        # What is missing at the end of the file is missing after its last line's text.
-        at = min(error.pos, len(source.text.rstrip("\n")))
-        location = source.location((at, at + 1))
-        raise RecipeError([Problem("syntax", _sentence(error.msg), location)]) from error
+        if kind == "override":  # it is text then, which is no mistake
+            raise
+        from titancli.recipe.syntax import explain
+
+        raise RecipeError([explain(source, error)]) from error
     except RecursionError as error:
         message = f"{source.path}: tables and arrays are nested more than {DEEPEST} deep"
         raise RecipeError([Problem("syntax", message)]) from error
     except ValueError as error:  # an integer of more digits than Python reads
         raise RecipeError([Problem("syntax", f"{source.path}: {error}")]) from error
-
-
-def _sentence(message: str) -> str:
-    return message[:1].lower() + message[1:]
 
 
 def _node(value: Any, path: KeyPath, places: Positions, outer: Origin) -> Node:

@@ -51,9 +51,13 @@ class Positions:
     values: dict[KeyPath, Span] = field(default_factory=dict)
 
 
-def scan(text: str) -> Positions:
-    """Find every key and value of a valid TOML text whose line ends are all `\\n`."""
-    return _Scanner(text).run()
+def scan(text: str, found: Positions | None = None) -> Positions:
+    """Find every key and value of a valid TOML text whose line ends are all `\\n`.
+
+    Args:
+        found: what they are put into.
+    """
+    return _Scanner(text, found or Positions()).run()
 
 
 def match_key(text: str) -> tuple[list[str], int] | None:
@@ -81,9 +85,9 @@ def _end(pattern: re.Pattern[str], text: str, at: int) -> int:
 
 
 class _Scanner:
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, found: Positions) -> None:
         self.text = text
-        self.found = Positions()
+        self.found = found
         self.tables: dict[KeyPath, int] = {}
         """Arrays of tables, and how many tables each has so far."""
 
