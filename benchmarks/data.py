@@ -2,7 +2,7 @@
 
     python benchmarks/data.py [--megabytes N] [--seconds N] [--workers N]
 
-Tokenizing: `titan tokenize` (from reading JSON Lines to checksummed shards) beside
+Tokenizing: `titan data tokenize` (from reading JSON Lines to checksummed shards) beside
 `tokenizers.encode_batch_fast` alone, which has the texts in memory and as many threads as there are
 workers; the tokenizer is a byte-level BPE of 8,192 tokens, trained on the spot on the standard library.
 Reading: tokens per second of one core as batches of int64, of `token_shards` in each order, of a plain
@@ -75,7 +75,7 @@ def tokenizing(folder: Path, lines: Path, names: Path, workers: int) -> None:
     )
     peer = [sys.executable, "-c", code, str(names / "tokenizer.json"), str(lines)]
     environment = {**os.environ, "RAYON_NUM_THREADS": str(workers), "TOKENIZERS_PARALLELISM": "true"}
-    own = [sys.executable, "-m", "titancli", "tokenize", str(lines), "OUT", "--tokenizer", str(names)]
+    own = [sys.executable, "-m", "titancli", "data", "tokenize", str(lines), "OUT", "--tokenizer", str(names)]
     own += ["--workers", str(workers), "--json", "-q"]
     ratios = []
     for attempt in range(3):
@@ -87,7 +87,7 @@ def tokenizing(folder: Path, lines: Path, names: Path, workers: int) -> None:
         rates = found["tokens"] / found["seconds"], count / seconds
         ratios.append(rates[0] / rates[1])
         print(f"| {workers} | {rates[0]:,.0f} | {rates[1]:,.0f} | {ratios[-1]:.2f} x |")
-    print(f"\ntitan tokenize is {sorted(ratios)[1]:.2f} x encode_batch_fast\n")
+    print(f"\ntitan data tokenize is {sorted(ratios)[1]:.2f} x encode_batch_fast\n")
 
 
 def rate(batches: Iterator[Any], seconds: float) -> float:
@@ -231,7 +231,8 @@ def main() -> None:
         lines = corpus(folder, chosen.megabytes)
         names = tokenizer(folder / "tokenizer", lines)
         print(
-            "| workers | titan tokenize, tokens/s | encode_batch_fast, tokens/s | ratio |\n|---|---|---|---|"
+            "| workers | titan data tokenize, tokens/s | encode_batch_fast, tokens/s | ratio |\n"
+            "|---|---|---|---|"
         )
         tokenizing(folder, lines, names, chosen.workers)
         print("| reader | million tokens/s a core | resume, ms |\n|---|---|---|")

@@ -6,7 +6,6 @@ themselves. In `coming-from-torchtitan.md` the table between the two marks is ge
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import json
 from collections.abc import Iterator
@@ -16,7 +15,8 @@ from typing import Any
 import click
 
 from titancli import builtin
-from titancli.cli.group import COMMANDS
+from titancli.cli.grammar import ALIASES
+from titancli.cli.group import ROWS, titan
 from titancli.migrate.fields import FIELDS, Field
 from titancli.migrate.job import has_key
 from titancli.recipe.schema import Recipe, recipe_slots
@@ -44,6 +44,8 @@ COMMANDS_HEAD = """\
 `titan COMMAND --help` prints the same. Before or after any command: `-p FILE.py` adds a plugin and
 `-p no:NAME` blocks one, `-v` and `-q` say more and less, `--color` is `auto`, `always` or `never`, and
 `--traceback` shows where an error was raised. Commands of plugins are not on this page.
+
+These names work as well: {aliases}.
 """
 EXAMPLE = "<!-- not run: an example of the command's help -->"
 PARTS = {
@@ -170,20 +172,27 @@ def torchtitan_page(text: str) -> str:
 
 def commands_page() -> str:
     """docs/commands.md, from the help of each command."""
-    return "\n".join([COMMANDS_HEAD, *_commands()])
+    aliases = ", ".join(f"`{old}` (`{new}`)" for old, (new, _) in ALIASES.items())
+    return "\n".join([COMMANDS_HEAD.replace("{aliases}", aliases), *_commands()])
 
 
 def _commands() -> Iterator[str]:
     section = ""
-    for entry in COMMANDS:
-        if entry.section != section:
-            section = entry.section
+    told: dict[click.Command, str] = {}
+    for row in ROWS:
+        if row.section != section:
+            section = row.section
             yield f"## {section}\n"
-        command = importlib.import_module(f"titancli.cli.{entry.module}").command
-        yield from _command(f"titan {entry.name}", command)
+        for name in row.modules:
+            yield from _command(f"titan {name}", titan.places[name].load(), told)
 
 
-def _command(name: str, command: click.Command) -> Iterator[str]:
+def _command(name: str, command: click.Command, told: dict[click.Command, str]) -> Iterator[str]:
+    """`told` has the commands that are on the page already: some have two names."""
+    if command in told:
+        yield f"### {name}\n\nThe same as `{told[command]}`.\n"
+        return
+    told[command] = name
     arguments = [one for one in command.params if isinstance(one, click.Argument)]
     options = [one for one in command.params if isinstance(one, click.Option) and not one.hidden]
     yield f"### {name}\n"
@@ -195,8 +204,11 @@ def _command(name: str, command: click.Command) -> Iterator[str]:
         rows = [_option(command, one) for one in options]
         yield "\n".join(["| option | meaning |", "|---|---|", *rows]) + "\n"
     if isinstance(command, click.Group):
-        for other in command.commands.values():
-            yield from _command(f"{name} {other.name}", other)
+        context = click.Context(command)
+        for other in command.list_commands(context):
+            found = command.get_command(context, other)
+            if found is not None:
+                yield from _command(f"{name} {other}", found, told)
 
 
 def _prose(help_text: str) -> str:

@@ -426,9 +426,9 @@ def _bind_one_recipe() -> None:
     from titancli import cli, registry
 
     with contextlib.redirect_stdout(io.StringIO()):
-        code = cli.main(["config", "llama3_debug"])
+        code = cli.main(["recipe", "show", "llama3_debug"])
     if code != 0:
-        raise RuntimeError(f"`titan config llama3_debug` ended with {code}")
+        raise RuntimeError(f"`titan recipe show llama3_debug` ended with {code}")
     registry.configure()
 
 

@@ -190,7 +190,7 @@ def _plugins() -> Iterator[Finding]:
         loaded = f"{plugin.version or plugin.file or '-'}, {1000 * plugin.seconds:.0f} ms"
         if plugin.state == "broken":
             cause = (plugin.error or "").strip().splitlines()[-1]
-            hint = f"titan plugins {plugin.name} shows the error; -p no:{plugin.name} disables the plugin"
+            hint = f"titan plugin show {plugin.name} shows the error; -p no:{plugin.name} disables the plugin"
             yield Finding(name, "error", f"broken: {cause}", hint, ExitCode.PLUGIN)
         elif plugin.state == "missing":
             yield Finding(name, "warning", plugin.error or "missing", "install it, or change TITAN_PLUGINS")

@@ -38,8 +38,10 @@ def clean(value: T) -> T:
 
 GROUPS = {
     "runs": "list show compare logs watch rm",
-    "checkpoint": "list show verify",
-    "data": "show verify",
+    "checkpoint": "list show verify convert",
+    "recipe": "list new check show diff schema",
+    "data": "tokenize show verify",
+    "plugin": "list show new",
     "launch": "slurm status logs cancel",
 }
 COMMANDS = """

@@ -1,4 +1,4 @@
-"""validate, config, list-recipes, list-components, show, plugins: what they print."""
+"""validate, recipe, list-components, show, plugin: what they print."""
 
 from __future__ import annotations
 
@@ -133,17 +133,17 @@ def test_a_model_of_transformers_is_tried_under_strict_alone(titan: Titan, tmp_p
 
 
 def test_config_prints_a_recipe_that_runs_as_it_is(titan: Titan, tmp_path: Path) -> None:
-    done = titan("config", "llama3_debug", "training.steps=70")
+    done = titan("recipe", "show", "llama3_debug", "training.steps=70")
     data = tomllib.loads(done.out)
     assert data["training"]["steps"] == 70
     assert data["model"]["type"] == "titan/llama3"
     (tmp_path / "again.toml").write_text(done.out)
-    assert titan("config", "./again.toml").out == done.out
+    assert titan("recipe", "show", "./again.toml").out == done.out
 
 
 def test_config_with_origins_is_the_same_recipe_with_comments(titan: Titan) -> None:
-    plain = titan("config", "llama3_debug", "training.steps=70")
-    told = titan("config", "llama3_debug", "training.steps=70", "--origin")
+    plain = titan("recipe", "show", "llama3_debug", "training.steps=70")
+    told = titan("recipe", "show", "llama3_debug", "training.steps=70", "--origin")
     assert tomllib.loads(told.out) == tomllib.loads(plain.out)
     lines = {line.split(" =")[0]: line for line in told.out.splitlines() if " =" in line}
     assert lines["steps"].endswith("# override training.steps=70")
@@ -152,11 +152,11 @@ def test_config_with_origins_is_the_same_recipe_with_comments(titan: Titan) -> N
 
 
 def test_config_as_json_holds_the_data_and_the_origins(titan: Titan) -> None:
-    document = json.loads(titan("config", "llama3_debug", "--json", "--origin").out)
+    document = json.loads(titan("recipe", "show", "llama3_debug", "--json", "--origin").out)
     assert document["version"] == 1
     assert document["recipe"]["training"]["seq_len"] == 256
     assert document["origins"]["training.gc_freq"] == "default"
-    assert "origins" not in json.loads(titan("config", "llama3_debug", "--json").out)
+    assert "origins" not in json.loads(titan("recipe", "show", "llama3_debug", "--json").out)
 
 
 def test_config_with_origins_writes_every_kind_of_value(titan: Titan, tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_config_with_origins_writes_every_kind_of_value(titan: Titan, tmp_path: 
         '[[loggers]]\ntype = "tensorboard"\n[[loggers]]\ntype = "csv"\n'
         '[optimizer]\nno_decay = ["*norm.weight", "tok_embeddings.weight"]\n'
     )
-    plain, told = titan("config", "./odd.toml"), titan("config", "./odd.toml", "--origin")
+    plain, told = titan("recipe", "show", "./odd.toml"), titan("recipe", "show", "./odd.toml", "--origin")
     assert tomllib.loads(told.out) == tomllib.loads(plain.out)
     assert len(tomllib.loads(told.out)["loggers"]) == 2
 
@@ -175,12 +175,12 @@ def test_config_with_origins_writes_every_kind_of_value(titan: Titan, tmp_path: 
 
 
 def test_list_recipes_tells_names_and_descriptions(titan: Titan) -> None:
-    recipes = json.loads(titan("list-recipes", "--json").out)["recipes"]
+    recipes = json.loads(titan("recipe", "list", "--json").out)["recipes"]
     debug = next(recipe for recipe in recipes if recipe["name"] == "llama3_debug")
     assert debug["plugin"] == "titan"
     assert debug["description"]
     assert Path(debug["path"]).is_file()
-    assert any(line.startswith("llama3_debug  ") for line in titan("list-recipes").out.splitlines())
+    assert any(line.startswith("llama3_debug  ") for line in titan("recipe", "list").out.splitlines())
 
 
 def test_list_recipes_survives_a_file_that_is_no_toml(titan: Titan, tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_list_recipes_survives_a_file_that_is_no_toml(titan: Titan, tmp_path: Pa
     file.write_text(
         "from titancli import hookimpl\n@hookimpl\ndef titan_recipes():\n    return './recipes'\n"
     )
-    done = titan("list-recipes", "-p", str(file))
+    done = titan("recipe", "list", "-p", str(file))
     assert done.code == 0
     assert "cli_recipes_plugin:odd" in done.out and "cannot be read" in done.out
 
@@ -230,7 +230,7 @@ def test_show_of_a_section_has_its_fields(titan: Titan) -> None:
 
 
 @pytest.mark.parametrize("words", [["--training.steps=5"], ["--training.steps", "5"]], ids=" ".join)
-@pytest.mark.parametrize("command", ["train", "validate", "config", "plan"])
+@pytest.mark.parametrize("command", ["train", "validate", "plan"])
 def test_an_override_with_dashes_is_told_to_drop_them(titan: Titan, command: str, words: list[str]) -> None:
     done = titan(command, "llama3_debug", *words)
     assert done.code == 2
@@ -261,13 +261,15 @@ def test_show_of_an_unknown_name_offers_the_nearest(titan: Titan, name: str, nea
 def test_plugins_shows_a_broken_one_with_its_traceback(titan: Titan, tmp_path: Path) -> None:
     file = tmp_path / "cli_cli_broken.py"
     file.write_text("import nothing_of_that_name\n")
-    row = next(line for line in titan("plugins", "-p", str(file)).out.splitlines() if "cli_broken" in line)
+    row = next(
+        line for line in titan("plugin", "list", "-p", str(file)).out.splitlines() if "cli_broken" in line
+    )
     assert "broken" in row and "No module named 'nothing_of_that_name'" in row
-    shown = titan("plugins", "cli_cli_broken", "-p", str(file)).out
+    shown = titan("plugin", "show", "cli_cli_broken", "-p", str(file)).out
     assert "Traceback (most recent call last)" in shown and str(file) in shown
 
 
 def test_plugins_of_an_unknown_name_offers_the_nearest(titan: Titan) -> None:
-    done = titan("plugins", "tita")
+    done = titan("plugin", "show", "tita")
     assert done.code == 4
     assert "did you mean 'titan'?" in done.err

@@ -66,13 +66,17 @@ def test_a_shell_asks_the_command(tmp_path: Path) -> None:
         ("titan train llama3_debug compile.enable=", {"compile.enable=true", "compile.enable=false"}),
         ("titan train llama3_debug loss=cross_entropy_", {"loss=cross_entropy_full"}),
         ("titan train llama3_debug compile.enable = t", {"true"}),
+        ("titan plugin show tit", {"titan"}),
         ("titan plugins tit", {"titan"}),
         ("titan train -p ./x", {"./x"}),
         ("titan -p ./x", {"./x"}),
         ("titan -q train -v llama3_debug training.st", {"training.steps="}),
         ("titan -p no:titan validate llama3_8", set()),
-        ("titan new-recipe mine.toml --from llama3_d", {"llama3_debug"}),
-        ("titan checkpoint ", {"list", "show", "verify"}),
+        ("titan recipe new mine.toml --from llama3_d", {"llama3_debug"}),
+        ("titan recipe ", {"list", "new", "check", "show", "diff", "schema"}),
+        ("titan recipe diff llama3_debug llama3_8", {"llama3_8b"}),
+        ("titan recipe diff llama3_debug llama3_8b training.st", {"training.steps="}),
+        ("titan checkpoint ", {"list", "show", "verify", "convert"}),
         ("titan checkpoint show RUN --", {"--layout"}),
     ],
 )
@@ -86,7 +90,7 @@ def test_a_recipe_may_be_a_file(completed: Completed) -> None:
 
 def test_keys_are_those_of_the_components_that_were_chosen(completed: Completed) -> None:
     pytest.importorskip("titan_muon")
-    line = "titan config llama3_debug optimizer=muon optimizer.mo"
+    line = "titan recipe show llama3_debug optimizer=muon optimizer.mo"
     assert completed(line) == ["optimizer.momentum="]
 
 

@@ -1,4 +1,4 @@
-"""`titan config RECIPE --diff OTHER`."""
+"""`titan recipe diff RECIPE OTHER`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def run(titan: Titan, tmp_path: Path) -> Path:
     """A run's folder, of an older torch and with a plugin that is not there now."""
     folder = tmp_path / "runs" / "old"
     folder.mkdir(parents=True)
-    lock = titan("config", "llama3_debug", "training.steps=70").out
+    lock = titan("recipe", "show", "llama3_debug", "training.steps=70").out
     (folder / "recipe.lock.toml").write_text(f'{lock}\n[gone]\ntype = "lab/gone"\n')
     attempt = {
         "versions": {"torch": "0.1", "titan-lab": "1.0"},
@@ -26,14 +26,14 @@ def run(titan: Titan, tmp_path: Path) -> Path:
 
 
 def test_keys_that_differ_are_told_with_both_values(titan: Titan) -> None:
-    done = titan("config", "llama3_debug", "training.steps=70", "--diff", "llama3_debug")
+    done = titan("recipe", "diff", "llama3_debug", "training.steps=70", "llama3_debug")
     assert done.out.splitlines() == ["training.steps: 70 -> 100"]
-    same = titan("config", "llama3_debug", "--diff", "titan:llama3_debug")
+    same = titan("recipe", "diff", "llama3_debug", "titan:llama3_debug")
     assert (same.code, same.out, same.err) == (0, "", "nothing differs\n")
 
 
 def test_a_run_is_compared_as_it_was_recorded(titan: Titan, run: Path) -> None:
-    lines = titan("config", "llama3_debug", "--diff", run).out.splitlines()
+    lines = titan("recipe", "diff", "llama3_debug", run).out.splitlines()
     assert "training.steps: 100 -> 70" in lines
     assert 'gone.type: (not set) -> "lab/gone"' in lines  # though no such plugin is installed
     assert any(line.startswith("torch (installed): ") and line.endswith(" -> 0.1") for line in lines)
@@ -42,19 +42,20 @@ def test_a_run_is_compared_as_it_was_recorded(titan: Titan, run: Path) -> None:
 
 
 def test_as_json_it_is_one_document(titan: Titan, run: Path) -> None:
-    document = json.loads(titan("config", "llama3_debug", "--diff", run, "--json").out)
+    document = json.loads(titan("recipe", "diff", "llama3_debug", run, "--json").out)
     assert document["schema"] == "titan.config-diff"
     assert {"key": "training.steps", "here": 100, "other": 70} in document["recipe"]
     assert {"key": "titan-lab", "here": None, "other": "1.0"} in document["software"]
 
 
 def test_two_answers_at_once_are_refused(titan: Titan) -> None:
-    assert titan("config", "llama3_debug", "--diff", "llama3_1b", "--origin").code == 2
-    assert titan("config", "llama3_debug", "--diff", "no_such_recipe").code == 3
+    assert titan("recipe", "show", "llama3_debug", "--diff", "llama3_1b", "--origin").code == 2
+    assert titan("recipe", "diff", "llama3_debug", "no_such_recipe").code == 3
+    assert titan("recipe", "diff", "llama3_debug").code == 2
 
 
 def test_an_array_that_one_lacks_is_told_by_its_elements_alone(titan: Titan) -> None:
-    words = ("llama3_debug", "converters=[{type='lora'}]", "weights=/w", "--diff", "llama3_debug")
-    lines = titan("config", *words).out.splitlines()
+    words = ("llama3_debug", "converters=[{type='lora'}]", "weights=/w", "llama3_debug")
+    lines = titan("recipe", "diff", *words).out.splitlines()
     assert 'converters.0.type: "titan/lora" -> (not set)' in lines
     assert not [line for line in lines if line.startswith("converters:")]

@@ -42,7 +42,7 @@ def act(how: str) -> Callable[[Path], list[str]]:
 
 
 REACHED: dict[ExitCode, Callable[[Path], list[str]]] = {
-    ExitCode.OK: lambda folder: ["list-recipes"],
+    ExitCode.OK: lambda folder: ["recipe", "list"],
     ExitCode.FAILED: act("fail"),
     ExitCode.USAGE: lambda folder: ["trian"],
     ExitCode.RECIPE: lambda folder: ["validate", "llama3_debug", "training.stpes=1"],
@@ -69,7 +69,7 @@ def test_an_exit_code_is_reached(
     [
         ["show", "loss/nothing"],
         ["validate", "llama3_debug", "loss=nothing"],
-        ["config", "llama3_debug", "loss=nothing"],
+        ["recipe", "show", "llama3_debug", "loss=nothing"],
         ["train", "llama3_debug", "loss=nothing"],
         ["validate", "llama3_debug", "requires.plugins=['titan-no-such-thing']"],
     ],

@@ -77,8 +77,8 @@ def modules(site: Path, *arguments: str) -> list[str]:
 @pytest.mark.parametrize(
     ("arguments", "limit"),
     [
-        (("--help",), 260),
-        (("list-components",), 285),
+        (("--help",), 265),
+        (("list-components",), 290),
         (("validate", "llama3_debug"), 405),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,

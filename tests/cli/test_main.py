@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import json
 import os
 import shlex
 import subprocess
@@ -14,7 +14,7 @@ import pytest
 
 from tests.cli.conftest import Titan
 from titancli import __version__
-from titancli.cli import common, failures, group
+from titancli.cli import common, failures, grammar, group
 from titancli.cli.common import Common, split_common
 from titancli.cli.output import short_path
 from titancli.errors import EnvironmentProblem, PluginError, RecipeError, TitanError, UsageError
@@ -42,14 +42,46 @@ def plugin(folder: Path, body: str, name: str = "cli_test_plugin") -> Path:
 def test_help_groups_the_commands(titan: Titan) -> None:
     done = titan("--help")
     assert done.code == 0
-    order = [done.out.index(f"\n{section}:") for section in ("Run", "Recipes", "Plugins")]
+    order = [done.out.index(f"\n{section} ") for section in ("Train", "Look", "Prove", "Recipes", "Plugins")]
     assert order == sorted(order)
 
 
-@pytest.mark.parametrize("entry", group.COMMANDS, ids=lambda entry: entry.name)
-def test_the_help_in_the_table_is_the_commands_own(entry: group.Entry) -> None:
-    command = importlib.import_module(f"titancli.cli.{entry.module}").command
-    assert (command.name, command.get_short_help_str(200)) == (entry.name, entry.help)
+def test_help_fits_one_screen_and_has_every_command(monkeypatch: pytest.MonkeyPatch, titan: Titan) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TITAN_PLUGINS", "")
+    lines = titan("--help").out.splitlines()
+    assert len(lines) <= 24 and max(map(len, lines)) <= 80
+    assert "  titan train llama3_debug " in "\n".join(lines[:6])
+    shown = {word.strip(",") for line in lines[6:] for word in line[9:32].split()}
+    assert set(group.PLACES) <= shown and not set(grammar.ALIASES) & shown
+
+
+GROUPED = [(of, name) for of in group.PLACES for name in getattr(group.PLACES[of].load(), "places", {})]
+
+
+@pytest.mark.parametrize(("of", "name"), GROUPED, ids=" ".join)
+def test_the_help_in_the_table_is_the_commands_own(of: str, name: str) -> None:
+    place = getattr(grammar, of).places[name]
+    assert place.load().get_short_help_str(200) == place.help
+
+
+@pytest.mark.parametrize("old", grammar.ALIASES)
+def test_another_name_is_the_same_command(titan: Titan, old: str) -> None:
+    new, place = grammar.ALIASES[old]
+    of, name = new.split()
+    if old != "plugins":  # which takes a name, or none
+        assert place is getattr(grammar, of).places[name]
+    before, after = titan(old, "--help"), titan(of, name, "--help")
+    assert (before.code, before.err, after.code) == (0, "", 0)
+    assert before.out.startswith(f"Usage: titan {old} ") and after.out.startswith(f"Usage: titan {new} ")
+
+
+def test_plugins_lists_and_shows_as_before(titan: Titan) -> None:
+    def names(*words: str) -> list[str]:
+        return [one["name"] for one in json.loads(titan(*words, "--json").out)["plugins"]]
+
+    assert names("plugins") == names("plugin", "list")
+    assert names("plugins", "titan") == names("plugin", "show", "titan") == ["titan"]
 
 
 @pytest.mark.parametrize("arguments", [["--version"], ["validate", "--version"], ["--version", "--help"]])
@@ -69,14 +101,15 @@ def test_no_command_at_all_is_a_usage_error(titan: Titan) -> None:
         (["vaildate"], "Did you mean 'validate'?"),
         (["show"], "missing argument"),
         (["validate"], "missing argument"),
-        (["plugins", "--jsn"], "--json"),
+        (["plugin", "list", "--jsn"], "--json"),
         (["list-components", "optimiser"], "'optimizer'"),
         (["-p"], "-p no:NAME"),
         (["-p", "no:"], "-p no:NAME"),
-        (["-p", "something", "plugins"], "-p no:NAME"),
-        (["plugins", "-p", "no:titan"], "built-in"),
-        (["plugins", "-p", "./absent.py"], "the file does not exist"),
-        (["config", "llama3_debug", "llama3_8b"], "one recipe"),
+        (["-p", "something", "plugin", "list"], "-p no:NAME"),
+        (["plugin", "list", "-p", "no:titan"], "built-in"),
+        (["plugin", "list", "-p", "./absent.py"], "the file does not exist"),
+        (["recipe", "show", "llama3_debug", "llama3_8b"], "one recipe"),
+        (["recipe", "lst"], "Did you mean 'list'?"),
         (["validate", "training.steps=3"], "needs a recipe"),
     ],
 )

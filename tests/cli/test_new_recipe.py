@@ -1,4 +1,4 @@
-"""`titan new-recipe`: files that validate, from another recipe or from a torchtitan job config."""
+"""`titan recipe new`: files that validate, from another recipe or from a torchtitan job config."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ NAMES = sorted(path.stem for path in bundled_folder().glob("*.toml"))
 
 
 def config(titan: Titan, *recipe: object) -> dict:
-    data = json.loads(titan("config", *recipe, "--json").out)["recipe"]
+    data = json.loads(titan("recipe", "show", *recipe, "--json").out)["recipe"]
     return {key: value for key, value in data.items() if key not in ("name", "description")}
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_new_recipe_is_its_base_and_so_it_is_with_every_key_uncommented(titan: Titan, name: str) -> None:
-    done = titan("new-recipe", "exp.toml", "--from", name, "--full")
+    done = titan("recipe", "new", "exp.toml", "--from", name, "--full")
     assert (done.code, done.out) == (0, "")
     text = Path("exp.toml").read_text()
     assert f'extends = "titan:{name}"' in text and "## Total number of optimizer steps" in text
@@ -49,7 +49,7 @@ def test_a_new_recipe_is_its_base_and_so_it_is_with_every_key_uncommented(titan:
 
 
 def test_without_full_only_the_keys_that_the_base_sets_are_listed(titan: Titan) -> None:
-    assert titan("new-recipe", "exp.toml", "--from", "llama3_debug").code == 0
+    assert titan("recipe", "new", "exp.toml", "--from", "llama3_debug").code == 0
     text = Path("exp.toml").read_text()
     keys = re.findall(r"^# (\w+) = ", text, re.MULTILINE)
     written = re.findall(r"^(\w+) = ", (bundled_folder() / "llama3_debug.toml").read_text(), re.MULTILINE)
@@ -61,7 +61,7 @@ def test_without_full_only_the_keys_that_the_base_sets_are_listed(titan: Titan) 
 
 
 def test_every_line_with_one_hash_is_toml(titan: Titan) -> None:
-    titan("new-recipe", "exp.toml", "--from", "llama3_debug", "--full")
+    titan("recipe", "new", "exp.toml", "--from", "llama3_debug", "--full")
     lines = [line[2:] for line in Path("exp.toml").read_text().splitlines() if line.startswith("# ")]
     for line in lines:
         tomllib.loads(line)
@@ -77,7 +77,7 @@ def hf_folder(folder: Path, **config: Any) -> Path:
 
 def test_a_recipe_from_a_hugging_face_folder_has_its_model(titan: Titan) -> None:
     hf_folder(Path("my model"), dtype="float16")
-    done = titan("new-recipe", "exp.toml", "--from-hf", "my model")
+    done = titan("recipe", "new", "exp.toml", "--from-hf", "my model")
     assert done.code == 0 and "set dataset.paths" in done.err
     found = config(titan, "exp.toml")
     assert found["model"]["type"] == "titan/llama3" and found["model"]["dim"] == 64
@@ -87,7 +87,7 @@ def test_a_recipe_from_a_hugging_face_folder_has_its_model(titan: Titan) -> None
 
 def test_a_model_that_is_not_titans_own_is_that_of_transformers(titan: Titan) -> None:
     hf_folder(Path("m"), model_type="mistral")
-    assert titan("new-recipe", "exp.toml", "--from-hf", "m").code == 0
+    assert titan("recipe", "new", "exp.toml", "--from-hf", "m").code == 0
     assert 'type = "titan/hf_causal_lm"\nconfig = "m"' in Path("exp.toml").read_text()
 
 
@@ -95,40 +95,40 @@ def test_what_is_no_hugging_face_folder_leaves_no_file(titan: Titan) -> None:
     for spoil, said in (("config.json", "does not exist"), ("tokenizer.json", "has no tokenizer.json")):
         folder = hf_folder(Path(f"without {spoil}"))
         (folder / spoil).unlink()
-        done = titan("new-recipe", "exp.toml", "--from-hf", str(folder))
+        done = titan("recipe", "new", "exp.toml", "--from-hf", str(folder))
         assert done.code == 5 and said in done.err
     folder = hf_folder(Path("damaged"))
     (folder / "config.json").write_text("[]")
-    assert titan("new-recipe", "exp.toml", "--from-hf", str(folder)).code == 5
+    assert titan("recipe", "new", "exp.toml", "--from-hf", str(folder)).code == 5
     assert not Path("exp.toml").exists()
 
 
 def test_a_base_that_is_a_file_is_named_from_the_new_files_folder(titan: Titan) -> None:
     Path("a").mkdir()
     Path("b").mkdir()
-    titan("new-recipe", "a/base.toml", "--from", "llama3_debug")
-    assert titan("new-recipe", "b/exp.toml", "--from", "a/base.toml").code == 0
+    titan("recipe", "new", "a/base.toml", "--from", "llama3_debug")
+    assert titan("recipe", "new", "b/exp.toml", "--from", "a/base.toml").code == 0
     assert 'extends = "../a/base.toml"' in Path("b/exp.toml").read_text()
     assert titan("validate", "b/exp.toml").code == 0
 
 
 def test_arrays_of_components_are_listed_too(titan: Titan) -> None:
     Path("base.toml").write_text('extends = "titan:llama3_debug"\n[[loggers]]\ntype = "tensorboard"\n')
-    titan("new-recipe", "exp.toml", "--from", "./base.toml")
+    titan("recipe", "new", "exp.toml", "--from", "./base.toml")
     text = Path("exp.toml").read_text()
     assert '# [[loggers]]\n# type = "titan/tensorboard"' in text
     assert config(titan, "exp.toml") == config(titan, "base.toml")
 
 
 def test_a_schema_that_lies_beside_the_file_is_named_in_it(titan: Titan) -> None:
-    Path("titan.schema.json").write_text(titan("schema").out)
-    titan("new-recipe", "exp.toml", "--from", "llama3_debug")
+    Path("titan.schema.json").write_text(titan("recipe", "schema").out)
+    titan("recipe", "new", "exp.toml", "--from", "llama3_debug")
     assert Path("exp.toml").read_text().startswith("#:schema ./titan.schema.json\n")
 
 
 def test_a_torchtitan_job_becomes_a_recipe_and_an_account(titan: Titan) -> None:
     Path("job.toml").write_text("[fault_tolerance]\nenable = true\n" + jobs.LLAMA3_8B)
-    done = titan("new-recipe", "exp.toml", "--from-torchtitan", "job.toml")
+    done = titan("recipe", "new", "exp.toml", "--from-torchtitan", "job.toml")
     assert done.code == 0
     assert done.out.startswith("job.toml:2: not carried over: fault_tolerance.enable = true: ")
     assert "fields carried over" in done.err
@@ -138,7 +138,7 @@ def test_a_torchtitan_job_becomes_a_recipe_and_an_account(titan: Titan) -> None:
 
 def test_a_job_whose_model_is_not_installed_is_written_and_told(titan: Titan) -> None:
     Path("job.toml").write_text(jobs.FLUX.replace('name = "flux"', 'name = "another"'))
-    done = titan("new-recipe", "exp.toml", "--from-torchtitan", "job.toml")
+    done = titan("recipe", "new", "exp.toml", "--from-torchtitan", "job.toml")
     assert done.code == 4
     assert "no installed plugin provides the model 'another'" in done.out
     assert "exp.toml is not valid yet" in done.err
@@ -160,16 +160,16 @@ def test_a_job_whose_model_is_not_installed_is_written_and_told(titan: Titan) ->
 )
 def test_what_makes_no_sense_is_refused(titan: Titan, arguments: list[str]) -> None:
     Path("there.toml").write_text("mine\n")
-    assert titan("new-recipe", *arguments).code == 2
+    assert titan("recipe", "new", *arguments).code == 2
     assert Path("there.toml").read_text() == "mine\n" and not Path("exp.toml").exists()
 
 
 def test_a_base_or_a_job_that_is_not_there_leaves_no_file(titan: Titan) -> None:
-    assert titan("new-recipe", "exp.toml", "--from", "nothing").code == 3
-    assert titan("new-recipe", "exp.toml", "--from-torchtitan", "nothing.toml").code == 3
+    assert titan("recipe", "new", "exp.toml", "--from", "nothing").code == 3
+    assert titan("recipe", "new", "exp.toml", "--from-torchtitan", "nothing.toml").code == 3
     assert not Path("exp.toml").exists()
 
 
 def test_a_folder_that_is_not_there_is_named(titan: Titan) -> None:
-    done = titan("new-recipe", "no/exp.toml", "--from", "llama3_debug")
+    done = titan("recipe", "new", "no/exp.toml", "--from", "llama3_debug")
     assert done.code == 5 and "folder no does not exist" in done.err and "mkdir -p no" in done.err

@@ -88,9 +88,9 @@ def test_what_is_printed_can_be_pasted_where_titan_is_not_on_the_path(
 @pytest.mark.parametrize(
     ("arguments", "hint"),
     [
-        (["train", "nonesuch"], "`'my env/bin/titan' list-recipes` lists them"),  # one problem of a recipe
+        (["train", "nonesuch"], "`'my env/bin/titan' recipe list` lists them"),  # one problem of a recipe
         (["runs", "compare", "r"], "'my env/bin/titan' runs compare RUN RUN..."),  # an error
-        (["new-recipe", "f.toml", "--from", "llama3_debug"], "next:  'my env/bin/titan' train f.toml"),
+        (["recipe", "new", "f.toml", "--from", "llama3_debug"], "next:  'my env/bin/titan' train f.toml"),
     ],
 )
 def test_hints_can_be_pasted_too(
@@ -136,6 +136,10 @@ def test_prose_and_other_names_are_left_alone(elsewhere: Path) -> None:
 def test_every_command_is_known() -> None:
     context = click.Context(group.titan)
     found = {name: group.titan.get_command(context, name) for name in group.BUILTIN}
-    groups = {name: list(one.commands) for name, one in found.items() if isinstance(one, click.Group)}
-    assert {name: names.split() for name, names in GROUPS.items()} == groups
+    groups = {
+        name: sorted(one.list_commands(context))
+        for name, one in found.items()
+        if isinstance(one, click.Group)
+    }
+    assert {name: sorted(names.split()) for name, names in GROUPS.items()} == groups
     assert sorted(COMMANDS.split()) == sorted(set(found) - set(groups))

@@ -67,7 +67,7 @@ def test_a_command_whose_code_is_bad_exits_4(titan: Titan, lazy, target: str, wo
 
 
 def test_missing_code_is_reported_by_plugins(titan: Titan, lazy) -> None:
-    done = titan("plugins", "cli_wave", "-p", lazy("cli_wave_nowhere:wave"))
+    done = titan("plugin", "show", "cli_wave", "-p", lazy("cli_wave_nowhere:wave"))
     assert "cli_wave: broken" in done.out
     assert "command wave: the target 'cli_wave_nowhere:wave' does not exist" in done.out
 
@@ -75,7 +75,7 @@ def test_missing_code_is_reported_by_plugins(titan: Titan, lazy) -> None:
 def test_the_cores_own_commands_ask_no_plugin(titan: Titan, tmp_path: Path) -> None:
     file = tmp_path / "cli_claims.py"
     file.write_text("raise RuntimeError('loaded')\n")
-    done = titan("plugins", "-p", str(file))
+    done = titan("plugin", "list", "-p", str(file))
     assert "RuntimeError: loaded" in done.out  # it is loaded where it is asked for
     done = titan("train", "--help", "-p", str(file))
     assert done.code == 0 and "RuntimeError" not in done.err

@@ -45,20 +45,21 @@ def probed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, 
     "arguments",
     [
         ["--help"],
+        ["recipe", "--help"],
         ["train", "--help"],
         ["convert-checkpoint", "--help"],
         ["validate", "llama3_debug"],
         ["validate", "llama3_8b"],
-        ["config", "llama3_debug", "--origin"],
-        ["config", "llama3_debug", "--diff", "llama3_8b"],
-        ["new-recipe", "new.toml", "--from", "llama3_debug"],
-        ["schema"],
-        ["list-recipes"],
+        ["recipe", "show", "llama3_debug", "--origin"],
+        ["recipe", "diff", "llama3_debug", "llama3_8b"],
+        ["recipe", "new", "new.toml", "--from", "llama3_debug"],
+        ["recipe", "schema"],
+        ["recipe", "list"],
         ["list-components"],
         ["show", "model/llama3"],
-        ["plugins"],
-        ["new-plugin", "titan-new", "--kind", "loss"],
-        ["new-plugin", "titan-new", "--kind", "loop"],
+        ["plugin", "list"],
+        ["plugin", "new", "titan-new", "--kind", "loss"],
+        ["plugin", "new", "titan-new", "--kind", "loop"],
     ],
     ids=" ".join,
 )
@@ -68,7 +69,9 @@ def test_a_command_imports_nothing_heavy(probed: Callable[..., dict[str, Any]], 
     assert found["code"] == 0
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["list-components"], ["list-recipes"], ["show", "llama3"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["list-components"], ["recipe", "list"], ["show", "llama3"]]
+)
 def test_only_a_bound_recipe_needs_pydantic(
     probed: Callable[..., dict[str, Any]], arguments: list[str]
 ) -> None:

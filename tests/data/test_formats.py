@@ -174,9 +174,11 @@ def test_the_command_counts_rows_and_refuses_tables(
 ) -> None:
     path = tmp_path / "c4-train.00000.json"
     path.write_bytes(ROWS)
-    done = titan("tokenize", str(path), str(tmp_path / "out"), "--tokenizer", "byte", "--workers", "1")
+    done = titan(
+        "data", "tokenize", str(path), str(tmp_path / "out"), "--tokenizer", "byte", "--workers", "1"
+    )
     assert done.code == 0 and "of 3 documents in 1 shard" in done.out
     (tmp_path / "a.csv").write_text("text\nhello\n")
-    done = titan("tokenize", str(tmp_path / "a.csv"), str(tmp_path / "csv"), "--tokenizer", "byte")
+    done = titan("data", "tokenize", str(tmp_path / "a.csv"), str(tmp_path / "csv"), "--tokenizer", "byte")
     assert done.code == 5 and "a.csv is a table of separated values" in done.err
     assert "--format text" in done.err and "dataset." not in done.err

@@ -375,7 +375,7 @@ def test_a_command_that_is_killed_goes_on_when_it_is_given_again(lines: Path, tm
     )
     (tmp_path / "flag").touch()
     titan = str(Path(sys.executable).with_name("titan"))
-    command = [titan, "-p", str(plugin), "tokenize", "corpus.jsonl", "out", "--recipe", "r.toml"]
+    command = [titan, "-p", str(plugin), "data", "tokenize", "corpus.jsonl", "out", "--recipe", "r.toml"]
     command += ["--shard-tokens", "300", "--workers", "1"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == -signal.SIGKILL
@@ -408,13 +408,13 @@ def test_the_commands_show_and_verify_what_was_written(
         return capsys.readouterr().out
 
     monkeypatch.chdir(tmp_path)
-    main(["tokenize", str(lines), "a 'ü' b", "--workers", "1", "--tokenizer", "byte"])
+    main(["data", "tokenize", str(lines), "a 'ü' b", "--workers", "1", "--tokenizer", "byte"])
     _, said = capsys.readouterr().err.split("to train on them: ")
     named = tomllib.loads(said.splitlines()[0].replace(", ", "\n"))["dataset"]
     assert named == {"type": "token_shards", "paths": ["a 'ü' b"]} and "paths" in TokenShards.__annotations__
-    write = ("tokenize", str(lines), "out", "--workers", "1")
+    write = ("data", "tokenize", str(lines), "out", "--workers", "1")
     titan(*write, code=2)
-    titan("tokenize", str(tmp_path), "out", "--tokenizer", "byte", code=2)
+    titan("data", "tokenize", str(tmp_path), "out", "--tokenizer", "byte", code=2)
     titan(*write, "--tokenizer", "byte", "--revision", "v1", code=2)
     assert not (tmp_path / "out").exists()
     assert titan(*write, "--tokenizer", "byte") == (
@@ -440,8 +440,10 @@ def test_errors_speak_of_sources_and_options(tmp_path: Path, capsys: pytest.Capt
     (tmp_path / "a.jsonl").write_text('{"body": "x"}\n')
     write = ["--workers", "1", "--tokenizer", "byte"]
     for source, options in (("gone", []), ("a.jsonl", ["--strict"])):
-        assert main(["tokenize", str(tmp_path / source), str(tmp_path / "out"), *write, *options]) == 5
+        assert (
+            main(["data", "tokenize", str(tmp_path / source), str(tmp_path / "out"), *write, *options]) == 5
+        )
         said = capsys.readouterr().err
         assert "dataset" not in said and ("--strict" in said or "SOURCE" in said), said
-    assert main(["tokenize", str(tmp_path / "dataset.text"), str(tmp_path / "out"), *write]) == 5
+    assert main(["data", "tokenize", str(tmp_path / "dataset.text"), str(tmp_path / "out"), *write]) == 5
     assert "/dataset.text does not exist" in capsys.readouterr().err

@@ -68,7 +68,7 @@ def test_a_document_has_the_keys_that_are_told(
         (tmp_path / "CORPUS").mkdir()
         (tmp_path / "CORPUS" / "a.txt").write_text("a text")
     if name in ("token-shards", "document", "shard-verification"):
-        main(["tokenize", "CORPUS", "OUT", "--tokenizer", "byte", "--workers", "1"])
+        main(["data", "tokenize", "CORPUS", "OUT", "--tokenizer", "byte", "--workers", "1"])
         capsys.readouterr()
     main(shlex.split(command))
     document = json.loads(capsys.readouterr().out)

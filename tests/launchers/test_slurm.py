@@ -163,7 +163,7 @@ def test_what_was_submitted_is_kept_in_the_run_folder(titan: Titan, slurm: Slurm
     assert call == f"sbatch --parsable {tmp_path}/r/slurm/job.sh"
     [job] = SlurmFiles(RunFolder(tmp_path / "r")).jobs()
     assert (job["id"], job["nodes"]) == ("41", 3)
-    assert titan("config", "r/slurm/recipe.toml").code == 0
+    assert titan("recipe", "show", "r/slurm/recipe.toml").code == 0
     told = titan("train", "r/slurm/recipe.toml", "--run-dir", "r", "--resume", "--step", "1")
     assert "does not exist" in told.err  # the folder counts as that of a run which is still to be made
 

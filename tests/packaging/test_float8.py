@@ -21,7 +21,7 @@ def float8(titan_wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Envir
 
 
 def test_its_wheel_brings_the_component(float8: Environment) -> None:
-    done = float8.titan("plugins", "--json")
+    done = float8.titan("plugin", "list", "--json")
     plugins = {plugin["name"]: plugin for plugin in json.loads(done.stdout)["plugins"]}
     assert plugins["titan-float8"]["state"] == "ok", done.stderr
     assert plugins["titan-float8"]["components"] == ["converter/float8_linear"]

@@ -18,7 +18,9 @@ def test_their_wheels_bring_the_components(titan_wheel: Path, tmp_path: Path) ->
     names = ("titan-wandb", "titan-trackio", "titan-eval")
     wheels = [wheel_of(CHECKOUT / "plugins" / name, tmp_path / name) for name in names]
     environment.install(titan_wheel, *wheels)
-    found = {p["name"]: p for p in json.loads(environment.titan("plugins", "--json").stdout)["plugins"]}
+    found = {
+        p["name"]: p for p in json.loads(environment.titan("plugin", "list", "--json").stdout)["plugins"]
+    }
     assert [found[name]["components"] for name in names] == [
         ["logger/wandb"],
         ["logger/trackio"],

@@ -21,13 +21,13 @@ def muon(titan_wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environ
 
 
 def test_its_wheel_brings_the_component(muon: Environment) -> None:
-    plugins = {p["name"]: p for p in json.loads(muon.titan("plugins", "--json").stdout)["plugins"]}
+    plugins = {p["name"]: p for p in json.loads(muon.titan("plugin", "list", "--json").stdout)["plugins"]}
     assert (plugins["titan-muon"]["state"], plugins["titan-muon"]["torch"]) == ("ok", False)
     assert plugins["titan-muon"]["components"] == ["optimizer/muon"]
 
 
 def test_a_resolved_recipe_names_it_and_its_fallback_in_full(muon: Environment) -> None:
-    done = muon.titan("config", "llama3_debug", "optimizer=muon", "optimizer.fallback=adamw")
+    done = muon.titan("recipe", "show", "llama3_debug", "optimizer=muon", "optimizer.fallback=adamw")
     assert 'type = "titan-muon/muon"' in done.stdout and 'type = "titan/adamw"' in done.stdout
 
 

@@ -1,4 +1,4 @@
-"""`titan new-plugin` writes packages that install, are listed, and pass their own tests."""
+"""`titan plugin new` writes packages that install, are listed, and pass their own tests."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def made(titan_wheel: Path, tmp_path_factory: pytest.TempPathFactory, kinds: tup
     environment = Environment(tmp_path_factory.mktemp("made") / "venv")
     environment.install(titan_wheel)
     for kind in kinds:
-        done = environment.titan("new-plugin", f"titan-new-{kind}", "--kind", kind)
+        done = environment.titan("plugin", "new", f"titan-new-{kind}", "--kind", kind)
         assert done.returncode == 0, done.stderr
     flags = [word for kind in SEVERAL for word in ("--kind", kind)]
-    assert environment.titan("new-plugin", "titan-several", *flags).returncode == 0
+    assert environment.titan("plugin", "new", "titan-several", *flags).returncode == 0
     folders = [environment.cwd / "titan-several", *(environment.cwd / f"titan-new-{kind}" for kind in kinds)]
     environment.install(*folders, build_isolation=False)
     return environment

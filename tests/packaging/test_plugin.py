@@ -23,7 +23,7 @@ def test_the_plugins_command_runs(plugged: Environment) -> None:
 
 
 def test_plugins_tells_the_state_of_each(plugged: Environment) -> None:
-    done = plugged.titan("plugins", "--json")
+    done = plugged.titan("plugin", "list", "--json")
     plugins = {plugin["name"]: plugin for plugin in json.loads(done.stdout)["plugins"]}
     assert {name: plugin["state"] for name, plugin in plugins.items()} == {
         "titan": "ok",
@@ -89,7 +89,7 @@ def test_a_recipe_that_needs_the_broken_plugin_gets_its_traceback(plugged: Envir
 
 
 def test_config_writes_full_names(plugged: Environment) -> None:
-    done = plugged.titan("config", "fixture_debug")
+    done = plugged.titan("recipe", "show", "fixture_debug")
     assert 'type = "titan-fixture/smoothed"' in done.stdout
     assert 'type = "titan/llama3"' in done.stdout
 

@@ -25,7 +25,7 @@ def titan(request: pytest.FixtureRequest, tmp_path: Path) -> Titan:
 
 
 def test_the_recipes_are_there(titan: Titan) -> None:
-    listed = titan("list-recipes", "--json")
+    listed = titan("recipe", "list", "--json")
     assert listed.returncode == 0, listed.stderr
     names = {recipe["name"] for recipe in json.loads(listed.stdout)["recipes"]}
     names = {name for name in names if ":" not in name}  # a plugin's have its name before theirs
@@ -44,8 +44,8 @@ def test_the_wheel_is_what_runs(plain: Environment) -> None:
 
 
 def test_python_m_titancli_is_titan(plain: Environment) -> None:
-    module = run(plain.python, "-m", "titancli", "list-recipes", cwd=plain.cwd)
-    assert (module.returncode, module.stdout) == (0, plain.titan("list-recipes").stdout)
+    module = run(plain.python, "-m", "titancli", "recipe", "list", cwd=plain.cwd)
+    assert (module.returncode, module.stdout) == (0, plain.titan("recipe", "list").stdout)
 
 
 def test_the_wheel_carries_types_and_license_and_no_tests(titan_wheel: Path) -> None:

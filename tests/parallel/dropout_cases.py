@@ -1,4 +1,4 @@
-"""A converter that drops values at random, as `titan new-plugin --kind converter` writes one, and what the
+"""A converter that drops values at random, as `titan plugin new --kind converter` writes one, and what the
 ranks run with it."""
 
 from __future__ import annotations

@@ -53,14 +53,14 @@ def test_a_loss_of_a_plugin_that_averages_averages_is_found(titan: Titan, tmp_pa
     (cause,) = document["causes"]
     assert cause["techniques"] == ["accumulation"] and "it is the loss, its weight" in cause["message"]
     assert document["changed"]["model.n_layers"] == {"from": 6, "to": 2}
-    # And `titan plugins` shows it, until the plugin is another one.
+    # And `titan plugin list` shows it, until the plugin is another one.
     (badge,) = proofs_of(titan, file)
     assert (badge["component"], badge["ok"], badge["causes"]) == ("loss/mean", False, ["accumulation"])
     assert badge["stale"] == [] and badge["ranks"] == 1 and badge["cases"]["wrong"] == 1
-    assert "1 proven wrong" in titan("plugins", "-p", str(file)).out
+    assert "1 proven wrong" in titan("plugin", "list", "-p", str(file)).out
     file.write_text(LOSS + "\n# mended\n")
     assert proofs_of(titan, file)[0]["stale"] == ["the code of cli_mean_loss has changed"]
-    assert "stale: the code of" in titan("plugins", "cli_mean_loss", "-p", str(file)).out
+    assert "stale: the code of" in titan("plugin", "show", "cli_mean_loss", "-p", str(file)).out
 
 
 NEEDY = """
@@ -124,7 +124,7 @@ def test_gpus_are_refused_where_there_are_fewer_than_ranks(
 
 
 def proofs_of(titan: Titan, file: Path) -> list[dict[str, Any]]:  # noqa: F811
-    plugins = json.loads(titan("plugins", "-p", str(file), "--json").out)["plugins"]
+    plugins = json.loads(titan("plugin", "list", "-p", str(file), "--json").out)["plugins"]
     found: list[dict[str, Any]] = next(p for p in plugins if p["name"] == file.stem)["proofs"]
     return found
 

@@ -205,7 +205,7 @@ def test_a_run_folder_stands_for_its_lock_file(named, write) -> None:
     [
         ("llama3_8", "there is no recipe 'llama3_8'", "did you mean 'llama3_8b'?"),
         ("titan:llama3_8", "there is no recipe 'titan:llama3_8'", "did you mean 'titan:llama3_8b'?"),
-        ("nothing", "there is no recipe 'nothing'", "`titan list-recipes` lists them"),
+        ("nothing", "there is no recipe 'nothing'", "`titan recipe list` lists them"),
         ("shared", "'shared' is the name of 2 recipes", "write titan-other:shared or titan:shared"),
         (
             "titan/llama3_8.toml",

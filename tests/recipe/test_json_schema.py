@@ -1,4 +1,4 @@
-"""`titan schema` says of recipes what titan says, as far as a schema can; judged by a validator of others."""
+"""`titan recipe schema` says of recipes what titan says, as far as it can; judged by another's validator."""
 
 from __future__ import annotations
 
@@ -104,5 +104,5 @@ def test_what_a_recipe_needs_is_needed_unless_it_extends_another(mistakes: Mista
 def test_the_command_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
     from titancli.cli import main
 
-    assert main(["schema"]) == 0
+    assert main(["recipe", "schema"]) == 0
     assert json.loads(capsys.readouterr().out)["$schema"].endswith("2020-12/schema")

@@ -78,8 +78,8 @@ def test_a_full_name_over_a_default_is_another_component(site: Site, tmp_path: P
 def test_the_commands_tell_of_the_clash(titan: Titan, site: Site) -> None:  # noqa: F811
     site.add("aaa", everything())
     registries.configure()
-    done = titan("plugins")
+    done = titan("plugin", "list")
     assert done.code == 0 and "loss/cross_entropy" in done.out and "another plugin has this name" in done.out
-    assert "full names" in titan("plugins", "aaa").out
+    assert "full names" in titan("plugin", "show", "aaa").out
     line = next(line for line in titan("doctor").out.splitlines() if "plugin aaa" in line)
     assert line.startswith("warning") and "loss/cross_entropy" in line

@@ -78,7 +78,7 @@ def all_of_them(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def reports(all_of_them: Path) -> dict[str, dict]:
-    done = titan(all_of_them, "plugins", "--json")
+    done = titan(all_of_them, "plugin", "list", "--json")
     assert done.returncode == 0, done.stderr
     assert "a banner" in done.stderr and "and another" in done.stderr
     return {plugin["name"]: plugin for plugin in json.loads(done.stdout)["plugins"]}
@@ -106,7 +106,7 @@ def test_none_changes_what_a_recipe_does_that_does_not_need_it(all_of_them: Path
     file = recipe(tmp_path)
     nothing = tmp_path / "site"
     nothing.mkdir()
-    alone, beside = titan(nothing, "config", file), titan(all_of_them, "config", file)
+    alone, beside = titan(nothing, "recipe", "show", file), titan(all_of_them, "recipe", "show", file)
     assert (beside.returncode, beside.stdout) == (0, alone.stdout), beside.stderr
 
 
@@ -128,7 +128,7 @@ def test_two_distributions_of_one_plugin_name_are_both_named(tmp_path: Path) -> 
     (site / "check_raises-1.2.dist-info" / "entry_points.txt").write_text(
         "[titancli]\nprints = check_raises\n"
     )
-    (report,) = json.loads(titan(site, "plugins", "prints", "--json").stdout)["plugins"]
+    (report,) = json.loads(titan(site, "plugin", "show", "prints", "--json").stdout)["plugins"]
     assert report["state"] == "broken"
     assert "check_raises 1.2 and prints 1.2" in report["error"]
 
@@ -166,7 +166,7 @@ def test_a_plugin_installed_later_does_not_change_an_old_run(tmp_path: Path) -> 
     site, file = tmp_path / "site", recipe(tmp_path, '[optimizer]\ntype = "adamw"')
     site.mkdir()
     lock = tmp_path / "recipe.lock.toml"
-    lock.write_text(titan(site, "config", file).stdout)
+    lock.write_text(titan(site, "recipe", "show", file).stdout)
     (site / "same_name.py").write_text(SAME_NAME)
     info = site / "same_name-1.0.dist-info"
     info.mkdir()
@@ -175,4 +175,4 @@ def test_a_plugin_installed_later_does_not_change_an_old_run(tmp_path: Path) -> 
     ambiguous = titan(site, "validate", file)
     assert ambiguous.returncode == 4
     assert "'same-name/adamw' or 'titan/adamw'" in ambiguous.stderr and "-p no:same-name" in ambiguous.stderr
-    assert titan(site, "config", lock).stdout == lock.read_text()
+    assert titan(site, "recipe", "show", lock).stdout == lock.read_text()

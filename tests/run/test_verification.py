@@ -110,7 +110,7 @@ def test_shards_of_a_run_are_held_against_their_index(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(here)
-    assert titan("tokenize", "text.txt", "shards", "--tokenizer", "byte", "--workers", "1").code == 0
+    assert titan("data", "tokenize", "text.txt", "shards", "--tokenizer", "byte", "--workers", "1").code == 0
     assert train("tiny.toml", *SHARDS, "training.steps=1", "--run-dir", "r").code == 0
     assert titan("data", "verify", "r").code == 0
     flip(here / "shards/00000.bin", 4000)
@@ -141,7 +141,7 @@ def test_shards_in_a_store_are_read_from_there_and_a_stream_is_said_to_be_left_o
     monkeypatch.chdir(here)
     monkeypatch.setenv("TITAN_CACHE", str(here / "cache"))
     (here / "rows.jsonl").write_text('{"text": "a row"}\n' * 9)
-    assert titan("tokenize", "text.txt", "shards", "--tokenizer", "byte", "--workers", "1").code == 0
+    assert titan("data", "tokenize", "text.txt", "shards", "--tokenizer", "byte", "--workers", "1").code == 0
     store = f'{{type="token_shards", paths=["file://{here}/shards"]}}'
     stream = '{type="hf", path="./rows.jsonl", streaming=true}'
     data = f'dataset={{type="mix", weights={{a=1, b=1}}, datasets={{a={store}, b={stream}}}}}'

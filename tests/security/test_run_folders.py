@@ -314,7 +314,7 @@ COMMANDS = [
     ["rollouts", "RUN"],
     ["train", "RUN", "--resume"],
     ["validate", "RUN"],
-    ["config", "RUN"],
+    ["recipe", "show", "RUN"],
     ["checkpoint", "list", "RUN"],
     ["checkpoint", "verify", "RUN"],
     ["generate", "RUN", "x"],

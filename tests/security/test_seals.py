@@ -134,7 +134,7 @@ def test_a_resume_does_not_go_on_with_another_rate_than_it_had(train: Train, run
     "line",
     [
         ["validate", "r"],
-        ["config", "r"],
+        ["recipe", "show", "r"],
         ["runs", "compare", "r", "r"],
         ["replay", "r", "--step", "2"],
         ["reproduce", "r", "--export", "e.json"],

@@ -17,7 +17,7 @@ from titancli.testing.scaffold import new_plugin
 
 
 def test_a_command_runs_where_it_is_told_to(tmp_path: Path) -> None:
-    done = run_cli("new-plugin", "titan-here", "--kind", "loss", cwd=tmp_path)
+    done = run_cli("plugin", "new", "titan-here", "--kind", "loss", cwd=tmp_path)
     assert done.code == 0 and "titan-here/pyproject.toml" in done.stdout
     assert "next: pip install -e titan-here" in done.stderr
     assert (tmp_path / "titan-here" / "pyproject.toml").is_file()
@@ -60,7 +60,7 @@ def test_every_kind_has_a_template(tmp_path: Path) -> None:
 def test_a_plugin_of_every_kind_has_a_folder_for_each(tmp_path: Path) -> None:
     """Whose components are all registered, in recipes by the same name."""
     kinds = [word for kind in KINDS for word in ("--kind", kind)]
-    done = run_cli("new-plugin", "titan-every", *kinds, cwd=tmp_path)
+    done = run_cli("plugin", "new", "titan-every", *kinds, cwd=tmp_path)
     assert done.code == 0, done.stderr
     folder = tmp_path / "titan-every"
     assert {path.name for path in (folder / "titan_every").iterdir() if path.is_dir()} == set(KINDS)
@@ -79,7 +79,7 @@ def test_a_plugin_of_every_kind_has_a_folder_for_each(tmp_path: Path) -> None:
 
 
 def test_a_kind_that_is_given_twice_is_refused(tmp_path: Path) -> None:
-    done = run_cli("new-plugin", "titan-lab", "--kind", "loss", "--kind", "loss", cwd=tmp_path)
+    done = run_cli("plugin", "new", "titan-lab", "--kind", "loss", "--kind", "loss", cwd=tmp_path)
     assert done.code == 2 and "--kind loss is given twice" in done.stderr
     assert not (tmp_path / "titan-lab").exists()
 

@@ -20,15 +20,7 @@ FOLDER = FolderOrURL()
 JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 
 
-@click.group("checkpoint", short_help="List, show and verify checkpoints.")
-def command() -> None:
-    """List, show and verify checkpoints, on disk or by URL (`s3://…`).
-
-    These commands neither import torch nor change any file.
-    """
-
-
-@command.command("list", short_help="List the checkpoints of a run.")
+@click.command("list", short_help="List the checkpoints of a run.")
 @click.argument("run", type=FOLDER)
 @JSON
 def list_(run: Path, as_json: bool) -> None:
@@ -48,7 +40,7 @@ def list_(run: Path, as_json: bool) -> None:
         table(("checkpoint", "step", "saved", "size", "written by", "state"), [_row(one) for one in found])
 
 
-@command.command("show", short_help="Show the contents of a checkpoint.")
+@click.command("show", short_help="Show the contents of a checkpoint.")
 @click.argument("path", type=FOLDER)
 @click.option("--layout", "pieces", is_flag=True, help="Show where the chunks of each tensor are stored.")
 @JSON
@@ -70,7 +62,7 @@ def show(path: Path, pieces: bool, as_json: bool) -> None:
     _print_tensors(tensors, pieces)
 
 
-@command.command("verify", short_help="Verify every checksum of checkpoints.")
+@click.command("verify", short_help="Verify every checksum of checkpoints.")
 @click.argument("paths", nargs=-1, required=True, type=FOLDER)
 @JSON
 def verify(paths: tuple[Path, ...], as_json: bool) -> int:

@@ -18,16 +18,19 @@ from titancli.errors import TitanError
 
 
 class RecipeOrOverride(click.ParamType):
-    """RECIPE, then KEY=VALUE."""
+    """RECIPE, or several, then KEY=VALUE."""
 
     name = "recipe"
+
+    def __init__(self, recipes: int = 1) -> None:
+        self.recipes = recipes
 
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
         given = [str(word) for word in ctx.params.get(param.name or "") or ()]
         try:
-            return _override(given, incomplete) if given else _recipe(incomplete)
+            return _recipe(incomplete) if len(given) < self.recipes else _override(given, incomplete)
         except TitanError:
             return []
 

@@ -1,4 +1,4 @@
-"""`titan config`: a recipe with everything filled in, and where each value came from."""
+"""`titan recipe show|diff`: a recipe with everything filled in, where each value came from, what differs."""
 
 from __future__ import annotations
 
@@ -18,29 +18,27 @@ from titancli.recipe.toml import dotted
 from titancli.terminal import printable
 
 COMMENT_COLUMN = 40
+UNSET = click.option(
+    "--unset", metavar="KEY", multiple=True, help="Reset KEY to its default; may be repeated."
+)
+JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 
 
-@click.command("config", short_help="Print a recipe with all defaults filled in.")
+@click.command("show", short_help="Print a recipe with all defaults filled in.")
 @click.argument(
     "arguments", metavar="RECIPE [KEY=VALUE]...", nargs=-1, required=True, type=RecipeOrOverride()
 )
-@click.option("--unset", metavar="KEY", multiple=True, help="Reset KEY to its default; may be repeated.")
+@UNSET
 @click.option("--origin", is_flag=True, help="Show where each value comes from.")
-@click.option("--diff", "other", metavar="OTHER", help="Compare with OTHER, a recipe or a run.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@click.option("--diff", "other", metavar="OTHER", hidden=True, help="The same as `titan recipe diff`.")
+@JSON
 def command(
     arguments: tuple[str, ...], unset: tuple[str, ...], origin: bool, other: str | None, as_json: bool
 ) -> None:
-    """Print a recipe with all defaults filled in, as TOML that can be run as is.
-
-    With --diff, print each key that differs, with its value in RECIPE and in OTHER, and the library and
-    plugin versions that differ; for a run, the recorded versions are used. Overrides apply to RECIPE.
-    """
+    """Print a recipe with all defaults filled in, as TOML that can be run as is."""
     recipes, overrides = split_overrides(arguments)
     if len(recipes) != 1:
-        raise UsageError(
-            f"config takes one recipe, not {len(recipes)}", hint="write an override as KEY=VALUE"
-        )
+        raise UsageError(f"it takes one recipe, not {len(recipes)}", hint="write an override as KEY=VALUE")
     if other is not None:
         if origin:
             raise UsageError("--origin cannot be combined with --diff")
@@ -56,6 +54,26 @@ def command(
     else:
         print(resolved_text(loaded).rstrip())
     return None
+
+
+@click.command("diff", short_help="Print what differs between two recipes or runs.")
+@click.argument(
+    "arguments", metavar="RECIPE OTHER [KEY=VALUE]...", nargs=-1, required=True, type=RecipeOrOverride(2)
+)
+@UNSET
+@JSON
+def diff(arguments: tuple[str, ...], unset: tuple[str, ...], as_json: bool) -> None:
+    """Print what differs between two recipes or runs.
+
+    Each key that differs, with its value in RECIPE and in OTHER, and the versions of libraries and plugins
+    that differ; for a run, those that it recorded. Overrides and --unset apply to RECIPE.
+    """
+    recipes, overrides = split_overrides(arguments)
+    if len(recipes) != 2:
+        raise UsageError(
+            f"it takes two recipes or runs, not {len(recipes)}", hint="write an override as KEY=VALUE"
+        )
+    _diff(recipes[0], overrides, unset, recipes[1], as_json)
 
 
 def _diff(reference: str, overrides: list[str], unset: tuple[str, ...], other: str, as_json: bool) -> None:

@@ -22,12 +22,7 @@ NOTE_SECONDS = 30.0
 """Between two lines of progress."""
 
 
-@click.group("data", short_help="Show and verify token shards.")
-def command() -> None:
-    """Show and verify the token shards that `titan tokenize` writes."""
-
-
-@command.command("show", short_help="Show the contents of token shards.")
+@click.command("show", short_help="Show the contents of token shards.")
 @click.argument("out", type=FOLDER)
 @click.option("--document", type=click.IntRange(0), metavar="N", help="Print the tokens of document N.")
 @click.option("--tokenizer", metavar="DIR", help="Decode them with this tokenizer.")
@@ -71,7 +66,7 @@ def show(out: Path, document: int | None, tokenizer: str | None, recipe: str | N
     )
 
 
-@command.command("verify", short_help="Read every byte of token shards, or of the data of a run or recipe.")
+@click.command("verify", short_help="Read every byte of token shards, or of the data of a run or recipe.")
 @click.argument("target", metavar="OUT|RUN|RECIPE")
 @JSON
 def verify(target: str, as_json: bool) -> int:

@@ -2,63 +2,64 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any, NamedTuple, NoReturn
 
 import click
 
 from titancli import registry
 from titancli.cli.common import split_common
+from titancli.cli.grammar import ALIASES, Lazy, Place
 from titancli.cli.output import note
-from titancli.errors import PluginError, nearest_name
+from titancli.errors import PluginError
 from titancli.registry.command import Command
 
 
-class Entry(NamedTuple):
-    """A built-in command; its help stands here so that listing it imports nothing."""
+class Row(NamedTuple):
+    """A line of `titan --help`: commands, each with its module, and what they do."""
 
     section: str
-    name: str
-    module: str
+    modules: dict[str, str]
     help: str
 
 
-COMMANDS = [
-    Entry("Run", "train", "train", "Train a model from a recipe, or resume a run."),
-    Entry("Run", "launch", "launch", "Train as a job of a cluster: submit, follow, cancel."),
-    Entry("Run", "generate", "generate", "Generate text with a trained model."),
-    Entry("Run", "plan", "plan", "Estimate memory, traffic and speed on N devices."),
-    Entry("Run", "convert-checkpoint", "convert", "Convert a checkpoint to a Hugging Face folder, or back."),
-    Entry("Runs", "runs", "runs", "List, show, watch, compare and remove runs."),
-    Entry("Runs", "profile", "profile", "Record traces of the next steps of a running run."),
-    Entry("Runs", "sweep", "sweep", "Train every combination of some values."),
-    Entry("Runs", "report", "run_report", "Write a report of runs as one HTML page."),
-    Entry("Runs", "eval", "evaluate", "Evaluate a trained model: loss, perplexity, bits per byte."),
-    Entry("Runs", "reproduce", "reproduce", "Run a recorded run again and compare the numbers."),
-    Entry("Runs", "checkpoint", "checkpoint", "List, show and verify checkpoints."),
-    Entry("Runs", "rollouts", "rollouts", "Show the rollouts of a run, with rewards and advantages."),
-    Entry("Proof", "prove", "prove", "Prove that every layout computes what one process does."),
-    Entry("Proof", "replay", "replay", "Repeat a step of a run and look at it from inside."),
-    Entry("Proof", "bisect", "bisect", "Find where two runs that should agree part."),
-    Entry("Recipes", "validate", "validate", "Check recipes without running them."),
-    Entry("Recipes", "config", "config", "Print a recipe with all defaults filled in."),
-    Entry("Recipes", "list-recipes", "recipes", "List the bundled recipes and those of plugins."),
-    Entry("Recipes", "new-recipe", "new_recipe", "Create a recipe file to start from."),
-    Entry("Recipes", "download", "download", "Download the tokenizer and weights of a recipe."),
-    Entry("Recipes", "tokenize", "tokenize", "Tokenize text into shards for training."),
-    Entry("Recipes", "data", "data", "Show and verify token shards."),
-    Entry("Recipes", "schema", "schema", "Print the JSON Schema of recipes, for editors."),
-    Entry("Plugins", "list-components", "components", "List the components that a recipe can use."),
-    Entry("Plugins", "show", "show", "Show the fields of a component or section."),
-    Entry("Plugins", "plugins", "plugins", "List the plugins and their status, or show one."),
-    Entry("Plugins", "doctor", "doctor", "Check the installation, the machine and the plugins."),
-    Entry("Plugins", "new-plugin", "new_plugin", "Create the package of a new plugin."),
+HERE = "grammar"
+ROWS = [
+    Row("Train", {"train": "train"}, "Train a model from a recipe, or resume a run"),
+    Row("Train", {"generate": "generate", "eval": "evaluate"}, "Generate text; measure loss, perplexity"),
+    Row("Train", {"plan": "plan"}, "Estimate memory, traffic, speed on N devices"),
+    Row("Train", {"sweep": "sweep", "launch": "launch"}, "Train all combinations; as jobs of a cluster"),
+    Row("Look", {"runs": "runs"}, "List, show, watch, compare and remove runs"),
+    Row("Look", {"report": "run_report"}, "Write a report of runs as one HTML page"),
+    Row("Look", {"profile": "profile", "rollouts": "rollouts"}, "Trace steps; samples and rewards"),
+    Row("Look", {"checkpoint": HERE}, "List, show, verify and convert checkpoints"),
+    Row("Look", {"convert-checkpoint": "convert"}, "Write a Hugging Face folder, or read one"),
+    Row("Prove", {"prove": "prove", "reproduce": "reproduce"}, "That all layouts agree; that a run repeats"),
+    Row("Prove", {"replay": "replay", "bisect": "bisect"}, "A step from inside; where two runs part"),
+    Row("Recipes", {"recipe": HERE, "validate": "validate"}, "List, new, check, show, diff, schema; check"),
+    Row("Recipes", {"data": HERE, "download": "download"}, "Token shards; a recipe's tokenizer, weights"),
+    Row("Plugins", {"plugin": HERE, "doctor": "doctor"}, "List, show, new; check the installation"),
+    Row(
+        "Plugins",
+        {"list-components": "components", "show": "show"},
+        "What recipes can name; its fields",
+    ),
 ]
-BUILTIN = {entry.name: entry for entry in COMMANDS}
-FROM_PLUGINS = "From plugins"
+PLACES = {
+    name: Place(row.help, module, name if module == HERE else "command")
+    for row in ROWS
+    for name, module in row.modules.items()
+}
+BUILTIN = frozenset(PLACES) | frozenset(ALIASES)
+"""Names that no plugin can take."""
+FROM_PLUGINS = "Plugins'"
+BEGIN = (
+    ("titan train llama3_debug", "train a small model"),
+    ("titan recipe new my.toml --from llama3_debug", "begin a recipe"),
+    ("titan doctor", "check this machine"),
+)
 
 
-class Titan(click.Group):
+class Titan(Lazy):
     """Finds built-in commands by the table above, all others through the plugins' `titan_commands`."""
 
     def make_context(
@@ -75,11 +76,11 @@ class Titan(click.Group):
         return super().make_context(info_name, rest, parent, **extra)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return [*BUILTIN, *sorted(_from_plugins())]
+        return [*self.places, *sorted(_from_plugins())]
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name in BUILTIN:
-            return importlib.import_module(f"titancli.cli.{BUILTIN[name].module}").command
+            return (ALIASES[name][1] if name in ALIASES else self.places[name]).load()
         offers = _from_plugins().get(name, [])
         if len(offers) > 1:
             plugins = [plugin for plugin, _ in offers]
@@ -89,33 +90,32 @@ class Titan(click.Group):
             )
         return _load(*offers[0]) if offers else None
 
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        name = args[0]
-        if not name.startswith("-") and self.get_command(ctx, name) is None:
-            self._unknown(ctx, name)
-        return super().resolve_command(ctx, args)
-
-    def _unknown(self, ctx: click.Context, name: str) -> NoReturn:
-        near = nearest_name(name, self.list_commands(ctx))
-        message = f"unknown command {name!r}." + (f" Did you mean {near!r}?" if near else "")
+    def unknown(self, ctx: click.Context, name: str, more: str = "") -> NoReturn:
         if broken := _broken():
-            message += f" (A broken plugin may provide it: {', '.join(broken)}; see `titan plugins`.)"
-        raise click.UsageError(message, ctx)
+            more = f" (A broken plugin may provide it: {', '.join(broken)}; see `titan plugin list`.)"
+        super().unknown(ctx, name, more)
 
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        sections: dict[str, list[tuple[str, str]]] = {}
-        for entry in COMMANDS:
-            sections.setdefault(entry.section, []).append((entry.name, entry.help))
+    def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """One screen: click would give each command and each option a line."""
+        formatter.write_usage(ctx.command_path, "COMMAND [ARGS]...")
+        formatter.write(f"{self.help} To begin with:\n")
+        formatter.write_dl([(f"  {line}", told) for line, told in BEGIN], col_max=60)
+        formatter.write("\n")
+        rows = [(row.section, ", ".join(row.modules), row.help) for row in ROWS]
         for name, offers in sorted(_from_plugins().items()):
             plugins = ", ".join(plugin for plugin, _ in offers)
-            told = f"{_help(offers[0][1])} ({plugins})".strip()
-            sections.setdefault(FROM_PLUGINS, []).append((name, told))
-        width = max(len(name) for rows in sections.values() for name, _ in rows)
-        for section, rows in sections.items():
-            with formatter.section(section):
-                formatter.write_dl([(name.ljust(width), told) for name, told in rows])
+            rows.append((FROM_PLUGINS, name, f"{_help(offers[0][1])} ({plugins})".strip()))
+        rows += [
+            ("Options", "-p FILE.py|no:NAME", "Load a plugin from a file, or disable one"),
+            ("", "-v, -q, --traceback", "Say more; less; where an error was raised"),
+            ("", "--color, --version", "Before or after a command, as --help is"),
+        ]
+        above = ""
+        lines = []
+        for section, names, told in rows:
+            lines.append((f"{'' if section == above else section:<9}{names}", told))
+            above = section
+        formatter.write_dl(lines, col_max=60)
 
 
 def _help(command: Command | click.Command) -> str:
@@ -165,16 +165,14 @@ def _broken() -> list[str]:
 def note_broken() -> None:
     """Say which plugins are missing from a list because they are broken."""
     if names := _broken():
-        note(f"note: broken plugins (see `titan plugins NAME`): {', '.join(names)}")
+        note(f"note: broken plugins (see `titan plugin show NAME`): {', '.join(names)}")
 
 
 @click.group(
     cls=Titan,
     context_settings={"help_option_names": ["-h", "--help"]},
+    places=PLACES,
     help="Train language models from a recipe: one TOML file.",
-    epilog="RECIPE is a file, a run folder, or a name that list-recipes shows. "
-    "KEY=VALUE overrides one of its values, for example training.steps=20. "
-    "-p, --color, -v, -q, --traceback and --version work before or after the command.",
     params=[
         # Taken out before click parses (see titancli.cli.common); they stand here to be shown.
         click.Option(

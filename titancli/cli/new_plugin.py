@@ -1,4 +1,4 @@
-"""`titan new-plugin`: begin a plugin."""
+"""`titan plugin new`: begin a plugin."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from titancli.cli.output import note
 from titancli.registry.kinds import KINDS
 
 
-@click.command("new-plugin", short_help="Create the package of a new plugin.")
+@click.command("new", short_help="Create the package of a new plugin.")
 @click.argument("name")
 @click.option(
     "--kind",

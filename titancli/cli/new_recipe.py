@@ -1,4 +1,4 @@
-"""`titan new-recipe`: a recipe file to begin with, from another recipe or from a torchtitan job config."""
+"""`titan recipe new`: a recipe file to begin with, from another recipe or from a torchtitan job config."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from titancli.registry import current
 SCHEMA_NAME = "titan.schema.json"
 
 
-@click.command("new-recipe", short_help="Create a recipe file to start from.")
+@click.command("new", short_help="Create a recipe file to start from.")
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option(
     "--from",
@@ -51,8 +51,8 @@ def command(file: Path, base: str | None, full: bool, hf: Path | None, job: Path
     """
     if [base, hf, job].count(None) != 2:
         raise UsageError(
-            "new-recipe needs exactly one of --from, --from-hf and --from-torchtitan",
-            hint="titan new-recipe FILE --from RECIPE, or titan new-recipe FILE --from-hf FOLDER",
+            "it needs exactly one of --from, --from-hf and --from-torchtitan",
+            hint="titan recipe new FILE --from RECIPE, or titan recipe new FILE --from-hf FOLDER",
         )
     if full and base is None:
         raise UsageError("--full needs --from")

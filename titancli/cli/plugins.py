@@ -1,4 +1,4 @@
-"""`titan plugins`: what is installed, whether it works, and what it costs."""
+"""`titan plugin list|show`: what is installed, whether it works, and what it costs."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from titancli.registry import current
 from titancli.registry.apart import try_apart
 from titancli.registry.plugins import PluginStatus
 
+JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 
-@click.command("plugins", short_help="List the plugins and their status, or show one.")
-@click.argument("name", required=False, type=PluginName())
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def command(name: str | None, as_json: bool) -> None:
-    """List the plugins and their status, or show one.
+
+@click.command("list", short_help="List the plugins and their status.")
+@JSON
+def list_(as_json: bool) -> None:
+    """List the plugins and their status.
 
     The status is ok, broken, blocked (by -p no:NAME), unlisted (not in TITAN_PLUGINS) or missing (listed
     there, but not installed). A plugin that imports torch slows down every command. Each is first loaded in a
@@ -29,6 +30,26 @@ def command(name: str | None, as_json: bool) -> None:
     environment, logging or torch, or takes seconds. What `titan prove` has
     found is shown too; a proof is stale if the plugin's code, titan or torch has changed since.
     """
+    _tell(None, as_json)
+
+
+@click.command("show", short_help="Show one plugin: its components, its status and its error.")
+@click.argument("name", type=PluginName())
+@JSON
+def show(name: str, as_json: bool) -> None:
+    """Show one plugin: its components, its status, what was proven, and the traceback if it is broken."""
+    _tell(name, as_json)
+
+
+@click.command("plugins", short_help="List the plugins and their status, or show one.")
+@click.argument("name", required=False, type=PluginName())
+@JSON
+def command(name: str | None, as_json: bool) -> None:
+    """List the plugins and their status, or show one: `titan plugin list`, `titan plugin show NAME`."""
+    _tell(name, as_json)
+
+
+def _tell(name: str | None, as_json: bool) -> None:
     registry = current()
     try_apart(registry)
     registry.commands(BUILTIN)  # asked for everything, a plugin shows all its faults

@@ -53,7 +53,8 @@ def command(common: Common, arguments: tuple[str, ...], ranks: int, device: str,
     with its first wrong parameter and the technique that makes it wrong, and the exit code is 1.
 
     In place of a recipe, name a model, converter, loss, optimizer or parallelize plan, as for `titan show`:
-    it is proven in a recipe of its plugin, or in llama3_debug. `titan plugins NAME` shows what was proven.
+    it is proven in a recipe of its plugin, or in llama3_debug. `titan plugin show NAME` shows what was
+    proven.
 
     Needs no data, and no GPU. docs/prove.md describes the method.
     """
@@ -113,7 +114,7 @@ def _keep(proof: Proof, loaded: Loaded, ranks: int, component: type | None, devi
     try:
         write_badges(proof, loaded, ranks, component, device)
     except (EnvironmentProblem, OSError) as error:
-        note(f"`titan plugins` will not show this proof: {error}")
+        note(f"`titan plugin list` will not show this proof: {error}")
 
 
 @contextmanager

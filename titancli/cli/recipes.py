@@ -1,4 +1,4 @@
-"""`titan list-recipes`: the recipes that have a name."""
+"""`titan recipe list`: the recipes that have a name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from titancli.registry import current
 from titancli.registry.kinds import BUILTIN
 
 
-@click.command("list-recipes", short_help="List the bundled recipes and those of plugins.")
+@click.command("list", short_help="List the bundled recipes and those of plugins.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(as_json: bool) -> None:
     """List the bundled recipes, used by NAME, and those of plugins, used by PLUGIN:NAME."""

@@ -1,4 +1,4 @@
-"""`titan schema`: the JSON Schema of recipes, for editors."""
+"""`titan recipe schema`: the JSON Schema of recipes, for editors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def command() -> None:
     """Print the JSON Schema (2020-12) of recipes, including the components of installed plugins.
 
     \b
-    titan schema > titan.schema.json
+    titan recipe schema > titan.schema.json
 
     Editors with Taplo or Even Better TOML then complete and check any recipe whose first line is
     `#:schema ./titan.schema.json`. Regenerate the file after installing a plugin.

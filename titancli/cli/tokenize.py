@@ -1,4 +1,4 @@
-"""`titan tokenize`: documents of text to token shards."""
+"""`titan data tokenize`: documents of text to token shards."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ def command(
     optimizer=muon                              another component: its type
     dataset.paths='["a.txt", "b.txt"]'          an array
 
-    `titan config RECIPE` prints every key of a recipe with its value, `titan show SECTION` (training,
+    `titan recipe show RECIPE` prints every key of a recipe with its value, `titan show SECTION` (training,
     checkpoint, …) and `titan show KIND/NAME` (optimizer/adamw, …) what each means.
     """
     from titancli.launch import LaunchRequest
@@ -187,7 +187,7 @@ def command(
         for name in current().unneeded_torch(plan.loaded.recipe):
             note(
                 f"note: the plugin {name}, which this recipe does not use, imports torch and may change the "
-                f"run: `titan plugins {name}` says what it changes, -p no:{name} leaves it out"
+                f"run: `titan plugin show {name}` says what it changes, -p no:{name} leaves it out"
             )
         if newer := untested():
             note(f"note: {newer}")
@@ -230,7 +230,7 @@ def one_recipe(arguments: tuple[str, ...], command: str) -> tuple[str, list[str]
             raise UsageError(f"{command} {wanted}", hint=f"an override is one word: {key}={value}")
     raise UsageError(
         f"{command} {wanted}",
-        hint=f"titan {command} RECIPE [KEY=VALUE]...; `titan list-recipes` lists the recipes",
+        hint=f"titan {command} RECIPE [KEY=VALUE]...; `titan recipe list` lists the recipes",
     )
 
 

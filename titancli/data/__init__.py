@@ -9,8 +9,8 @@ documents of text needs only a source: see `source.py`.
 Conversations and pairs are no stream: rows of them (`chat_source.py`) become examples (`chat.py`,
 `chat_pairs.py`), and whole examples the rows of batches (`rows.py`, `fitting.py`).
 
-Tokens that are in files already are read by `shards/`, which also writes them (`titan tokenize`). `mix.py`
-deals rows of several datasets.
+Tokens that are in files already are read by `shards/`, which also writes them (`titan data tokenize`).
+`mix.py` deals rows of several datasets.
 """
 
 from __future__ import annotations
@@ -267,11 +267,11 @@ class Parquet:
 
 @component("dataset", "token_shards", target="titancli.data.shards.dataset:build")
 class TokenShards:
-    """Tokens in files: shards of `titan tokenize`, or files of other tools as they are."""
+    """Tokens in files: shards of `titan data tokenize`, or files of other tools as they are."""
 
     paths: Annotated[list[Path], MinLen(1)]
-    """Folders that `titan tokenize` wrote, or URLs of such folders (`"s3://…"`, `"hf://datasets/…"`), whose
-    parts are kept in titan's cache once they are read; for other formats: files, folders and globs
+    """Folders that `titan data tokenize` wrote, or URLs of such folders (`"s3://…"`, `"hf://datasets/…"`),
+    whose parts are kept in titan's cache once they are read; for other formats: files, folders and globs
     (`"data/*.bin"`)."""
     format: Literal["titan", "megatron", "llm.c", "raw"] = "titan"
     """`"megatron"`: `.bin` files with their `.idx` files. `"llm.c"`: `.bin` files with a header of 1 KiB.

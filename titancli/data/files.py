@@ -68,7 +68,7 @@ class FileSource(ByNumber):
             raise EnvironmentProblem(
                 f"{long.path} has {long.size:,} bytes, and only files of at most {PIECE_BYTES:,} have their "
                 "lengths kept",
-                hint="divide it, set dataset.length_index = false, or tokenize the data: `titan tokenize`",
+                hint="divide it, set dataset.length_index = false, or tokenize it: `titan data tokenize`",
             )
 
     def mark(self, epoch: int, place: int) -> dict[str, Any]:

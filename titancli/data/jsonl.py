@@ -71,7 +71,7 @@ class LineReader:
             if _is_compressed(file):
                 raise EnvironmentProblem(
                     f"{file.path} is compressed, so its rows cannot be shuffled or indexed",
-                    hint="set dataset.shuffle = false, decompress it, or tokenize it: `titan tokenize`",
+                    hint="set dataset.shuffle = false, decompress it, or tokenize it: `titan data tokenize`",
                 )
         self._starts = [row_starts(file) for file in self._files]
         self._firsts = np.cumsum([0, *(len(starts) for starts in self._starts)])

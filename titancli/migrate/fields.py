@@ -75,7 +75,7 @@ JOB = [
     told("job.config_file", str, None, "a recipe names its base recipes with `extends`"),
     told("job.dump_folder", str, "./outputs", "the run folder is set on the command line: --run-dir DIR"),
     carried("job.description", str, "default job", "description"),
-    told("job.print_config", bool, False, "`titan config RECIPE` prints the resolved recipe"),
+    told("job.print_config", bool, False, "`titan recipe show RECIPE` prints the resolved recipe"),
     told(
         "job.save_config_file", str, None, "every run folder contains its resolved recipe, recipe.lock.toml"
     ),
@@ -291,7 +291,7 @@ OTHERS = [
         "experimental.custom_import",
         str,
         "",
-        "provide in a plugin what the module registers: `titan plugins`",
+        "provide in a plugin what the module registers: `titan plugin list`",
     ),
     told(
         "experimental.custom_args_module", str, "", "a recipe runs no code; provide its settings in a plugin"

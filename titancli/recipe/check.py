@@ -100,7 +100,7 @@ def _dataloader(recipe: Recipe) -> Iterator[Finding]:
         name = component_info(recipe.dataset).name
         message = f"the dataset {name} tokenizes all rows before a row, so each worker would prepare all"
         indexed = hasattr(recipe.dataset, "length_index")
-        shards = "write token shards with `titan tokenize`, and use the dataset token_shards"
+        shards = "write token shards with `titan data tokenize`, and use the dataset token_shards"
         yield path, message, "set dataset.length_index = true" if indexed else shards
 
 

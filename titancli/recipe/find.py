@@ -85,7 +85,7 @@ def _existing(path: Path) -> Path:
         missing = False
     if missing:
         names = [p.name for p in path.parent.glob("*.toml")] if os.path.isdir(path.parent) else []
-        hint = nearest(path.name, sorted(names)) or "`titan list-recipes` lists the recipes that have a name"
+        hint = nearest(path.name, sorted(names)) or "`titan recipe list` lists the recipes that have a name"
         raise _no_recipe(f"recipe {path} does not exist", hint)
     return path
 
@@ -109,7 +109,7 @@ def named_recipe(reference: str, registry: Registry) -> Path:
     here = next((path for path in (f"{reference}.toml", reference) if os.path.isfile(path)), None)
     names = list(files) if ":" in reference else [name.partition(":")[2] for name in files]
     hint = f"for the file, write ./{here}" if here else nearest(reference, names)
-    hint = hint or "`titan list-recipes` lists them; for a file, write ./FILE.toml"
+    hint = hint or "`titan recipe list` lists them; for a file, write ./FILE.toml"
     raise _no_recipe(f"there is no recipe {reference!r}", hint)
 
 

@@ -1,4 +1,4 @@
-"""A recipe that trains the model of a Hugging Face folder on text: `new-recipe --from-hf`. Torch-free."""
+"""A recipe that trains the model of a Hugging Face folder on text: `recipe new --from-hf`. Torch-free."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Each plugin loaded in a process of its own, to see what it does beside offering components.
 
-In the process of a command it could end that, change it or stop it. `titan plugins` and `titan doctor` ask
-here first; no other command does.
+In the process of a command it could end that, change it or stop it. `titan plugin list` and `titan doctor`
+ask here first; no other command does.
 """
 
 from __future__ import annotations

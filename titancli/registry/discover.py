@@ -140,7 +140,7 @@ def _block(plugins: dict[str, Plugin], name: str) -> None:
         near = nearest_name(name, plugins)
         raise UsageError(
             f"-p no:{name}: no plugin with this name is installed",
-            hint=f"did you mean 'no:{near}'?" if near else "`titan plugins` lists them",
+            hint=f"did you mean 'no:{near}'?" if near else "`titan plugin list` lists them",
         )
     plugins[name].leave_out("blocked", f"blocked by -p no:{name}")
 

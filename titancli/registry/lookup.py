@@ -223,7 +223,7 @@ class Registry:
             f"{name!r}: no plugin {owner!r} is installed",
             hint=f"did you mean '{near}/{name.rpartition('/')[2]}'?"
             if near
-            else "`titan plugins` lists them",
+            else "`titan plugin list` lists them",
         )
 
     def _find_in(self, plugin: Plugin, kind: str, bare: str) -> type:
@@ -256,7 +256,7 @@ class Registry:
             return f"did you mean {near!r}?{doubt}"
         others = sorted({of_kind for _, of_kind, other in offered if other == bare})
         if broken:
-            advice = "fix or uninstall the broken plugin; `titan plugins` shows the status of each plugin"
+            advice = "fix or uninstall the broken plugin; `titan plugin list` shows the status of each plugin"
         elif others:
             kinds = " and ".join(others)
             advice = (

@@ -33,7 +33,7 @@ LEFT_OUT = ("blocked", "unlisted", "missing")
 
 @dataclass(frozen=True)
 class PluginStatus:
-    """What `titan plugins` shows of one plugin."""
+    """What `titan plugin list` shows of one plugin."""
 
     name: str
     state: State

@@ -1,4 +1,4 @@
-"""`titan new-plugin`: a package that installs, is listed, and passes its own tests."""
+"""`titan plugin new`: a package that installs, is listed, and passes its own tests."""
 
 from __future__ import annotations
 

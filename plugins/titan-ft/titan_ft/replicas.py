@@ -189,7 +189,7 @@ class Replicas:
             hint = "give each a loop.replica of its own"
         elif recipes != self._recipe * self.count:
             wrong, mine = "the replicas run different recipes", True
-            hint = "only loop.replica may differ: titan config RUN --diff OTHER shows what does"
+            hint = "only loop.replica may differ: titan recipe diff RUN OTHER shows what does"
         else:
             return
         if mine and not self._is_known:

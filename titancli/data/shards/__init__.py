@@ -1,4 +1,4 @@
-"""Token shards: the folder that `titan tokenize` writes and the dataset `token_shards` reads. Torch-free.
+"""Token shards: the folder that `titan data tokenize` writes and `token_shards` reads. Torch-free.
 
     index.json   the tokenizer, the type of the tokens, and for each shard its counts and checksums
     00000.bin    the tokens of whole documents, little-endian integers, each document with its end marker
@@ -133,7 +133,7 @@ def read_index(folder: Path) -> Index:
         if (folder / PROGRESS).is_file():
             raise EnvironmentProblem(
                 f"the token shards in {folder} are not complete",
-                hint="the same `titan tokenize` command continues where it stopped",
+                hint="the same `titan data tokenize` command continues where it stopped",
             )
         raise EnvironmentProblem(
             f"{folder} has no token shards: there is no {INDEX}"
@@ -141,7 +141,7 @@ def read_index(folder: Path) -> Index:
             else f"{folder} is a file, not a folder of token shards"
             if folder.exists()
             else f"{folder} does not exist",
-            hint="write them with `titan tokenize SOURCE... OUT`, or set `format` for files of other tools",
+            hint="write them with `titan data tokenize SOURCE... OUT`, or set `format` if another tool did",
         )
     try:
         if path.stat().st_size > INDEX_BYTES:

@@ -62,7 +62,7 @@ class RemoteFiles(OpenFiles):
             if (store.info(f"{key}/{INDEX}").get("size") or 0) > INDEX_BYTES:
                 raise EnvironmentProblem(
                     f"{url}/{INDEX} has more than {INDEX_BYTES:,} bytes: it is no index",
-                    hint="name a folder that `titan tokenize` wrote",
+                    hint="name a folder that `titan data tokenize` wrote",
                 )
             text = store.cat_file(f"{key}/{INDEX}")
             folder = cache_folder() / "shards" / xxhash.xxh3_128_hexdigest(url.encode() + b"\0" + text)

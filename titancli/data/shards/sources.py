@@ -1,4 +1,4 @@
-"""What `titan tokenize` reads: files of several kinds and Hugging Face datasets, as sources of documents."""
+"""What `titan data tokenize` reads: files of several kinds and Hugging Face datasets, as documents."""
 
 from __future__ import annotations
 

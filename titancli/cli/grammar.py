@@ -1,0 +1,117 @@
+"""Groups of commands (`titan recipe new`), and other names that some of them have.
+
+Only names and help stand here: a command is imported when it is used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple, NoReturn
+
+import click
+
+from titancli.errors import nearest_name
+
+
+class Place(NamedTuple):
+    """Where a command is; its help stands here so that listing it imports nothing."""
+
+    help: str
+    module: str
+    attribute: str = "command"
+
+    def load(self) -> click.Command:
+        command: click.Command = getattr(
+            importlib.import_module(f"titancli.cli.{self.module}"), self.attribute
+        )
+        return command
+
+
+class Lazy(click.Group):
+    """A group that imports the command that is used, and no other."""
+
+    def __init__(self, *args: Any, places: Mapping[str, Place], **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.places = places
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.places)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        return self.places[name].load() if name in self.places else None
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if not name.startswith("-") and self.get_command(ctx, name) is None:
+            self.unknown(ctx, name)
+        return super().resolve_command(ctx, args)
+
+    def unknown(self, ctx: click.Context, name: str, more: str = "") -> NoReturn:
+        near = nearest_name(name, self.list_commands(ctx))
+        message = f"unknown command {name!r}." + (f" Did you mean {near!r}?" if near else "")
+        raise click.UsageError(message + more, ctx)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, place.help) for name, place in self.places.items()])
+
+
+recipe = Lazy(
+    "recipe",
+    help="List, write, check, show and compare recipes.",
+    places={
+        "list": Place("List the bundled recipes and those of plugins.", "recipes"),
+        "new": Place("Create a recipe file to start from.", "new_recipe"),
+        "check": Place("Check recipes without running them.", "validate"),
+        "show": Place("Print a recipe with all defaults filled in.", "config"),
+        "diff": Place("Print what differs between two recipes or runs.", "config", "diff"),
+        "schema": Place("Print the JSON Schema of recipes, for editors.", "schema"),
+    },
+)
+data = Lazy(
+    "data",
+    help="Tokenize text into shards for training; show and verify them.",
+    places={
+        "tokenize": Place("Tokenize text into shards for training.", "tokenize"),
+        "show": Place("Show the contents of token shards.", "data", "show"),
+        "verify": Place(
+            "Read every byte of token shards, or of the data of a run or recipe.", "data", "verify"
+        ),
+    },
+)
+plugin = Lazy(
+    "plugin",
+    help="List, show and write plugins.",
+    places={
+        "list": Place("List the plugins and their status.", "plugins", "list_"),
+        "show": Place("Show one plugin: its components, its status and its error.", "plugins", "show"),
+        "new": Place("Create the package of a new plugin.", "new_plugin"),
+    },
+)
+checkpoint = Lazy(
+    "checkpoint",
+    help="""List, show, verify and convert checkpoints, on disk or by URL (`s3://…`).
+
+    All but `convert` neither import torch nor change any file.
+    """,
+    places={
+        "list": Place("List the checkpoints of a run.", "checkpoint", "list_"),
+        "show": Place("Show the contents of a checkpoint.", "checkpoint", "show"),
+        "verify": Place("Verify every checksum of checkpoints.", "checkpoint", "verify"),
+        "convert": Place("Convert a checkpoint to a Hugging Face folder, or back.", "convert"),
+    },
+)
+
+ALIASES = {
+    "config": ("recipe show", recipe.places["show"]),
+    "list-recipes": ("recipe list", recipe.places["list"]),
+    "new-recipe": ("recipe new", recipe.places["new"]),
+    "schema": ("recipe schema", recipe.places["schema"]),
+    "tokenize": ("data tokenize", data.places["tokenize"]),
+    "plugins": ("plugin list", Place("List the plugins and their status, or show one.", "plugins")),
+    "new-plugin": ("plugin new", plugin.places["new"]),
+}
+"""Names that work and are not listed, with what is written now. `plugins NAME` is `plugin show NAME`."""
