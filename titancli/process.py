@@ -318,7 +318,7 @@ def leaving_if_orphaned() -> Iterator[None]:
 
 def _is_orphaned(parent: int) -> bool:
     """Whether a process is no ancestor of this one any more: there may be a shell script between them."""
-    process = os.getpid()
+    process = os.getppid()  # mostly it, and then nothing is asked of /proc, which may be another namespace's
     while process not in (0, parent):
         try:
             process = parent_of(process)

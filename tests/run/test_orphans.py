@@ -13,6 +13,7 @@ import pytest
 
 from tests.run.conftest import Command
 from tests.run.test_listening import MARK, processes
+from titancli import process as own
 
 pytestmark = [
     pytest.mark.e2e,
@@ -125,3 +126,10 @@ def test_the_agent_is_killed_when_one_rank_waits_for_the_other(start: Start) -> 
 def test_one_of_them_is_killed_when_the_ranks_train(start: Start, who: str) -> None:
     start.until(start.trains)
     kill(start, start.command.process.pid if who == "command" else start.agents()[0], [])
+
+
+def test_of_a_direct_child_nothing_is_asked_of_proc(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a process namespace of its own under the /proc of another, numbers there are other processes'."""
+    monkeypatch.setattr(own, "parent_of", lambda number: 0)
+    assert not own._is_orphaned(os.getppid())
+    assert own._is_orphaned(os.getpid())
