@@ -37,7 +37,7 @@ def clean(value: T) -> T:
 # ------------------------------------------------------------------------------------ commands to be pasted
 
 GROUPS = {
-    "runs": "list show compare logs watch rm",
+    "runs": "list show compare logs watch note rm",
     "checkpoint": "list show verify convert",
     "recipe": "list new check show diff schema",
     "data": "tokenize show verify",

@@ -72,12 +72,12 @@ def live(request: pytest.FixtureRequest, runs: Path) -> Iterator[subprocess.Pope
 def test_runs_are_listed_oldest_first_with_what_was_logged_last(titan: Titan, runs: Path) -> None:
     done = titan("runs", "list")
     assert (done.code, done.err) == (0, "")
-    assert [line.split()[0] for line in done.out.splitlines()] == ["runs/a", "runs/b", "runs/c"]
+    assert [line.split()[0] for line in done.out.splitlines()] == ["run", "runs/a", "runs/b", "runs/c"]
     found = rows(done.out)
     assert found["runs/a"][:4] == ["finished", "100/100", "1.5000", "10"]
     assert found["runs/b"][:3] == ["failed", "3/100", "nan"]
     assert found["runs/c"][:3] == ["died", "7/100", "2.5000"]
-    assert found["runs/c"][-1] == "tiny"
+    assert found["runs/c"][-2:] == ["tiny", "-"]
 
 
 def test_as_json_what_is_not_finite_is_text(titan: Titan, runs: Path) -> None:
@@ -147,7 +147,7 @@ def test_a_link_is_listed_once_and_what_is_no_run_not_at_all(
     (runs / "lost").symlink_to("nothing")
     (runs / "notes").mkdir()
     (runs / "notes.txt").write_text("mine")
-    assert list(rows(titan("runs", "list").out)) == ["runs/a", "runs/b", "runs/c", "runs/far"]
+    assert list(rows(titan("runs", "list").out)) == ["run", "runs/a", "runs/b", "runs/c", "runs/far"]
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_a_folder_of_200_runs_is_listed_in_half_a_second(titan: Titan, tmp_path:
     for number in range(200):
         make(tmp_path / "runs" / f"r{number}", log, [attempt(ended("failed")) if number % 2 else attempt()])
     began_at = time.process_time()
-    assert len(titan("runs", "list").out.splitlines()) == 200
+    assert len(titan("runs", "list").out.splitlines()) == 201
     assert time.process_time() - began_at < 0.5
 
 
@@ -388,7 +388,7 @@ def test_another_users_run_is_named_and_passed_over(
 
     monkeypatch.setattr(RunFolder, "is_run", staticmethod(is_run))
     done = titan("runs", "list")
-    assert list(rows(done.out)) == ["runs/a", "runs/c"]
+    assert list(rows(done.out)) == ["run", "runs/a", "runs/c"]
     assert done.err == f"{runs / 'b'} cannot be read: Permission denied\n"
 
 

@@ -51,6 +51,13 @@ DOORS = [
         f"{SEC}test_seals.py::test_each_bit_of_a_record",
         "run.json",
     ),
+    Door(
+        "notes",
+        "observe.notes",
+        SHOWN,
+        f"{SEC}test_seals.py::test_each_bit_of_a_note",
+        "note.json",
+    ),
     Door("the event log", "observe.events titan_wandb.logger", SHOWN, LISTED, "events.jsonl"),
     Door(
         "logs and reports of ranks",

@@ -294,6 +294,7 @@ def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     }  # fmt: skip
     row = {"prompt": TRAP, "answer": TRAP, "samples": [sample]}
     (path / "rollouts/step-1.jsonl").write_text(json.dumps(row) + "\n")
+    (path / "note.json").write_text(json.dumps({"format": 1, "text": f"note{TRAP}"}))
     (path / "slurm").mkdir()
     (path / "logs/rank-0.error.json").write_text(json.dumps({"rank": 0, "message": TRAP}))
     return path
@@ -308,6 +309,7 @@ COMMANDS = [
     ["runs", "watch", "RUN"],
     ["runs", "watch", "RUN", "--json"],
     ["runs", "compare", "RUN", "OTHER"],
+    ["runs", "note", "RUN"],
     ["runs", "rm", "RUN"],
     ["report", "RUN", "--text"],
     ["report", "RUN", "--json"],

@@ -14,6 +14,7 @@ from tests.observe.test_digests import fill, writer
 from tests.run.conftest import Finished, trained
 from titancli.cli import main
 from titancli.errors import TitanError
+from titancli.observe import notes
 from titancli.observe.digests import path_of, read_digests
 from titancli.observe.summary import summarize
 from titancli.recipe import load_recipe
@@ -75,6 +76,12 @@ def test_each_bit_of_a_record(tmp_path: Path) -> None:
     folder.write_record(record)
     assert folder.record() == record
     refused, harmless = meanings(folder.record_file, lambda: {n: folder.record().get(n) for n in record})
+    assert harmless < 8 * 20 < refused
+
+
+def test_each_bit_of_a_note(tmp_path: Path) -> None:
+    notes.write(tmp_path, "the one with dropout")
+    refused, harmless = meanings(tmp_path / notes.FILE, lambda: notes.read(tmp_path))
     assert harmless < 8 * 20 < refused
 
 

@@ -14,7 +14,7 @@ from tests.security.test_run_folders import deep, device, endless, fifo, folder,
 from titancli.errors import TitanError
 from titancli.launchers import meeting
 from titancli.launchers.slurm import SlurmFiles
-from titancli.observe import failures, profile_request
+from titancli.observe import failures, notes, profile_request
 from titancli.observe.digests import read_digests
 from titancli.observe.summary import Summary
 from titancli.recipe import load_recipe
@@ -40,6 +40,7 @@ READERS: dict[str, Callable[[Path], Any]] = {
     "rendezvous/1": lambda path: (meeting._read(path / "rendezvous/1"), silent(path)),
     "recipe.lock.toml": load_recipe,
     "run.json": lambda path: RunFolder(path).record(),
+    notes.FILE: notes.read,
 }
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -111,7 +110,7 @@ def print_comparison(found: dict[str, Any], by: str) -> None:
 
 def _print(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """A table whose columns nobody could tell without the header, on a terminal or not."""
-    table(header, rows if sys.stdout.isatty() else [header, *rows])
+    table(header, rows, explained=True)
 
 
 def _letter(number: int) -> str:

@@ -66,6 +66,8 @@ def watch(run: Path, *, as_json: bool) -> None:
     watcher = JsonLines(sys.stdout) if as_json else watcher_for(sys.stdout)
     of_others: set[str] = set()
     replayed = False
+    if (about := summarize(RunFolder(run).path).note) and not as_json:
+        note(f"{short_path(run)}: {about}")
     try:
         for now in _until_ended(run):
             events = list(tail.poll())

@@ -40,29 +40,86 @@ def colored(stream: TextIO) -> bool:
 
 
 def table(
-    header: Sequence[str], rows: Sequence[Sequence[str]], *, styles: Mapping[str, str] | None = None
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    styles: Mapping[str, str] | None = None,
+    names: Sequence[str] = (),
+    explained: bool = False,
 ) -> None:
-    """Print rows in columns; the header only for people. `styles`: rich's, by the text of a cell."""
+    """Print rows in columns.
+
+    Args:
+        styles: rich's, by the text of a cell.
+        names: titles of columns whose cells may be shortened where a terminal is too narrow; no other cell is
+            cut or wrapped then.
+        explained: whether the header is printed for programs too, which cannot tell the columns without it.
+    """
     header, *rows = [[printable(cell) for cell in row] for row in (header, *rows)]
     if sys.stdout.isatty():
-        _draw(header, rows, styles or {})
+        _draw(header, rows, styles or {}, names)
         return
-    widths = [max((len(row[i]) for row in rows), default=0) for i in range(len(header))]
-    for row in rows:
+    shown = [header, *rows] if explained else rows
+    widths = [max((len(row[i]) for row in shown), default=0) for i in range(len(header))]
+    for row in shown:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
-def _draw(header: Sequence[str], rows: Sequence[Sequence[str]], styles: Mapping[str, str]) -> None:
+def _draw(
+    header: Sequence[str], rows: Sequence[Sequence[str]], styles: Mapping[str, str], names: Sequence[str]
+) -> None:
+    from rich.cells import cell_len
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
+    console = Console(color_system="auto" if colored(sys.stdout) else None)
     drawing = Table(box=None, pad_edge=False, header_style="bold")
+    shown = _fitted(header, rows, names, console.width) if names else rows
     for number, title in enumerate(header):
-        drawing.add_column(title, no_wrap=number == 0, style="cyan" if number == 0 else None)
-    for row in rows:
-        drawing.add_row(*(Text(cell, style=styles.get(cell, "")) for cell in row))
-    Console(color_system="auto" if colored(sys.stdout) else None).print(drawing)
+        style = "cyan" if number == 0 else None
+        drawing.add_column(title, no_wrap=bool(names) or number == 0, style=style)
+    for row, whole in zip(shown, rows, strict=True):
+        drawing.add_row(*(Text(cell, style=styles.get(o, "")) for cell, o in zip(row, whole, strict=True)))
+    if names:  # on a terminal that is narrower than the numbers, lines are longer than it
+        widths = [max(cell_len(row[number]) for row in (header, *shown)) for number in range(len(header))]
+        console.width = max(console.width, sum(widths) + GAP * (len(widths) - 1))
+    console.print(drawing)
+
+
+def _fitted(
+    header: Sequence[str], rows: Sequence[Sequence[str]], names: Sequence[str], width: int
+) -> list[list[str]]:
+    """The rows with the widest of the named columns shortened until all fit."""
+    from rich.cells import cell_len
+
+    columns = [number for number, title in enumerate(header) if title in names]
+    widths = [max(cell_len(row[number]) for row in (header, *rows)) for number in range(len(header))]
+    least = [max(cell_len(header[number]), SHORTEST) for number in range(len(header))]
+    while sum(widths) + GAP * (len(widths) - 1) > width:
+        wide = max(columns, key=lambda number: widths[number] - least[number])
+        if widths[wide] <= least[wide]:
+            break
+        widths[wide] -= 1
+    return [
+        [shortened(cell, widths[n]) if n in columns else cell for n, cell in enumerate(row)] for row in rows
+    ]
+
+
+GAP, SHORTEST = 2, 8
+"""Between columns that are drawn; and of a column that is shortened."""
+
+
+def shortened(text: str, width: int) -> str:
+    """Return a text of so many cells of a terminal at most: its beginning and its end."""
+    from rich.cells import cell_len
+
+    if cell_len(text) <= width:
+        return text
+    kept = len(text)
+    while kept and cell_len(short := f"{text[: (kept + 1) // 2]}…{text[len(text) - kept // 2 :]}") > width:
+        kept -= 1
+    return short if kept else "…"
 
 
 def print_json(schema: str, document: dict[str, Any], *, one_line: bool = False) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -137,7 +136,7 @@ def _show(found: dict[str, Any], layers: Sequence[str]) -> None:
 
 def _table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     out(f"\n{title}:")
-    table(header, rows if sys.stdout.isatty() else [header, *rows])  # which draws the header for people
+    table(header, rows, explained=True)
 
 
 def _summary(found: dict[str, Any]) -> Iterator[str]:

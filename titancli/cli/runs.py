@@ -26,6 +26,7 @@ STYLES = {"running": "bold green", "failed": "red", "died": "red", "unknown": "y
 LOOK_BACK = 200
 """Events before the last step in which an evaluation is looked for."""
 FAILED = ("failed", "died")
+DAY = 86400
 
 
 @click.group("runs", short_help="List, show, watch, compare and remove runs.")
@@ -39,30 +40,65 @@ def command() -> None:
 
 @command.command("list", short_help="List runs, the newest last.")
 @click.argument("folder", metavar="[DIR]", required=False, type=click.Path(path_type=Path))
+@click.option("--sort", metavar="KEY", help="The order: name, step, recipe, loss, …  [default: created]")
+@click.option("--reverse", is_flag=True, help="The other way round.")
+@click.option("--limit", type=click.IntRange(1), metavar="N", help="The N newest, or first by --sort.")
+@click.option(
+    "--filter",
+    "conditions",
+    metavar="CONDITION",
+    multiple=True,
+    help="Only runs of which it is true; may be repeated.",
+)
 @JSON
-def list_(folder: Path | None, as_json: bool) -> None:
+def list_(
+    folder: Path | None,
+    sort: str | None,
+    reverse: bool,
+    limit: int | None,
+    conditions: tuple[str, ...],
+    as_json: bool,
+) -> None:
     """List the runs in DIR, the newest last.  [default: `runs`, or TITAN_RUNS]
 
-    Columns: run, state, step, loss, tokens/s, age, recipe. Loss and speed are the last that were logged.
+    Columns: run, state, step, loss, tokens/s, age, recipe, note. Loss and speed are the last that were
+    logged. A terminal that is too narrow gets shortened names; into a pipe go whole ones, and two blanks or
+    more between columns.
+
+    KEY is name, state, step, steps, created, updated, recipe, host, note, or a metric. CONDITION is
+    KEY=PATTERN, KEY!=PATTERN, KEY<NUMBER or KEY>NUMBER: state=failed, 'name=llama*', 'loss<2.5'.
     """
+    from titancli.observe.selection import matching, ordered
     from titancli.observe.summary import runs_in
 
     where = runs_root() if folder is None else folder.absolute()
     if RunFolder.is_run(where):
         raise UsageError(f"{folder} is a run, not a folder of runs", hint=f"titan runs show {folder}")
-    found, unreadable = runs_in(where) if folder is not None or where.exists() else ([], [])
+    there, unreadable = runs_in(where) if folder is not None or where.exists() else ([], [])
     for line in unreadable:
         note(line)
+    found = matching(there, conditions)
+    if sort is not None:
+        found = ordered(found, sort, reverse=reverse)[:limit]
+    elif limit is not None:
+        found = found[-limit:]
+    if sort is None and reverse:
+        found = found[::-1]
     if not found:
-        note(f"there are no runs in {short_path(where)}")
+        note(f"there are no {'such ' if there else ''}runs in {short_path(where)}")
     if as_json:
         print_json("runs", {"runs": [_brief(run) for run in found]})
         return
-    table(
-        ("run", "state", "step", "loss", "tokens/s", "age", "recipe"),
-        [_row(run) for run in found],
-        styles=STYLES,
-    )
+    _list(found)
+
+
+def _list(runs: list[Summary]) -> None:
+    header = ["run", "state", "step", "loss", "tokens/s", "age", "recipe", "note"]
+    if sys.stdout.isatty() and not any(run.note for run in runs):
+        header.pop()
+    if runs:
+        rows = [_row(run)[: len(header)] for run in runs]
+        table(header, rows, styles=STYLES, names=("run", "recipe", "note"), explained=True)
 
 
 @command.command("show", short_help="Show one run: its attempts, metrics and environment.")
@@ -160,6 +196,23 @@ def watch(run: Path, as_json: bool) -> None:
     from titancli.cli import following
 
     following.watch(RunFolder.open(run).path, as_json=as_json)
+
+
+@command.command("note", short_help="Write a note about a run.")
+@click.argument("run", type=RUN)
+@click.argument("text", required=False)
+def note_(run: Path, text: str | None) -> None:
+    """Write TEXT about RUN, in place of the note that it has; "" removes it. Without TEXT, print the note.
+
+    `runs list`, `show` and `watch` show it. The run may be going on.
+    """
+    from titancli.observe import notes
+
+    path = RunFolder.open(run).path
+    if text is None:
+        out(notes.read(path) or "")
+    else:
+        notes.write(path, text)
 
 
 @command.command("rm", short_help="Remove runs, after a question.")
@@ -294,7 +347,9 @@ def _age(run: Summary) -> str:
     from titancli.observe.summary import seconds_since
 
     seconds = seconds_since(run.created)
-    return "-" if seconds is None else duration(seconds)
+    if seconds is None:
+        return "-"
+    return duration(seconds) if seconds < DAY else f"{seconds // DAY:.0f}d"
 
 
 def _row(run: Summary) -> tuple[str, ...]:
@@ -303,7 +358,7 @@ def _row(run: Summary) -> tuple[str, ...]:
     loss, speed = (value(run.metrics, name) for name in ("loss", "tokens_per_second"))
     return (
         *(short_path(run.path.absolute()), _words(run.state), _step(run)),
-        *(loss, speed, _age(run), run.recipe or "-"),
+        *(loss, speed, _age(run), run.recipe or "-", run.note or "-"),
     )
 
 
@@ -327,7 +382,8 @@ def _print_facts(run: Summary, logs: list[str]) -> None:
         "versions": ", ".join(f"{name} {version}" for name, version in environment["versions"].items()),
         "git": f"{git['commit']}{', with changes' if git.get('dirty') else ''}" if git else None,
         "logs": ", ".join(f"logs/{name}" for name in logs),
-        "note": "; ".join(run.problems),
+        "note": run.note,
+        "problem": "; ".join(run.problems),
     }
     out(str(run.path))
     for name, fact in facts.items():
@@ -362,6 +418,7 @@ def _brief(run: Summary) -> dict[str, Any]:
         "checkpoints": run.checkpoints,
         "error": run.error,
         "problems": run.problems,
+        "note": run.note,
     }
 
 

@@ -6,7 +6,6 @@ import math
 import re
 import shlex
 import signal
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -158,7 +157,7 @@ def _print(
         if validated:
             row.append(value({"loss": result["best_val_loss"]}, "loss"))
         rows.append([*row, value(result, "tokens_per_second")])
-    table(header, rows if sys.stdout.isatty() else [header, *rows], styles=STYLES)
+    table(header, rows, styles=STYLES, names=("run",), explained=True)
     return results
 
 

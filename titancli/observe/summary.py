@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from titancli.errors import EnvironmentProblem
+from titancli.observe import notes
 from titancli.observe.console import numbers
 from titancli.observe.events import are_metrics, backwards
 from titancli.runs import RECORD_FORMAT, STEP_NAME, RunFolder
@@ -57,6 +58,8 @@ class Summary:
     """Why it failed."""
     problems: list[str] = field(default_factory=list)
     """What cannot be read, a phrase each; and why the state is not known."""
+    note: str | None = None
+    """What somebody has written about it: `titan runs note`."""
 
     @property
     def host(self) -> str | None:
@@ -110,6 +113,11 @@ def summarize(path: Path, *, look_back: int = 0) -> Summary:
             problems.append("there is no run.json")
     except EnvironmentProblem as error:
         problems.append(error.message)
+    note = None
+    try:
+        note = notes.read(path)
+    except EnvironmentProblem as error:
+        problems.append(error.message)
     attempts: list[dict[str, Any]] = record.get("attempts") or []
     newest = attempts[-1] if attempts else {}
     outcome = newest.get("outcome") or {}
@@ -128,6 +136,7 @@ def summarize(path: Path, *, look_back: int = 0) -> Summary:
         attempts=attempts,
         error=outcome.get("error"),
         problems=problems + why,
+        note=note,
     )
 
 
