@@ -112,7 +112,7 @@ def _other_types(record: dict[str, Any]) -> str | None:
         found.append(("attempt", attempt))
         found += [(name, attempt[name]) for name in ("outcome", "git") if attempt.get(name) is not None]
         files = attempt.get("plugin_files")
-        found += [("plugin file", file) for file in files or [] if isinstance(files, list)]
+        found += [("plugin file", file) for file in (files if isinstance(files, list) else [])]
     for kind, table in found:
         if not isinstance(table, dict):
             return kind
