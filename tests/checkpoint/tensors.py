@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,7 @@ from torch import Tensor
 from titancli.checkpoint import read_manifest, save_checkpoint
 from titancli.checkpoint.format.disk import write_file
 from titancli.checkpoint.format.hashed import Digest, file_digest
-from titancli.checkpoint.format.layout import TensorLayout
 from titancli.checkpoint.format.manifest import MANIFEST, manifest_bytes
-from titancli.checkpoint.format.metadata import METADATA, PART_NAME, open_metadata
 
 RUN = "run-1"
 
@@ -63,37 +60,6 @@ def save(folder: Path, seed: int = 0, *, run_id: str = RUN, state: dict | None =
     tensors = some_tensors(seed)
     save_checkpoint(folder, tensors, state or {"seed": seed}, lock_text="recipe = 1\n", run_id=run_id)
     return tensors
-
-
-def format_1(layouts: Mapping[str, TensorLayout]) -> bytes:
-    """`metadata.json` as titan wrote it before each rank had a part of its own."""
-    tensors = {
-        name: {
-            "dtype": layout.dtype,
-            "shape": layout.shape,
-            "chunks": [
-                {"offsets": c.offsets, "shape": c.shape, "file": c.file, "key": c.key}
-                | ({"xxh3_64": c.checksums} if c.checksums else {})
-                for c in layout.chunks
-            ],
-        }
-        for name, layout in layouts.items()
-    }
-    return json.dumps({"format": 1, "tensors": tensors}).encode()
-
-
-def make_format_1(folder: Path, *, checksums: bool = True) -> None:
-    """Turn a checkpoint of small tensors into one of format 1; without checksums an even older one."""
-    manifest = read_manifest(folder)
-    layouts = open_metadata(folder, manifest.files).everything()
-    if not checksums:
-        layouts = {
-            name: replace(layout, chunks=tuple(replace(chunk, checksums=()) for chunk in layout.chunks))
-            for name, layout in layouts.items()
-        }
-    for name in filter(PART_NAME.match, manifest.files):
-        (folder / name).unlink()
-    rewritten(folder, METADATA, format_1(layouts))
 
 
 def parts(folder: Path) -> dict[str, Any]:

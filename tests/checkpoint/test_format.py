@@ -23,7 +23,7 @@ from titancli.checkpoint import CheckpointReader, newest_good, read_manifest
 from titancli.checkpoint.format.hashed import Digest, file_digest
 from titancli.checkpoint.format.layout import tile
 from titancli.checkpoint.format.manifest import Manifest, Verify, faults, is_checkpoint, manifest_bytes
-from titancli.checkpoint.format.metadata import open_metadata
+from titancli.checkpoint.format.metadata import Cell, Group, index_bytes, open_metadata
 from titancli.checkpoint.format.tensorfile import Entry, TensorFileWriter, read_header, split
 from titancli.checkpoint.format.tensors import dtype_name, read_tensor, tensor_bytes
 from titancli.checkpoint.remote.store import at
@@ -332,30 +332,27 @@ def test_a_manifest_of_any_size_is_not_read(tmp_path: Path):
 
 
 def test_a_lying_shape_costs_no_memory(tmp_path: Path):
-    """metadata.json may claim a huge tensor in one huge piece: the file's own header is asked first."""
+    """The metadata may claim a huge tensor in one huge piece."""
     save(tmp_path / "step-1")
-    huge = {
-        "offsets": [0],
-        "shape": [2**40],
-        "file": "rank-00000.safetensors",
-        "key": "model.layers.0.weight",
-    }
-    _forge(tmp_path / "step-1", {"a": {"dtype": "F32", "shape": [2**40], "chunks": [huge]}})
+    _forge(tmp_path / "step-1", "rank-00000.safetensors", 2**40)
     with pytest.raises(EnvironmentProblem, match="does not hold"):
         CheckpointReader(tmp_path / "step-1").read("a")
 
 
 def test_a_layout_that_names_a_file_beside_the_manifest_is_refused(tmp_path: Path):
     save(tmp_path / "step-1")
-    chunk = {"offsets": [0], "shape": [2], "file": "other.safetensors", "key": "a"}
-    _forge(tmp_path / "step-1", {"a": {"dtype": "F32", "shape": [2], "chunks": [chunk]}})
+    _forge(tmp_path / "step-1", "other.safetensors", 2)
     with pytest.raises(EnvironmentProblem, match=r"other\.safetensors"):
-        CheckpointReader(tmp_path / "step-1")
+        CheckpointReader(tmp_path / "step-1").read("a")
 
 
-def _forge(folder: Path, tensors: dict[str, Any]) -> None:
-    """Replace the layout, and make the manifest agree, as an attacker would."""
-    rewritten(folder, "metadata.json", json.dumps({"format": 1, "tensors": tensors}).encode())
+def _forge(folder: Path, file: str, size: int) -> None:
+    """Replace the layout by a tensor `a` in one piece, and make the manifest agree, as an attacker would."""
+    chunk = {"offsets": [0], "shape": [size], "file": file, "key": "model.layers.0.weight", "start": 200}
+    table = {"format": 2, "piece": 2**50, "headers": {}, "tensors": {"a": [chunk | {"xxh3_64": ["0" * 16]}]}}
+    rewritten(folder, "metadata-00000.json.gz", gzip.compress(json.dumps(table).encode()))
+    group = Group.of("F32", [size], ["a"], [Cell(0, (0,), (size,))])
+    rewritten(folder, "metadata.json", index_bytes([group]))
 
 
 class _Bomb:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.checkpoint.tensors import RUN, make_format_1, same, save, zeros
-from titancli.checkpoint import CheckpointReader, load_checkpoint, save_checkpoint
+from tests.checkpoint.tensors import RUN
+from titancli.checkpoint import load_checkpoint, save_checkpoint
 from titancli.checkpoint.format import hashed, metadata, reader, storage
 from titancli.checkpoint.format.manifest import read_manifest
 from titancli.checkpoint.format.metadata import open_metadata
@@ -31,24 +31,6 @@ def test_what_is_not_asked_for_is_not_read(tmp_path: Path) -> None:
     with pytest.raises(EnvironmentProblem, match=r"rank-00000\.safetensors is damaged"):
         load_checkpoint(tmp_path / "step-1", everything)
     load_checkpoint(tmp_path / "step-1", everything, verify="size")
-
-
-@pytest.mark.parametrize("checksums", [True, False], ids=["of pieces", "of files"])
-def test_a_checkpoint_of_format_1_is_what_it_was(tmp_path: Path, checksums: bool) -> None:
-    folder = tmp_path / "step-1"
-    saved = save(folder)
-    make_format_1(folder, checksums=checksums)
-    assert not list(folder.glob("*.gz"))
-    loaded = zeros(saved)
-    assert load_checkpoint(folder, loaded) == {"seed": 0}
-    assert same(loaded, saved)
-    reader = CheckpointReader(folder)
-    assert same({name: reader.read(name) for name in reader.names()}, saved)
-    data = bytearray((folder / "rank-00000.safetensors").read_bytes())
-    data[-1] ^= 1
-    (folder / "rank-00000.safetensors").write_bytes(data)
-    with pytest.raises(EnvironmentProblem, match=r"rank-00000\.safetensors is damaged"):
-        load_checkpoint(folder, loaded)
 
 
 BOXES = [

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections import namedtuple
+from collections import defaultdict, namedtuple
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -21,14 +21,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.checkpoint.tensors import RUN, bits, format_1
+from tests.checkpoint.tensors import RUN, bits
 from tests.checkpoint.test_hf import FORM, TinyForm, equal, expected, hf_files, weights
 from titancli.checkpoint import CheckpointReader, export_hf, load_hf_weights, save_checkpoint
 from titancli.checkpoint.format import stream
 from titancli.checkpoint.format.disk import write_file
-from titancli.checkpoint.format.layout import Chunk, TensorLayout
+from titancli.checkpoint.format.hashed import PIECE
+from titancli.checkpoint.format.layout import Chunk
 from titancli.checkpoint.format.manifest import MANIFEST, manifest_bytes
-from titancli.checkpoint.format.metadata import METADATA
+from titancli.checkpoint.format.metadata import METADATA, Cell, Group, index_bytes, part_bytes, part_name
 from titancli.checkpoint.format.tensorfile import Entry, TensorFileWriter
 from titancli.checkpoint.format.tensors import dtype_name, tensor_bytes
 from titancli.checkpoint.hf.convert import to_hf, to_titan
@@ -67,28 +68,34 @@ def cut(folder: Path, tensors: dict[str, Tensor], seed: int, state: dict[str, An
     def draw(limit: int) -> int:
         return int(torch.randint(limit, (), generator=generator))
 
-    pieces: dict[str, list[tuple[Entry, Tensor]]] = {}
-    layouts = {}
+    pieces: dict[int, list[tuple[str, tuple[int, ...], Entry, Tensor]]] = {}
+    groups = []
     for name, tensor in tensors.items():
         boxes: list[tuple[slice, ...]] = [()]
         for size in tensor.shape:
             edges = sorted({0, size, *(1 + draw(size) for _ in range(draw(3)))})
             boxes = [(*box, slice(a, b)) for box in boxes for a, b in pairwise(edges)]
-        chunks = []
+        cells = []
         for box in boxes:
             piece = tensor[box].contiguous()
-            file, offsets = f"rank-{draw(4):05d}.safetensors", tuple(part.start for part in box)
+            rank, offsets = draw(4), tuple(part.start for part in box)
             entry = Entry(f"{name}@{offsets}", dtype_name(name, tensor.dtype), tuple(piece.shape))
-            pieces.setdefault(file, []).insert(0, (entry, piece))
-            chunks.append(Chunk(offsets, entry.shape, file, entry.key))
-        layouts[name] = TensorLayout(dtype_name(name, tensor.dtype), tuple(tensor.shape), tuple(chunks))
+            pieces.setdefault(rank, []).insert(0, (name, offsets, entry, piece))
+            cells.append(Cell(rank, offsets, entry.shape))
+        groups.append(Group.of(dtype_name(name, tensor.dtype), tensor.shape, [name], cells))
     digests = {}
-    for file, rows in pieces.items():
-        with TensorFileWriter(folder / file, [entry for entry, _ in rows]) as writer:
-            for _, piece in rows:
+    for rank, rows in pieces.items():
+        file = f"rank-{rank:05d}.safetensors"
+        chunks: dict[str, list[Chunk]] = defaultdict(list)
+        with TensorFileWriter(folder / file, [entry for *_, entry, _ in rows]) as writer:
+            for *_, piece in rows:
                 writer.write(tensor_bytes(piece))
             digests[file] = writer.close()
-    digests[METADATA] = write_file(folder / METADATA, format_1(layouts))
+        for (name, offsets, *_), entry, sums in zip(rows, writer.entries, writer.checksums(), strict=True):
+            chunks[name].append(Chunk(offsets, entry.shape, file, entry.key, sums, PIECE, entry.start))
+        part = part_bytes(chunks, {file: writer.header})
+        digests[part_name(rank)] = write_file(folder / part_name(rank), part)
+    digests[METADATA] = write_file(folder / METADATA, index_bytes(groups))
     draft = Draft(folder, state or {}, "", RUN, {}, ranks=4)
     write_file(folder / MANIFEST, manifest_bytes(draft.manifest(digests, serial=1)))
 

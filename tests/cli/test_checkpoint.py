@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.tensors import make_format_1, rewritten, save
+from tests.checkpoint.tensors import rewritten, save
 from tests.cli.conftest import Titan
 from tests.cli.test_torch_free import HEAVY, probe
 
@@ -123,12 +124,14 @@ def test_verify_notices_files_that_are_whole_but_contradict_each_other(titan: Ti
     """Every checksum is right, and the data files do not hold what metadata.json says."""
     step = tmp_path / "checkpoints" / "step-1"
     save(step)
-    make_format_1(step)
-    text = (step / "metadata.json").read_text()
-    rewritten(step, "metadata.json", text.replace("[6, 4]", "[8, 3]").encode())
+    name = "metadata-00000.json.gz"
+    table = json.loads(gzip.decompress((step / name).read_bytes()))
+    (chunk,) = table["tensors"]["model.layers.0.weight"]
+    chunk["start"] += 4
+    rewritten(step, name, gzip.compress(json.dumps(table).encode()))
     done = titan("checkpoint", "verify", "checkpoints/step-1")
     assert done.code == 5
-    assert "rank-00000.safetensors does not hold 'model.layers.0.weight' as F32 [8, 3]" in done.out
+    assert "rank-00000.safetensors does not hold 'model.layers.0.weight' as F32 [6, 4] at byte " in done.out
 
 
 def test_what_is_no_checkpoint_is_told(titan: Titan, tmp_path: Path) -> None:

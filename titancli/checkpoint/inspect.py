@@ -120,7 +120,7 @@ def _contradictions(path: Path, manifest: Manifest) -> list[str]:
 
 
 def _between(path: Path, manifest: Manifest, layouts: dict[str, TensorLayout]) -> Iterator[str]:
-    pieces: dict[str, list[tuple[str, str, tuple[int, ...], int | None]]] = {}
+    pieces: dict[str, list[tuple[str, str, tuple[int, ...], int]]] = {}
     for layout in layouts.values():
         for chunk in layout.chunks:
             if math.prod(chunk.shape):
@@ -132,10 +132,6 @@ def _between(path: Path, manifest: Manifest, layouts: dict[str, TensorLayout]) -
         header = read_header(path / file)
         for key, dtype, shape, start in expected:
             entry = header.get(key)
-            if entry is None or (entry.dtype, entry.shape, start or entry.start) != (
-                dtype,
-                shape,
-                entry.start,
-            ):
-                yield f"{file} does not hold {key!r} as {dtype} {list(shape)}"
+            if entry is None or (entry.dtype, entry.shape, entry.start) != (dtype, shape, start):
+                yield f"{file} does not hold {key!r} as {dtype} {list(shape)} at byte {start}"
                 break

@@ -16,8 +16,6 @@ from typing import Any
 
 from titancli.checkpoint.format.tensorfile import ITEM_SIZE, natural
 
-OLD_PIECE = 1 << 24
-"""See `Chunk.piece`, for chunks that do not say it."""
 _PRIME = 2**127 - 1
 FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors\Z")
 
@@ -36,11 +34,11 @@ class Chunk:
     file: str
     key: str
     """Its name in that file."""
-    checksums: tuple[str, ...] = ()
-    """XXH3 of each `piece` bytes of it; empty: an earlier titan wrote it, and the file has one."""
-    piece: int = OLD_PIECE
-    start: int | None = None
-    """Where its bytes begin in the file; None: the file's header says it."""
+    checksums: tuple[str, ...]
+    """XXH3 of each `piece` bytes of it."""
+    piece: int
+    start: int
+    """Where its bytes begin in the file."""
 
 
 @dataclass(frozen=True)
@@ -52,19 +50,6 @@ class TensorLayout:
     shape: tuple[int, ...]
     chunks: tuple[Chunk, ...]
     """They cover the tensor, or the boxes of it that were asked for, and do not overlap; none is empty."""
-
-
-def tensor_from(row: dict[str, Any]) -> TensorLayout:
-    """Return a tensor from its row of `metadata.json`, format 1.
-
-    Raises:
-        KeyError, TypeError, ValueError: it is malformed.
-    """
-    dtype, shape = described(row)
-    chunks = tuple(chunk_from(chunk, dtype, shape) for chunk in row["chunks"])
-    if not tile(shape, [(chunk.offsets, chunk.shape) for chunk in chunks]):
-        raise ValueError(f"the chunks of a tensor of shape {list(shape)} overlap or leave gaps")
-    return TensorLayout(dtype, shape, chunks)
 
 
 def described(row: dict[str, Any]) -> tuple[str, tuple[int, ...]]:
@@ -81,19 +66,19 @@ def described(row: dict[str, Any]) -> tuple[str, tuple[int, ...]]:
     return dtype, shape
 
 
-def chunk_from(row: dict[str, Any], dtype: str, shape: tuple[int, ...], *, piece: int = OLD_PIECE) -> Chunk:
+def chunk_from(row: dict[str, Any], dtype: str, shape: tuple[int, ...], *, piece: int) -> Chunk:
     """Return a chunk of a tensor from its row.
 
     Raises:
         KeyError, TypeError, ValueError: it is malformed.
     """
-    checksums, start = tuple(row.get("xxh3_64", ())), row.get("start")
+    checksums, start = tuple(row["xxh3_64"]), row["start"]
     place = (natural(row["offsets"]), natural(row["shape"]), row["file"], row["key"])
     chunk = Chunk(*place, checksums, piece, start)
     count = -(-math.prod(chunk.shape) * ITEM_SIZE[dtype] // piece)
-    if checksums and len(checksums) != count:
+    if len(checksums) != count:
         raise ValueError(f"a chunk of {list(chunk.shape)} has {len(checksums)} checksums, not {count}")
-    if start is not None and (type(start) is not int or start < 0):
+    if type(start) is not int or start < 0:
         raise ValueError(f"a chunk starts at {start!r}")
     if not isinstance(chunk.key, str) or not isinstance(chunk.file, str) or not FILE_NAME.match(chunk.file):
         raise ValueError(f"{chunk.file!r} is not the name of a data file")

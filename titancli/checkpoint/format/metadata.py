@@ -2,8 +2,7 @@
 
 `metadata.json`, the index, says which ranks have written which boxes of which tensors. Tensors of one dtype
 and shape that lie alike are one group there, so it stays small however many ranks there are. The part of a
-rank, `metadata-RANK.json.gz`, says where in its files its boxes lie, and has their checksums. (In format 1,
-of earlier versions of titan, `metadata.json` has it all.)
+rank, `metadata-RANK.json.gz`, says where in its files its boxes lie, and has their checksums.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ from titancli.checkpoint.format.layout import (
     chunk_from,
     common,
     described,
-    tensor_from,
     tile,
 )
 from titancli.errors import EnvironmentProblem
@@ -39,7 +37,7 @@ METADATA = "metadata.json"
 PART_NAME = re.compile(r"metadata-(\d{5,9})\.json\.gz\Z")
 FORMAT = 2
 LIMIT = 1 << 32
-"""Bytes of `metadata.json`: as many as 8,000 ranks may have written in format 1."""
+"""Bytes of `metadata.json`."""
 PART_LIMIT = 1 << 30
 """Bytes of a part, unpacked."""
 CELLS_LIMIT = 1 << 22
@@ -188,11 +186,9 @@ class Metadata:
         folder: Path,
         files: Mapping[str, Digest] | None,
         groups: Iterable[Group],
-        chunks: dict[str, dict[tuple[int, ...], Chunk]] | None = None,
     ) -> None:
-        """`files`: those of the manifest, None: it is not looked at. `chunks`: of format 1, by name and
-        offsets, as if one rank had written all."""
-        self._folder, self._files, self._chunks = folder, files, chunks
+        """`files`: those of the manifest, None: it is not looked at."""
+        self._folder, self._files = folder, files
         self._groups: dict[str, tuple[Group, ...]] = {}
         tensors: dict[str, Described] = {}
         for group in groups:
@@ -210,9 +206,8 @@ class Metadata:
         """Return where the boxes that are wanted of each tensor lie; None: all of it."""
         cells = self._cells_of(wanted)
         ranks = _writers(cells) - self._parts.keys()
-        if self._chunks is None:
-            with ThreadPoolExecutor(_READERS) as pool:
-                self._parts |= zip(sorted(ranks), pool.map(self._read_part, sorted(ranks)), strict=True)
+        with ThreadPoolExecutor(_READERS) as pool:
+            self._parts |= zip(sorted(ranks), pool.map(self._read_part, sorted(ranks)), strict=True)
         return {
             name: TensorLayout(*self.tensors[name], tuple(self._chunk(name, cell) for cell in found))
             for name, found in cells.items()
@@ -239,8 +234,7 @@ class Metadata:
         return self.layouts(dict.fromkeys(self.tensors))
 
     def headers(self, place: int = 0, count: int = 1) -> dict[str, Digest]:
-        """Return what data files begin with: of all, or of those that fall to the rank `place` of `count`.
-        Checkpoints of format 1 do not say it."""
+        """Return what data files begin with: of all, or of those that fall to the rank `place` of `count`."""
         names = [PART_NAME.match(name) for name in sorted(self._files or ())]
         ranks = [int(match[1]) for match in names if match][place::count]
         parts = [self._parts.get(rank) or self._read_part(rank) for rank in ranks]
@@ -304,8 +298,6 @@ class Metadata:
             raise EnvironmentProblem(f"{path} is malformed: {error}") from error
 
     def _chunk(self, name: str, cell: Cell) -> Chunk:
-        if self._chunks is not None:
-            return self._chunks[name][cell.offsets]
         part, path = self._parts[cell.rank], self._folder / part_name(cell.rank)
         dtype, shape = self.tensors[name]
         try:
@@ -346,8 +338,6 @@ def open_metadata(folder: Path, files: Mapping[str, Digest] | None = None) -> Me
     except (ValueError, RecursionError) as error:
         raise EnvironmentProblem(f"{path} is damaged: it is not JSON") from error
     try:
-        if data["format"] == 1:
-            return _of_format_1(folder, files, data["tensors"])
         if data["format"] != FORMAT:
             raise EnvironmentProblem(
                 f"{path} has format {data['format']!r}, but this version of titan reads format {FORMAT}",
@@ -373,19 +363,6 @@ def _group(row: dict[str, Any]) -> Group:
     if len(row["offsets"]) != len(shape) or len(row["sizes"]) != len(shape):
         raise ValueError(f"boxes of other dimensions than a tensor of shape {list(shape)}")
     return Group(dtype, shape, tuple(names), columns)
-
-
-def _of_format_1(folder: Path, files: Mapping[str, Digest] | None, rows: dict[str, Any]) -> Metadata:
-    layouts = {str(name): tensor_from(row) for name, row in rows.items()}
-    for chunk in (chunk for layout in layouts.values() for chunk in layout.chunks):
-        if files is not None and chunk.file not in files:
-            raise EnvironmentProblem(f"its metadata.json names {chunk.file}, which is missing")
-    groups = [
-        Group.of(tensor.dtype, tensor.shape, [name], [Cell(0, c.offsets, c.shape) for c in tensor.chunks])
-        for name, tensor in layouts.items()
-    ]
-    chunks = {name: {chunk.offsets: chunk for chunk in tensor.chunks} for name, tensor in layouts.items()}
-    return Metadata(folder, files, groups, chunks)
 
 
 def read_checked(path: Path, limit: int, files: Mapping[str, Digest] | None) -> bytes:

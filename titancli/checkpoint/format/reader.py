@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from titancli.checkpoint.format.files import read_into
-from titancli.checkpoint.format.hashed import Digest, checksum, file_digest
+from titancli.checkpoint.format.hashed import Digest, checksum
 from titancli.checkpoint.format.layout import Box, Chunk, TensorLayout, common
 from titancli.checkpoint.format.manifest import DamagedCheckpoint
 from titancli.checkpoint.format.tensorfile import ITEM_SIZE, Entry
-from titancli.checkpoint.format.tensors import TORCH_DTYPE, TensorFiles
+from titancli.checkpoint.format.tensors import TORCH_DTYPE
 from titancli.distributed.private import boxes_of
 from titancli.errors import TitanError
 
@@ -61,8 +61,7 @@ def parts_of(tensors: Mapping[str, Tensor]) -> list[Part]:
 class Reader:
     """Reads what a rank needs of a checkpoint, and compares the checksums of what it reads.
 
-    Those are of pieces of a tensor: what a rank needs is read in whole pieces. Where an earlier titan wrote
-    no checksums of pieces, each file is hashed first, as a whole.
+    Those are of pieces of a tensor: what a rank needs is read in whole pieces.
 
     Raises:
         EnvironmentProblem: a file is damaged, or cannot be read; the tensors then hold some of its values.
@@ -72,9 +71,8 @@ class Reader:
         self, folder: Path, layouts: Mapping[str, TensorLayout], digests: Mapping[str, Digest] | None
     ) -> None:
         """`digests`: of the data files, by name; None: no checksum is compared."""
-        self._files, self._layouts, self._digests = TensorFiles(folder), layouts, digests
+        self._folder, self._layouts, self._digests = folder, layouts, digests
         self._scratch = torch.empty(0, dtype=torch.uint8)
-        self._hashed: set[str] = set()
 
     @torch.no_grad()
     def fill(self, parts: Iterable[Part]) -> None:
@@ -105,7 +103,7 @@ class Reader:
         """Compare what data files begin with."""
         for file, header in headers.items():
             memory = memoryview(bytearray(header.size))
-            read_into(self._files.folder / file, 0, memory)
+            read_into(self._folder / file, 0, memory)
             if checksum(memory) != header.xxh3_64:
                 raise self._damaged(file)
 
@@ -120,15 +118,9 @@ class Reader:
                 threads.shutdown(cancel_futures=True)
 
     def _place(self, layout: TensorLayout, number: int) -> tuple[Chunk, Entry]:
-        """A chunk, and where it lies. Files without checksums of pieces are hashed here."""
+        """A chunk, and where it lies."""
         chunk = layout.chunks[number]
-        if not chunk.checksums and self._digests is not None and chunk.file not in self._hashed:
-            if file_digest(self._files.folder / chunk.file) != self._digests[chunk.file]:
-                raise self._damaged(chunk.file)
-            self._hashed.add(chunk.file)
-        if chunk.start is not None:
-            return chunk, Entry(chunk.key, layout.dtype, chunk.shape, chunk.start)
-        return chunk, self._files.entry(chunk.file, chunk.key, layout.dtype, chunk.shape)
+        return chunk, Entry(chunk.key, layout.dtype, chunk.shape, chunk.start)
 
     def _read(self, work: _Work, pool: _Pool) -> None:
         entry, target = work.entry, work.target
@@ -157,7 +149,7 @@ class Reader:
             pool.submit(self._read_block, chunk, start + place, place // chunk.piece, part)
 
     def _read_block(self, chunk: Chunk, position: int, number: int, memory: memoryview) -> None:
-        read_into(self._files.folder / chunk.file, position, memory)
+        read_into(self._folder / chunk.file, position, memory)
         if self._digests is None:
             return
         for place, expected in enumerate(chunk.checksums[number:]):
@@ -169,7 +161,7 @@ class Reader:
 
     def _damaged(self, file: str) -> DamagedCheckpoint:
         why = f"{file} is damaged: its checksum does not match, as {socket.gethostname()} reads it"
-        return DamagedCheckpoint(self._files.folder, why, file)
+        return DamagedCheckpoint(self._folder, why, file)
 
 
 class _Work(NamedTuple):
