@@ -24,6 +24,7 @@ from titancli.registry.component import component_info
 from titancli.registry.fields import Field as ConfigField
 from titancli.registry.fields import fields_of, nested_fields, plain, summary
 from titancli.registry.kinds import KINDS
+from titancli.tested import ROWS as ROWS_TESTED
 
 DOCS = Path(__file__).parent
 BEGIN, END = "<!-- generated: the table -->", "<!-- end of the table -->"
@@ -227,8 +228,19 @@ def _option(command: click.Command, option: click.Option) -> str:
 def main() -> None:
     (DOCS / "commands.md").write_text(commands_page(), encoding="utf-8")
     (DOCS / "components.md").write_text(components_page(), encoding="utf-8")
+    readme = DOCS.parent / "README.md"
+    readme.write_text(tested_page(readme.read_text(encoding="utf-8")), encoding="utf-8")
     page = DOCS / "coming-from-torchtitan.md"
     page.write_text(torchtitan_page(page.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def tested_page(text: str) -> str:
+    """README with its table of what titan has been run on anew."""
+    before, rest = text.split(BEGIN)
+    after = rest.split(END)[1]
+    rows = [f"| {row.what} | {row.on} | {row.date} | `{row.command}` |" for row in ROWS_TESTED]
+    table = "\n".join(["| what | on | last run | command |", "|---|---|---|---|", *rows])
+    return f"{before}{BEGIN}\n\n{table}\n\n{END}{after}"
 
 
 if __name__ == "__main__":

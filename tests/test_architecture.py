@@ -14,7 +14,7 @@ import titancli
 
 PACKAGE = Path(titancli.__file__).parent
 FLOORS = [
-    {"errors", "version", "torch_version", "seal", "files", "terminal"},
+    {"errors", "version", "torch_version", "tested", "seal", "files", "terminal"},
     {"signals", "runs", "provenance", "process", "fingerprint", "launch"},
     {"registry"},
     {"layout"},

@@ -24,6 +24,7 @@ from titancli.registry import current
 from titancli.registry.apart import try_apart
 from titancli.registry.kinds import BUILTIN
 from titancli.runs import runs_root
+from titancli.tested import GPU, LAYOUTS, PYTHON, TORCH
 from titancli.torch_version import LACKS, NEWEST, OLDEST, lacks, older_than, torch_version, untested
 
 State = Literal["ok", "warning", "error"]
@@ -63,6 +64,7 @@ def findings() -> Iterator[Finding]:
         _command,
         _packages,
         _torch_and_gpus,
+        _tested,
         _environment,
         _memory,
         _disk,
@@ -118,9 +120,6 @@ def _torch_and_gpus() -> Iterator[Finding]:
         f"{torch['version']} ({build}{nccl}), backends {', '.join(torch['backends']) or 'none'}, "
         f"{torch['threads']} CPU threads",
     )
-    if newer := untested():
-        hint = f"if something fails, try torch {NEWEST}, and report it"
-        yield Finding("torch untested", "warning", newer, hint)
     for lack in filter(lacks, LACKS):
         hint = f"install torch {lack.since} or newer"
         yield Finding("torch lacks", "warning", f"{lack.what}: {lack.why} in {torch_version()}", hint)
@@ -131,6 +130,29 @@ def _torch_and_gpus() -> Iterator[Finding]:
         yield Finding("gpus", "ok", f"{len(torch['devices'])}: {', '.join(sorted(set(torch['devices'])))}")
     else:
         yield Finding("gpus", "ok", "none; runs use the CPU")
+
+
+def _tested() -> Iterator[Finding]:
+    """Which rows of README's table, of what titan has been run on, are of this machine."""
+    here = platform.python_version_tuple()
+    python = f"{here[0]}.{here[1]}"
+    if python in PYTHON:
+        yield Finding("python tested", "ok", PYTHON[python].told())
+    else:
+        *_, newest = PYTHON
+        hint = f"if something fails, try Python {newest}, and report it"
+        yield Finding("python tested", "warning", f"titan has never been run on Python {python}", hint)
+    installed = torch_version()
+    if newer := untested():
+        hint = f"if something fails, try torch {NEWEST}, and report it"
+        yield Finding("torch tested", "warning", newer, hint)
+    elif installed is not None and (row := TORCH.get(f"{installed.major}.{installed.minor}")):
+        yield Finding("torch tested", "ok", row.told())
+    if visible_gpus():
+        hint = f"`{GPU.command}` of a checkout runs the tests that need one; please report what they say"
+        yield Finding("gpus tested", "warning", "titan has not been run on a GPU yet", hint)
+    else:
+        yield Finding("gpus tested", "ok", f"none here; {LAYOUTS.told()}")
 
 
 def _ask_torch() -> tuple[dict[str, Any] | None, str]:

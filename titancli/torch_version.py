@@ -7,11 +7,12 @@ from importlib import metadata
 from typing import TYPE_CHECKING
 
 from titancli.errors import EnvironmentProblem
+from titancli.tested import TORCH
 
 if TYPE_CHECKING:
     from packaging.version import Version
 
-OLDEST, NEWEST = "2.11", "2.15"
+OLDEST, *_, NEWEST = TORCH
 """The first version that titan runs on, and the last that its tests have been run on: `tests/versions.sh`."""
 
 

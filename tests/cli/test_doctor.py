@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 from importlib import metadata
 from pathlib import Path
 
@@ -83,8 +84,27 @@ def test_a_torch_that_is_newer_than_tested_is_named(
     done = titan("train", "llama3_debug", "--dry-run")
     assert code == done.code == 0
     newer = not version.startswith("2.15")
-    assert ("torch untested" in found) == newer
+    assert found["torch tested"]["state"] == ("warning" if newer else "ok")
     assert (f"note: torch {version} is newer than 2.15" in done.err) == newer
+
+
+@pytest.mark.parametrize(("version", "tested"), [("3.11.7", True), ("3.13.0", True), ("3.15.0", False)])
+def test_which_python_was_tested_is_told(
+    titan: Titan, monkeypatch: pytest.MonkeyPatch, version: str, tested: bool
+) -> None:
+    monkeypatch.setattr(platform, "python_version_tuple", lambda: tuple(version.split(".")))
+    row = findings(titan)[1]["python tested"]
+    assert row["state"] == ("ok" if tested else "warning")
+    assert version.rpartition(".")[0] in row["found"]
+    assert ("never been run on Python 3.15" in row["found"]) != tested
+
+
+@pytest.mark.parametrize("gpus", [0, 8])
+def test_a_gpu_is_told_to_be_the_first(titan: Titan, monkeypatch: pytest.MonkeyPatch, gpus: int) -> None:
+    monkeypatch.setattr(doctor, "visible_gpus", lambda: gpus)
+    row = findings(titan)[1]["gpus tested"]
+    assert row["state"] == ("warning" if gpus else "ok")
+    assert ("has not been run on a GPU yet" in row["found"]) == bool(gpus)
 
 
 def test_another_titan_on_the_path_is_named(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from titancli import builtin
+from titancli import builtin, tested
 from titancli.registry.fields import summary
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -39,6 +40,19 @@ def test_the_torchtitan_table_is_current(generate: ModuleType) -> None:
     text = (DOCS / "coming-from-torchtitan.md").read_text(encoding="utf-8")
     assert text == generate.torchtitan_page(text), "run: python docs/generate.py"
     assert text.count("\n| `") >= 149
+
+
+def test_the_readme_has_what_titan_was_run_on(generate: ModuleType) -> None:
+    text = (DOCS.parent / "README.md").read_text(encoding="utf-8")
+    assert text == generate.tested_page(text), "run: python docs/generate.py"
+    script = (DOCS.parent / "tests" / "versions.sh").read_text(encoding="utf-8")
+    pinned = (DOCS.parent / "constraints.txt").read_text(encoding="utf-8")
+    for minor, row in tested.TORCH.items():
+        version = row.what.removeprefix("torch ")
+        assert version.startswith(f"{minor}.") and version in script + pinned
+    for row in tested.ROWS:  # their tests are there
+        for file in re.findall(r"tests/[\w/.]+", row.command):
+            assert (DOCS.parent / file).exists(), file
 
 
 def test_every_field_of_torchtitan_has_a_place_or_a_reason(generate: ModuleType) -> None:
