@@ -42,6 +42,8 @@ onload = () => {{
       wide: wide.map(one => one.outerHTML.slice(0, 120)), cut: cut.map(one => one.outerHTML.slice(0, 120)),
       fetched: frame.contentWindow.performance.getEntriesByType("resource").map(one => one.name),
       plots: [...page.querySelectorAll("svg")].filter(one => one.getBoundingClientRect().width).length,
+      scrolled: [...page.querySelectorAll(".scroll")].filter(one => one.scrollWidth > one.clientWidth + 1)
+        .map(one => one.innerText.slice(0, 80)),
       end, seen, hidden: tip.style.display,
       colors: ["color", "backgroundColor"].map(name => frame.contentWindow.getComputedStyle(page.body)[name]),
       line: frame.contentWindow.getComputedStyle(page.querySelector("svg path[style*=p10]")).stroke,
@@ -111,6 +113,7 @@ def test_nothing_overflows_and_nothing_is_fetched(page: Path, dark: bool) -> Non
     for one in found:
         assert one["scroll"] <= one["width"], one
         assert (one["wide"], one["cut"], one["fetched"]) == ([], [], []), one["width"]
+        assert one["width"] < 1280 or one["scrolled"] == []  # on a screen no table is cut
         assert one["plots"] == 5  # loss, gradient norm, lr, tokens per second, seconds per step
         # The pointer at the end of the loss: the step, and the value of each run; the text is inside.
         assert one["end"].split()[:2] == ["step", "99"] and len(one["end"].splitlines()) == 3, one["end"]

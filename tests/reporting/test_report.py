@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 import time
 from pathlib import Path
@@ -197,6 +198,51 @@ def test_thinning_keeps_every_extreme(tmp_path: Path) -> None:
     assert all(low <= y <= high for low, y, high in zip(one.low, one.y, one.high, strict=True))
 
 
+def curve_of(values: list[float], run: int = 0) -> view.Curve:
+    return view.Curve(run, [float(n) for n in range(len(values))], values, values, values, [])
+
+
+@pytest.mark.parametrize(
+    ("values", "low", "high", "beyond"),
+    [
+        ([10.0, 1000.0, 1005.0, 1001.0, 1003.0], 1000.0, 1005.0, [10.0]),  # the first step was slow
+        ([900.0, 1.5, 1.4, 1.45, 1.42], 1.4, 1.5, [900.0]),
+        ([8.2, 6.0, 4.0, 3.0, 2.5], 2.5, 8.2, []),  # a loss that falls
+        ([10.0, 11.0, 999.0, 10.0, 11.0], 10.0, 999.0, []),  # a spike is no first step
+        ([10.0, 1000.0, 1005.0], 10.0, 1005.0, []),  # too few to tell
+        ([5.0] * 6, 5.0, 5.0, []),
+        ([], 0.0, 1.0, []),
+    ],
+)
+def test_a_first_step_far_from_all_others_flattens_no_curve(
+    values: list[float], low: float, high: float, beyond: list[float]
+) -> None:
+    assert view.limits([curve_of(values)]) == (low, high, beyond)
+
+
+def test_a_first_value_beyond_the_axis_is_named_and_drawn_at_its_edge(
+    tmp_path: Path,
+    titan: Titan,  # noqa: F811
+) -> None:
+    rates = [1.0, 100.0, 100.5, 100.1, 100.3, 100.2]
+    rows = [step(n, n + 1, 2.0, tokens_per_second=rate) for n, rate in enumerate(rates, 1)]
+    run = make(tmp_path / "r", [began(), *rows], [attempt(END)])
+    assert titan("report", run).code == 0
+    page = Path("report.html").read_text()
+    assert "first, beyond the axis: 1<" in page
+    data = json.loads(re.search(r'id="data">(.*?)</script>', page)[1])  # type: ignore[index]
+    [chart] = [one for one in data.values() if one["name"] == "tokens_per_second"]
+    assert 99 < chart["y"][0] < 100 and 100.5 < chart["y"][1] < 101
+    assert chart["runs"][0][2][0] == 1  # what the pointer shows is what was logged
+    figure = page[page.index("<h3>Tokens per second</h3>") :]
+    heights = [float(y) for y in re.findall(r"[ML] [\d.]+ (-?[\d.]+)", figure[: figure.index("</figure>")])]
+    assert heights and all(0 <= height <= 190 for height in heights)  # nothing leaves the plot
+    assert "Median tokens/s" in page
+    text = titan("report", run, "--text").out
+    assert "Tokens per second by step (first, beyond the axis: 1)" in text
+    assert "100.5 │" in text and "100 │" in text
+
+
 def _column(values: Any) -> Any:
     from titancli.reporting.history import Column
 
@@ -308,8 +354,10 @@ def test_without_the_extra_the_error_says_what_to_install(
 def test_text_draws_the_curves_of_all_runs(two: tuple[Path, Path], titan: Titan) -> None:  # noqa: F811
     done = titan("report", *two, "--text")
     lines = done.out.splitlines()
-    assert lines[0].startswith("a<b>&  finished, step 4/") and "Loss by step" in lines
-    assert any(line.startswith("4 │") and set(line[3:]) - {" "} for line in lines)
+    assert lines[0].startswith("A a<b>&  finished, step 4/") and "Loss by step" in lines
+    assert lines[1].startswith("B b  ")
+    assert any(line.startswith("4 │") and "A" in line for line in lines)  # the legend's letter
+    assert "across: step; a curve of many points spans their minimum and maximum" in lines
     assert "forward" in done.out and "\x1b" not in done.out
 
 

@@ -90,17 +90,17 @@ def _draw(
 def _fitted(
     header: Sequence[str], rows: Sequence[Sequence[str]], names: Sequence[str], width: int
 ) -> list[list[str]]:
-    """The rows with the widest of the named columns shortened until all fit."""
+    """The rows with the named columns shortened, the last first, until all fit."""
     from rich.cells import cell_len
 
     columns = [number for number, title in enumerate(header) if title in names]
     widths = [max(cell_len(row[number]) for row in (header, *rows)) for number in range(len(header))]
     least = [max(cell_len(header[number]), SHORTEST) for number in range(len(header))]
     while sum(widths) + GAP * (len(widths) - 1) > width:
-        wide = max(columns, key=lambda number: widths[number] - least[number])
-        if widths[wide] <= least[wide]:
+        able = [number for number in columns if widths[number] > least[number]]
+        if not able:
             break
-        widths[wide] -= 1
+        widths[able[-1]] -= 1
     return [
         [shortened(cell, widths[n]) if n in columns else cell for n, cell in enumerate(row)] for row in rows
     ]

@@ -91,13 +91,15 @@ def _refuse_foreign(output: Path) -> None:
 def _print(runs: Sequence[Run], by: str) -> None:
     from titancli.observe.console import duration
     from titancli.reporting import text, view
+    from titancli.reporting.plots import label
     from titancli.reporting.times import CAUSES
 
     columns = min(shutil.get_terminal_size().columns, 100)
     for number, run in enumerate(runs):
         summary = run.summary
         step = "no step" if summary.step is None else f"step {summary.step}/{summary.steps}"
-        name = _colored(printable(run.name), number if len(runs) > 1 else None)
+        mark = f"{'━' if _in_color() else _letter(number)} " if len(runs) > 1 else ""
+        name = _colored(f"{mark}{printable(run.name)}", number if len(runs) > 1 else None)
         error = f": {printable(summary.error)}" if summary.error else ""
         print(f"{name}  {summary.state.replace('_', ' ')}, {step}{error}")
     for name in view.metrics_of(runs):
@@ -105,9 +107,12 @@ def _print(runs: Sequence[Run], by: str) -> None:
             continue
         curves = [view.curve(run, number, name, by, 2 * columns) for number, run in enumerate(runs)]
         if lines := text.chart(curves, width=columns, height=9 if name == "loss" else 6):
-            print(f"\n{printable(view.title(name))} by {by}")
+            beyond = view.limits(curves)[2]
+            told = f" (first, beyond the axis: {', '.join(map(label, beyond))})" if beyond else ""
+            print(f"\n{printable(view.title(name))} by {by}{told}")
             for line in lines:
-                print("".join(_colored(piece, run) for piece, run in line).rstrip())
+                print("".join(_piece(piece, run, len(runs)) for piece, run in line).rstrip())
+    print(f"\nacross: {view.AXES[by]}; a curve of many points spans their minimum and maximum")
     tables = [dict(run.history.times.ordered()) for run in runs]
     names = dict.fromkeys(cause for run in runs for cause, _ in run.history.times.ordered())
     rows = []
@@ -124,6 +129,21 @@ def _print(runs: Sequence[Run], by: str) -> None:
         table(("cause", *(run.name for run in runs)), rows)
 
 
+def _piece(text: str, run: int | None, runs: int) -> str:
+    """A piece of a chart, in the color of its run, or where there are none, by the run's letter."""
+    if run is None or _in_color():
+        return _colored(text, run)
+    return _letter(run) if runs > 1 else text
+
+
+def _letter(run: int) -> str:
+    return chr(ord("A") + run % 26)
+
+
+def _in_color() -> bool:
+    return colored(sys.stdout) and not os.environ.get("NO_COLOR")
+
+
 def _colored(text: str, run: int | None) -> str:
-    plain = run is None or not colored(sys.stdout) or bool(os.environ.get("NO_COLOR"))
+    plain = run is None or not _in_color()
     return text if plain else f"\x1b[{COLORS[run % len(COLORS)]}m{text}\x1b[0m"  # type: ignore[operator]

@@ -21,7 +21,6 @@ from titancli.version import __version__
 TEMPLATE = Path(__file__).with_name("page.html")
 WIDE, NARROW = (1120, 300), (400, 190)
 """Sizes in pixels: of the loss on a screen, and of all other plots, and the loss on a phone."""
-AXES = {"step": "step", "tokens": "tokens", "seconds": "seconds of training"}
 FEW = 40
 """Points of a curve that are marked one by one."""
 
@@ -42,7 +41,7 @@ def html(runs: Sequence[view.Run], by: str) -> str:
         facts=_facts(runs),
         main=main,
         more=[chart for chart in charts if not chart["main"]],
-        axis=AXES[by],
+        axis=view.AXES[by],
         resumed=bool(_marks(runs, by)),
         margin=MARGIN,
         data=_script({chart["id"]: chart["data"] for chart in charts}),
@@ -88,6 +87,7 @@ def _chart(runs: Sequence[view.Run], name: str, by: str, number: int) -> dict[st
         "main": name in view.CURVES or view.is_validation_loss(name),
         "plots": plots,
         "odd": sum(len(one.odd) for one in curves),
+        "beyond": ", ".join(map(label, view.limits(curves)[2])),
         "last": [
             {"color": index % COLORS, "text": _number(name, run.history.last(name))}
             for index, run in enumerate(runs)
@@ -156,9 +156,9 @@ def _facts(runs: Sequence[view.Run]) -> list[tuple[str, list[str]]]:
         add(f"Lowest {title[0].lower()}{title[1:]}", [_best(name, found.get(name)) for found in bests])
     tokens = [view.trained(run.history) for run in runs]
     add("Tokens", ["—" if math.isnan(one) or not one else short(one) for one in tokens])
-    add("Tokens per second", [_typical(run, "tokens_per_second") for run in runs])
-    add("MFU", [_typical(run, "mfu") for run in runs])
-    add("Memory", [_peak(run, "memory_gib") for run in runs])
+    add("Median tokens/s", [_typical(run, "tokens_per_second") for run in runs])
+    add("Median MFU", [_typical(run, "mfu") for run in runs])
+    add("Peak memory", [_peak(run, "memory_gib") for run in runs])
     add("Time", [duration(run.history.times.running) for run in runs])
     skipped = [run.history.last("skipped_steps") for run in runs]
     if any(skipped):

@@ -10,7 +10,7 @@ from typing import Any
 
 from titancli.errors import EnvironmentProblem
 from titancli.observe.console import short
-from titancli.reporting.view import Curve
+from titancli.reporting.view import Curve, limits
 
 COLORS = 8
 """Colors of runs; with more runs they come again, dashed and then dotted."""
@@ -86,11 +86,11 @@ def plot(
         axes = figure.add_axes((left, bottom, right - left, top - bottom))
         figure.patch.set_visible(False)
         axes.patch.set_visible(False)
+        _limits(axes, curves)
         for one in curves:
             _draw(axes, one, dots)
         for place in marks:
             axes.axvline(place, color=MARK, linewidth=0.8, linestyle=(0, (2, 3)), zorder=1)
-        _limits(axes, curves)
         for side in ("top", "right", "left"):
             axes.spines[side].set_visible(False)
         axes.spines["bottom"].set_color(GRID)
@@ -126,12 +126,14 @@ def _draw(axes: Any, one: Curve, dots: bool) -> None:
     color = series_color(one.run)
     if not one.x:
         return
+    bottom, top = axes.get_ylim()  # a first value beyond them is drawn at the edge: nothing on the page clips
+    x, y, low, high = _inside(one, bottom, top)
     if one.low is not one.y and one.low != one.y:
-        axes.fill_between(one.x, one.low, one.high, color=color, alpha=0.18, linewidth=0, zorder=2)
+        axes.fill_between(x, low, high, color=color, alpha=0.18, linewidth=0, zorder=2)
     marker = "o" if dots or len(one.x) == 1 else None
     axes.plot(
-        one.x,
-        one.y,
+        x,
+        y,
         color=color,
         linewidth=1.6,
         linestyle=DASHES[one.run // COLORS % len(DASHES)],
@@ -143,11 +145,20 @@ def _draw(axes: Any, one: Curve, dots: bool) -> None:
     )
 
 
+def _inside(one: Curve, bottom: float, top: float) -> tuple[list[float], ...]:
+    """A curve whose first point is drawn at the edge that its line to the second crosses."""
+    x, y, low, high = list(one.x), list(one.y), list(one.low), list(one.high)
+    if not bottom <= y[0] <= top and len(x) > 1:
+        edge = min(max(y[0], bottom), top)
+        x[0] += (x[1] - x[0]) * (edge - y[0]) / (y[1] - y[0])
+        y[0] = edge
+    return x, y, *([min(max(value, bottom), top) for value in values] for values in (low, high))
+
+
 def _limits(axes: Any, curves: Sequence[Curve]) -> None:
     """Room above and below; a curve that is flat, or a single point, gets room too."""
     places = [place for one in curves for place in (*one.x, *one.odd)]
-    lowest = min((value for one in curves for value in one.low), default=0.0)
-    highest = max((value for one in curves for value in one.high), default=1.0)
+    lowest, highest, _ = limits(curves)
     room = (highest - lowest) * 0.06 or abs(highest) * 0.1 or 0.5
     axes.set_ylim(0.0 if 0 <= lowest < room else lowest - room, highest + room)
     first, last = min(places, default=0.0), max(places, default=1.0)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from titancli.reporting.plots import label
-from titancli.reporting.view import Curve
+from titancli.reporting.view import Curve, limits
 
 DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 """The bit of each dot of a character, by column and row (Unicode, Braille Patterns)."""
@@ -25,7 +25,8 @@ def chart(curves: Sequence[Curve], *, width: int, height: int) -> list[list[tupl
     places = [place for one in curves for place in one.x]
     if not values:
         return []
-    low, high, first, last = min(values), max(values), min(places), max(places)
+    first, last = min(places), max(places)
+    low, high, _ = limits(curves)
     marks = [label(high), label(low)]
     left = max(map(len, marks)) + 1
     columns, rows = max(1, width - left - 1), max(1, height - 1)
@@ -33,6 +34,7 @@ def chart(curves: Sequence[Curve], *, width: int, height: int) -> list[list[tupl
 
     def dot(x: float, y: float, run: int) -> None:
         across = round((x - first) / ((last - first) or 1) * (2 * columns - 1))
+        y = min(max(y, low), high)  # a first value that is far from all others
         down = round((high - y) / ((high - low) or 1) * (4 * rows - 1))
         cell = (down // 4, across // 2)
         bits = cells.get(cell, (0, run))[0] | DOTS[across % 2][down % 4]

@@ -135,6 +135,30 @@ def curve(run: Run, number: int, name: str, by: str, points: int = POINTS) -> Cu
     return Curve(number, x.tolist(), y.tolist(), low.tolist(), high.tolist(), odd.tolist())
 
 
+def limits(curves: Sequence[Curve]) -> tuple[float, float, list[float]]:
+    """Return the lowest and the highest value to be shown, and first values that are far beyond them.
+
+    The first step compiles, allocates and warms up: its value may be so far from all others that these would
+    be a flat line. Only it is left out then; no spike in the middle is.
+    """
+    values = [value for one in curves for value in (*one.low, *one.high)]
+    low, high = min(values, default=0.0), max(values, default=1.0)
+    rest = [value for one in curves for value in (*one.low[1:], *one.high[1:])]
+    if min((len(one.x) for one in curves if one.x), default=0) < FEWEST:
+        return low, high, []
+    least, most = min(rest), max(rest)
+    if high - low <= FAR * (most - least):
+        return low, high, []
+    firsts = [one.y[0] for one in curves if one.x]
+    room = most - least or abs(most) * 0.1
+    return least, most, [value for value in firsts if not least - room <= value <= most + room]
+
+
+AXES = {"step": "step", "tokens": "tokens", "seconds": "seconds of training"}
+FEWEST, FAR = 5, 4
+"""Points that tell how the others are; and how many times their range makes the first one too far away."""
+
+
 def environment(run: Run) -> dict[str, Any]:
     """Machine and versions of the newest attempt."""
     newest = run.summary.attempts[-1] if run.summary.attempts else {}
