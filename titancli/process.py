@@ -94,6 +94,22 @@ def own_folder() -> Iterator[Path]:
             os.close(held)
 
 
+def require_locks(folder: Path) -> None:
+    """Make sure that ranks can meet in a folder: torch's store locks its file at each request.
+
+    Raises:
+        EnvironmentProblem: files on its disk cannot be locked, as on Lustre unless it is mounted so.
+    """
+    try:
+        with open(folder / "lock", "w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"ranks cannot meet in {folder}: no file there can be locked ({error.strerror})",
+            hint="set TMPDIR to a folder on a disk of this machine, such as /tmp or /dev/shm",
+        ) from error
+
+
 def no_room(folder: Path, error: OSError) -> EnvironmentProblem:
     """Return what the user is told where such a folder cannot be written."""
     hint = "free some space there, or set TMPDIR to a folder on another disk"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import ipaddress
 import os
@@ -15,7 +16,8 @@ import pytest
 
 from tests.nodes import Cluster
 from tests.run.conftest import Command, losses
-from titancli.process import loopback_only, own_folder
+from titancli.errors import EnvironmentProblem
+from titancli.process import loopback_only, own_folder, require_locks
 
 pytestmark = [
     pytest.mark.e2e,
@@ -154,3 +156,18 @@ def test_cleaners_of_temporary_folders_leave_the_meeting_place_alone() -> None:
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.close(other)
     assert not folder.exists()
+
+
+def test_a_disk_without_locks_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Lustre is, mounted without them; no disk here is."""
+
+    def flock(file: Any, operation: int) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    require_locks(tmp_path)
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(EnvironmentProblem, match=r"can be locked \(Function not implemented\)") as told:
+        require_locks(tmp_path)
+    assert "TMPDIR" in str(told.value.hint)
+    with own_folder() as folder:  # in which nobody meets
+        assert folder.is_dir()

@@ -41,7 +41,7 @@ from titancli.observe import failures
 from titancli.observe.console import Console, JsonLines
 from titancli.observe.events import EventLog, Listener, Tail
 from titancli.observe.panel import Panel, watcher_for
-from titancli.process import copy_into, own_folder, rank_log
+from titancli.process import copy_into, own_folder, rank_log, require_locks
 from titancli.runs import ChangedMeanwhile, Claim, RunFolder, TakenOver, timestamp
 from titancli.signals import say
 from titancli.terminal import printable
@@ -148,6 +148,7 @@ def _under_torchrun(config: Local, request: LaunchRequest) -> int:
         drawing = Drawing(tail, watcher)
         if request.nnodes == 1:
             with own_folder() as store:
+                require_locks(store)
                 command = torchrun_command(config, request, store=store)
                 code = run_agent(command, request, log, drawing, signals)
         else:
