@@ -29,6 +29,7 @@ ROOMS = {
     "tests/recipe": "TOML in; every error is reported with line, column and a fix",
     "tests/registry": "components and plugins: found, distinguished, and isolated from each other",
     "tests/cli": "the command line: output, JSON, exit codes, start-up time",
+    "tests/security": "doors from outside: hostile and damaged input is refused, and starts nothing",
     "tests/run": "whole runs: signals, kills, restarts, resumes, ranks that die or hang",
     "tests/ranks": "every layout gives the result of one rank; errors leave no trace",
     "tests/engine": "the verbs compared to a plain torch loop, and everything that is rejected",

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.cli import run_folders
@@ -131,7 +131,8 @@ NAMES = [*attempt(), "token", "serial", "step", "ended"]
 OUTCOME = ["why", "signal", "step", "checkpoint", "metrics", "error"]
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
+@example({"git": {"": None}}, {}, {}, {})
 @given(
     st.dictionaries(st.sampled_from(NAMES), JSON, min_size=1, max_size=2),
     st.dictionaries(st.sampled_from(OUTCOME), JSON, max_size=2),

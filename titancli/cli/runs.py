@@ -367,7 +367,7 @@ def _print_facts(run: Summary, logs: list[str]) -> None:
     from titancli.observe.summary import state_line
 
     environment = _environment(run)
-    git = environment["git"]
+    git = environment["git"] or {}
     shown = [name for name in FIGURES if run.metrics.get(name) is not None and name != "eta_seconds"]
     shown = [name for name in shown if run.metrics[name] or name not in COUNTS]
     facts = {
@@ -380,7 +380,7 @@ def _print_facts(run: Summary, logs: list[str]) -> None:
         "device": f"{environment['world']} × {environment['device']}" if environment["device"] else None,
         "host": run.host,
         "versions": ", ".join(f"{name} {version}" for name, version in environment["versions"].items()),
-        "git": f"{git['commit']}{', with changes' if git.get('dirty') else ''}" if git else None,
+        "git": f"{git['commit']}{', with changes' if git.get('dirty') else ''}" if "commit" in git else None,
         "logs": ", ".join(f"logs/{name}" for name in logs),
         "note": run.note,
         "problem": "; ".join(run.problems),
