@@ -120,6 +120,17 @@ def test_arrays_of_components_are_listed_too(titan: Titan) -> None:
     assert config(titan, "exp.toml") == config(titan, "base.toml")
 
 
+def test_the_schema_that_the_first_line_names_is_there(titan: Titan) -> None:
+    done = titan("recipe", "new", "exp.toml", "--from", "llama3_debug")
+    assert done.code == 0 and "titan.schema.json: for editors" in done.err
+    named = Path("exp.toml").read_text().splitlines()[0].removeprefix("#:schema ")
+    assert json.loads(Path(named).read_text())["title"] == "titan recipe"
+    assert Path(named).read_text() == titan("recipe", "schema").out
+    Path(named).write_text("{}")
+    assert "schema" not in titan("recipe", "new", "other.toml", "--from", "llama3_debug").err
+    assert Path(named).read_text() == "{}"  # one that is there is left as it is
+
+
 def test_a_schema_that_lies_beside_the_file_is_named_in_it(titan: Titan) -> None:
     Path("titan.schema.json").write_text(titan("recipe", "schema").out)
     titan("recipe", "new", "exp.toml", "--from", "llama3_debug")

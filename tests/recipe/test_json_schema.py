@@ -91,6 +91,23 @@ def test_broken_recipes_do_not_fit(
         load_recipe(write(BASE + broken), registry=registry)
 
 
+@pytest.mark.parametrize(
+    ("broken", "path", "words"),
+    [
+        ('[loop]\ntype = "pretrain"\nfoo = 1\n', "loop", "'foo' was unexpected"),
+        ('[optimizer]\ntype = "adamw"\nlr = "high"\n', "optimizer.lr", "'high' is not of type 'number'"),
+        ('[optimizer]\ntype = "sgdx"\n', "optimizer.type", "'sgdx' is not one of"),
+        ('[[loggers]]\ntype = "csv"\nfoo = 1\n', "loggers.0", "'foo' was unexpected"),
+    ],
+)
+def test_an_editor_marks_the_key_that_is_wrong(installed: Any, broken: str, path: str, words: str) -> None:
+    """One mistake, at one place: not that a section fits none of many alternatives."""
+    data = tomli.loads(f'extends = "titan:llama3_debug"\n{broken}')
+    [found] = installed.iter_errors(data)
+    assert ".".join(map(str, found.absolute_path)) == path
+    assert words in found.message
+
+
 @pytest.mark.parametrize("section", ["model", "tokenizer", "dataset", "training"])
 def test_what_a_recipe_needs_is_needed_unless_it_extends_another(mistakes: Mistakes, section: str) -> None:
     data = tomli.loads(BASE)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
+from contextlib import suppress
 from pathlib import Path
 
 import click
@@ -12,7 +14,7 @@ import click
 from titancli.cli.completion import RecipeOrOverride
 from titancli.cli.failures import print_error
 from titancli.cli.output import note
-from titancli.errors import EXIT_OK, EnvironmentProblem, TitanError, UsageError
+from titancli.errors import EXIT_OK, EnvironmentProblem, PluginError, TitanError, UsageError
 from titancli.recipe import find_recipe, load_recipe
 from titancli.registry import current
 
@@ -84,12 +86,29 @@ def _extend(file: Path, base: str, full: bool) -> int:
     from titancli.recipe.editor import template
 
     loaded = load_recipe(base)
-    schema = f"./{SCHEMA_NAME}" if (file.parent / SCHEMA_NAME).is_file() else None
+    schema = _schema_beside(file)
     _write(file, template(loaded, _reference(base, file), _name(file), schema, full=full))
     more = "" if full else "; --full lists every key"
     note(f"{file}: uncomment a key to change it{more}")
     note(f"next:  titan train {_path(file)}")
     return EXIT_OK
+
+
+def _schema_beside(file: Path) -> str | None:
+    """Return what the first line names for editors: the schema beside a recipe, written if there is none."""
+    from titancli.recipe.editor import recipe_schema
+
+    beside = file.parent / SCHEMA_NAME
+    if not beside.exists():
+        try:
+            schema = recipe_schema(current())
+        except PluginError as error:  # of a plugin that the recipe may not need
+            note(f"there is no {SCHEMA_NAME} for editors: {error.message}")
+            return None
+        with suppress(FileExistsError):  # another command has just written it
+            _write(beside, json.dumps(schema, indent=2, ensure_ascii=False) + "\n")
+        note(f"{beside}: for editors; after a plugin is installed: titan recipe schema > {_path(beside)}")
+    return f"./{SCHEMA_NAME}"
 
 
 def _translate(file: Path, job: Path) -> int:

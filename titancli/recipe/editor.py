@@ -128,26 +128,40 @@ def _names(name: str, cls: type, registry: Registry) -> list[str]:
 
 
 def _slot_schema(kind: str, registry: Registry) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What may stand in a slot of a kind, and what must if no base says the rest of it."""
+    """What may stand in a slot of a kind, and what must if no base says the rest of it.
+
+    Each component's table is asked for where `type` names it, so that an editor marks the key that is wrong:
+    of alternatives (`anyOf`) it could only say that none of them fits.
+    """
     names: list[str] = []
     ready: list[str] = []
-    tables, wholes = [], []
+    tables, wholes, untyped = [], [], {"required": ["type"]}
     for name, cls in registry.components(kind):
         called = _names(name, cls, registry)
         required = required_fields(cls)
         names += called
         ready += [] if required else called
-        tables.append({"$ref": f"#/$defs/{_definition(name, cls)}"})
-        whole: dict[str, Any] = {"type": "object", "properties": {"type": {"enum": called}}}
-        if KINDS[kind].full_default not in called:
-            whole["required"] = ["type"]
+        named = {"required": ["type"], "properties": {"type": {"enum": called}}}
+        tables.append({"if": named, "then": {"$ref": f"#/$defs/{_definition(name, cls)}"}})
+        whole: dict[str, Any] = {}
         if required and with_defaults(ConfigDefaults, cls).flavors:
-            whole["anyOf"] = [{"required": ["flavor"]}, {"required": required}]
+            whole = {"anyOf": [{"required": ["flavor"]}, {"required": required}]}
         elif required:
-            whole["required"] = [*whole.get("required", []), *required]
-        wholes.append(whole)
-    described = {"description": KINDS[kind].summary}
-    return {**described, "anyOf": [{"enum": names}, *tables]}, {"anyOf": [{"enum": ready}, *wholes]}
+            whole = {"required": required}
+        if whole:
+            wholes.append({"if": named, "then": whole})
+        if KINDS[kind].full_default in called:
+            untyped = whole
+    typed = {"properties": {"type": {"enum": names}}}
+    # The type may stand in a base: then the keys of any component may.
+    any_table = {"anyOf": [table["then"] for table in tables]} if tables else {}
+    tables.append({"if": {"not": {"required": ["type"]}}, "then": any_table})
+    wholes.append({"if": {"not": {"required": ["type"]}}, "then": untyped})
+    described = {"description": KINDS[kind].summary, "type": ["string", "object"], "if": {"type": "string"}}
+    return (
+        {**described, "then": {"enum": names}, "else": {"allOf": [typed, *tables]}},
+        {"if": {"type": "string"}, "then": {"enum": ready}, "else": {"allOf": wholes}},
+    )
 
 
 def _section(schema: dict[str, Any]) -> dict[str, Any]:
