@@ -76,7 +76,8 @@ class TitanError(Exception):
         return f"{self.message}\n{self.hint}" if self.hint else self.message
 
     def __reduce__(self):  # keyword-only arguments do not survive the default
-        return _rebuild, (type(self), self.message, self.hint)
+        blamed = {key: value for key, value in vars(self).items() if key == "blamed"}
+        return _rebuild, (type(self), self.message, self.hint), blamed or None
 
 
 def _rebuild(cls: type[TitanError], message: str, hint: str | None) -> TitanError:

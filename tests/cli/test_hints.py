@@ -53,12 +53,13 @@ def test_a_key_and_its_value_in_two_words_are_told_as_one(titan: Titan) -> None:
 @pytest.mark.parametrize("name", [*BUILTIN, "runs list", ""])
 def test_h_is_help(titan: Titan, name: str) -> None:
     done = titan(*name.split(), "-h")
-    assert done.code == 0 and done.out.startswith("Usage: titan") and "-h, --help" in done.out
+    assert done.code == 0 and done.out == titan(*name.split(), "--help").out
+    assert done.out.startswith("Usage: titan")
 
 
 def test_the_help_of_train_says_what_an_override_is_and_where_keys_are_found(titan: Titan) -> None:
     words = " ".join(titan("train", "--help").out.split())
-    assert "KEY=VALUE overrides a value of the recipe" in words and "`titan config RECIPE`" in words
+    assert "KEY=VALUE overrides a value of the recipe" in words and "`titan recipe show RECIPE`" in words
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,12 @@ def test_a_batch_is_of_rows_and_says_what_it_has_not() -> None:
     with pytest.raises(KeyError, match="no 'weights'; it has tokens, targets") as caught:
         batch()["weights"]
     assert isinstance(caught.value, MissingTensor) and batch().get("weights") is None
+    assert caught.value.hint is None
+    with pytest.raises(MissingTensor) as caught:
+        batch()["tragets"]
+    assert caught.value.hint == "did you mean 'targets'?"
+    with pytest.raises(MissingTensor):
+        batch()[0]  # type: ignore[index]
     for tensors, words in (
         ({}, "must have tensors"),
         ({"tokens": torch.tensor(3)}, "not a scalar tensor"),

@@ -79,8 +79,9 @@ def print_error(error: Exception, arguments: Sequence[str] = (), *, traceback: b
         ]
         say(render_problems(shown, color=colored(sys.stderr)).rstrip())
         return error.exit_code
+    where = _where(error)
     if isinstance(error, TitanError):
-        error_line(error.message, hint=error.hint or denied(error))
+        error_line(error.message + where, hint=error.hint or denied(error))
         return error.exit_code
     hint = None if traceback else "use --traceback to see where"
     if isinstance(error, OSError) and error.strerror:
@@ -88,8 +89,16 @@ def print_error(error: Exception, arguments: Sequence[str] = (), *, traceback: b
         error_line(told, hint=denied(error) or hint)
         return EXIT_ENVIRONMENT
     words = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    error_line(f"unexpected {words}", hint=hint)
+    error_line(f"unexpected {words}{where}", hint=hint)
     return EXIT_FAILED
+
+
+def _where(error: Exception) -> str:
+    """The line with the component of a plugin that an error came through; empty if it came through none."""
+    from titancli.registry.blame import blame
+
+    found = blame(error)
+    return f"\n in {found}" if found and found.place not in str(error) else ""
 
 
 def _problems(error: Exception, code: int) -> list[dict[str, str | int | None]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from titancli.errors import TitanError
+from titancli.errors import TitanError, nearest_name
 
 if TYPE_CHECKING:
     import torch
@@ -65,7 +65,11 @@ class Batch(Mapping[str, "Tensor"]):
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._tensors:
-            raise MissingTensor(f"the batch has no {name!r}; it has {', '.join(self._tensors)}")
+            near = nearest_name(str(name), self._tensors)
+            raise MissingTensor(
+                f"the batch has no {name!r}; it has {', '.join(self._tensors)}",
+                hint=f"did you mean {near!r}?" if near else None,
+            )
         return self._tensors[name]
 
     def __contains__(self, name: object) -> bool:

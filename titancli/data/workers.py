@@ -36,6 +36,7 @@ from titancli.data.shards.workers import end_with_parent
 from titancli.errors import EnvironmentProblem, RecipeError, TitanError
 from titancli.observe.metrics import Reading, collector, report
 from titancli.protocols import Dataset, DatasetDefaults
+from titancli.registry.blame import blame
 from titancli.registry.component import build
 from titancli.registry.defaults import with_defaults
 
@@ -297,12 +298,19 @@ def _flat(tensor: torch.Tensor) -> tuple[np.ndarray, torch.dtype, tuple[int, ...
 
 
 def _plain(error: BaseException) -> BaseException:
-    """The error as one that can be sent: one of titan's, or another with its traceback as a note."""
+    """The error as one that can be sent: one of titan's, or another with its traceback as a note. What its
+    frames tell is said of it here, since they stay."""
+    blamed = blame(error)
     if isinstance(error, TitanError):
         kind = next(cls for cls in type(error).__mro__ if cls.__module__ == TitanError.__module__)
-        return error if kind is type(error) else kind(error.message, hint=error.hint)
+        own = error if kind is type(error) else kind(error.message, hint=error.hint)
+        if blamed is not None:
+            own.blamed = blamed  # type: ignore[union-attr]
+        return own
     found = error
     if any(cls.__module__ != "builtins" for cls in (type(error), *map(type, error.args))):
         found = RuntimeError(f"{type(error).__name__}: {error}")  # others may not take what they are made of
     found.add_note("".join(traceback.format_exception(error)))
+    if blamed is not None:
+        found.blamed = blamed  # type: ignore[attr-defined]
     return found

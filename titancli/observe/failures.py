@@ -13,11 +13,12 @@ import sys
 import traceback
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from titancli.errors import EXIT_FAILED, RankFailure, TitanError
 from titancli.files import read_json
+from titancli.registry.blame import blame
 from titancli.runs import timestamp, write_atomically
 from titancli.terminal import printable
 
@@ -47,11 +48,13 @@ class Failure:
     """It may be no more than the echo of another rank's end."""
     traceback: str
     time: str
+    where: str | None = None
+    """The component of a plugin that it came through, and the line of the plugin's code."""
 
     @property
     def words(self) -> str:
         """The error in one line."""
-        return _one_line(self.type, self.message, expected=self.expected)
+        return _one_line(self.type, self.message, self.where, expected=self.expected)
 
 
 def error_file(logs: Path, rank: int) -> Path:
@@ -76,6 +79,7 @@ def write(logs: Path, error: BaseException, *, rank: int, world: int, step: int 
         communication=is_communication(error),
         traceback=_own_traceback(error),
         time=timestamp(),
+        where=_where(error),
     )
     try:
         logs.mkdir(parents=True, exist_ok=True)
@@ -155,7 +159,10 @@ def block(failure: Failure, log: Path | None, silent: list[int] | None = None) -
     """Format a failure for the user. Ranks that are `silent` left no report."""
     when = f"at step {failure.step}" if failure.step is not None else "before the first step"
     who = f"rank {failure.rank} of {failure.world} on {failure.host}" if failure.world > 1 else "the run"
-    lines = [f"{who} failed {when}: {failure.message if failure.expected else failure.words}"]
+    told = failure.message if failure.expected else replace(failure, where=None).words
+    lines = [f"{who} failed {when}: {told}"]
+    if failure.where:
+        lines.append(f" in {failure.where}")
     if failure.hint:
         lines.append(f" {failure.hint}")
     if failure.communication:
@@ -177,12 +184,20 @@ def _others(silent: list[int], log: Path | None) -> str:
 def words(error: BaseException) -> str:
     """Return an error in one line."""
     message = error.message if isinstance(error, TitanError) else str(error)
-    return _one_line(type(error).__name__, message, expected=isinstance(error, TitanError))
+    return _one_line(type(error).__name__, message, _where(error), expected=isinstance(error, TitanError))
 
 
-def _one_line(type_name: str, message: str, *, expected: bool) -> str:
+def _where(error: BaseException) -> str | None:
+    if is_communication(error):  # a loop of a plugin waits for the others too
+        return None
+    found = blame(error)
+    return str(found) if found else None
+
+
+def _one_line(type_name: str, message: str, where: str | None, *, expected: bool) -> str:
     first_line = message.strip().partition("\n")[0]
-    return first_line if expected else f"{type_name}: {first_line}" if first_line else type_name
+    told = first_line if expected else f"{type_name}: {first_line}" if first_line else type_name
+    return f"{told} (in {where})" if where else told
 
 
 def _own_traceback(error: BaseException) -> str:

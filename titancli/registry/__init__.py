@@ -41,6 +41,11 @@ def current() -> Registry:
     return _current
 
 
+def made() -> Registry | None:
+    """Return the registry of this process if something has asked for it."""
+    return _current
+
+
 def plugin_files() -> list[Path]:
     """Return the absolute paths of files added by `-p ./file.py`; a launcher passes them to its workers."""
     return [Path(file).absolute() for file in _files]

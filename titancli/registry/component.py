@@ -138,4 +138,12 @@ def load_target(reference: str) -> Callable[..., Any]:
 
 def build(config: Any, **runtime: Any) -> Any:
     """Import the config's target and call it as `build(config, **runtime)`."""
-    return load_target(component_info(config).target)(config, **runtime)
+    info = component_info(config)
+    built = load_target(info.target)(config, **runtime)
+    kept = BUILT.setdefault((type(built).__module__, type(built).__qualname__), set())
+    kept.add((info.kind, info.name))
+    return built
+
+
+BUILT: dict[tuple[str, str], set[tuple[str, str]]] = {}
+"""By module and name of a class, the kinds and names of the components that were built as one."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, NamedTuple
 
+from titancli.registry.blame import blame
 from titancli.registry.component import build, component_info
 from titancli.registry.defaults import RewardConfigDefaults, with_defaults
 from titancli.rl import PATIENCE
@@ -135,7 +136,9 @@ def number_of(value: Any) -> float:
 
 
 def _place(error: BaseException) -> str:
-    """Where a reward raised: the last line of it that is not titan's own call."""
+    """Where a reward raised: the last line of its plugin, or the last that is not titan's own call."""
+    if (found := blame(error)) is not None:
+        return f" ({found.place})"
     frames = traceback.extract_tb(error.__traceback__)[1:]
     return (
         f" ({frames[-1].filename}:{frames[-1].lineno})" if frames and frames[-1].filename != __file__ else ""
