@@ -86,29 +86,29 @@ def _extend(file: Path, base: str, full: bool) -> int:
     from titancli.recipe.editor import template
 
     loaded = load_recipe(base)
-    schema = _schema_beside(file)
+    beside = file.parent / SCHEMA_NAME
+    missing = None if beside.exists() else _schema_for(beside)
+    schema = f"./{SCHEMA_NAME}" if missing or beside.exists() else None
     _write(file, template(loaded, _reference(base, file), _name(file), schema, full=full))
+    if missing:
+        with suppress(FileExistsError):  # another command has just written it
+            _write(beside, missing)
+        note(f"{beside}: for editors; after a plugin is installed: titan recipe schema > {_path(beside)}")
     more = "" if full else "; --full lists every key"
     note(f"{file}: uncomment a key to change it{more}")
     note(f"next:  titan train {_path(file)}")
     return EXIT_OK
 
 
-def _schema_beside(file: Path) -> str | None:
-    """Return what the first line names for editors: the schema beside a recipe, written if there is none."""
+def _schema_for(beside: Path) -> str | None:
+    """Return the text of the schema for a folder that has none; None where a plugin leaves none to be had."""
     from titancli.recipe.editor import recipe_schema
 
-    beside = file.parent / SCHEMA_NAME
-    if not beside.exists():
-        try:
-            schema = recipe_schema(current())
-        except PluginError as error:  # of a plugin that the recipe may not need
-            note(f"there is no {SCHEMA_NAME} for editors: {error.message}")
-            return None
-        with suppress(FileExistsError):  # another command has just written it
-            _write(beside, json.dumps(schema, indent=2, ensure_ascii=False) + "\n")
-        note(f"{beside}: for editors; after a plugin is installed: titan recipe schema > {_path(beside)}")
-    return f"./{SCHEMA_NAME}"
+    try:
+        return json.dumps(recipe_schema(current()), indent=2, ensure_ascii=False) + "\n"
+    except PluginError as error:  # of a plugin that the recipe may not need
+        note(f"there is no {beside} for editors: {error.message}")
+        return None
 
 
 def _translate(file: Path, job: Path) -> int:
