@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import json
 import logging
@@ -17,7 +18,7 @@ import zstandard
 from tests.cli.conftest import Titan, titan  # noqa: F401 - a fixture
 from tests.data.helpers import make
 from titancli.data import ByteTokenizer, JsonLines, TextFiles
-from titancli.data.formats import HEAD_BYTES, format_of, require_rows
+from titancli.data.formats import HEAD_BYTES, ROW_BYTES, format_of, require_rows
 from titancli.data.shards.sources import Options, open_inputs
 from titancli.data.shards.tokenize import Job, tokenize
 from titancli.errors import EnvironmentProblem
@@ -44,6 +45,7 @@ def parquet(path: Path) -> bytes:
         ("rows.zstd", zstandard.compress(ROWS), "jsonl"),
         ("rows.json", b"\xef\xbb\xbf" + ROWS, "jsonl"),
         ("rows.json", b'{"text": "one row"}', "jsonl"),
+        ("rows.json", codecs.BOM_UTF8 + b'{"text": "' + b"x" * ROW_BYTES + b'"}', "jsonl"),
         ("rows.json", ROWS.replace(b"\n", b"\r\n"), "jsonl"),
         ("rows.json", b"\n\nno JSON\n" + ROWS, "jsonl"),
         ("rows.json", json.dumps({"text": "x" * 3 * HEAD_BYTES}).encode() + b"\n" + ROWS, "jsonl"),

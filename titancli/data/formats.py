@@ -12,6 +12,7 @@ import logging
 import os
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from typing import BinaryIO, NamedTuple
 
 from titancli.data.compressed import SUFFIXES, compression_of, open_plain
@@ -124,14 +125,14 @@ def require_rows(paths: Sequence[str]) -> None:
 def _format(path: str) -> Format | _Other:
     plain, suffix = os.path.splitext(path.lower())
     with open(path, "rb") as file:
-        head = file.read(HEAD_BYTES)
-    if not head:
-        return Format("jsonl" if suffix in ROWS else "text")
-    compressed = suffix in SUFFIXES or compression_of(head) is not None
+        begin = file.peek(4)
+        if not begin:
+            return Format("jsonl" if suffix in ROWS else "text")
+        compressed = suffix in SUFFIXES or compression_of(begin) is not None
+        with open_plain(path) if compressed else nullcontext(file) as plainly:
+            head = _head(plainly)
     if compressed:
         suffix = os.path.splitext(plain)[1] if suffix in SUFFIXES else suffix
-    with open_plain(path) as plainly:
-        head = _head(plainly)
     if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return _Other("in UTF-16", "convert it: `iconv -f UTF-16 -t UTF-8`")
     says_text = suffix in TEXT and not compressed
@@ -174,7 +175,7 @@ def _are_objects(head: bytes) -> bool:
 
 
 def _is_object(row: bytes) -> bool:
-    if len(row) >= ROW_BYTES:
+    if len(row) >= ROW_BYTES - len(codecs.BOM_UTF8):  # a mark of the encoding may have been before it
         return True  # as far as one can see
     try:
         return isinstance(json.loads(row), dict)
