@@ -27,6 +27,14 @@ torch.nn.Bilinear = Own
 torch.set_default_dtype(torch.float64)
 torch.manual_seed(3)
 """
+LAZY = """
+import importlib.util, sys
+spec = importlib.util.find_spec('this')
+spec.loader = importlib.util.LazyLoader(spec.loader)
+sys.modules['this'] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(sys.modules['this'])
+"""
+"""A module that prints when it is first asked for something."""
 HABITS: dict[str, tuple[str, list[str]]] = {
     "clean": ("import os, json, logging\n", []),
     "folder": ("import os\nos.chdir('/')\n", ["changes the current folder"]),
@@ -35,6 +43,7 @@ HABITS: dict[str, tuple[str, list[str]]] = {
     "environ": ("import os\nos.environ['OMP_NUM_THREADS'] = '3'\n", ["changes environment variables"]),
     "handles": ("import signal\nsignal.signal(signal.SIGTERM, print)\n", ["handles signals"]),
     "imports": ("import torch, torch.nn.attention\n", []),
+    "lazy": (LAZY, []),
     "patches": (
         PATCHES,
         [
@@ -99,6 +108,13 @@ def test_a_command_is_not_changed_by_what_a_plugin_does(site: Site, tmp_path: Pa
     )
     assert done.returncode == 0 and json.loads(done.stdout)["ok"], done.stderr
     assert "banner" in done.stderr
+
+
+def test_what_a_plugin_loads_when_it_is_needed_is_not_loaded_by_looking_at_it(site: Site, tmp_path: Path) -> None:
+    install(site, {"lazy": HABITS["lazy"]})
+    recipe(tmp_path)
+    done = titan(site, "validate", "recipe.toml", "loss=lazy", TITAN_PLUGINS="lazy")
+    assert done.returncode == 0 and "Zen" not in done.stdout + done.stderr, done.stderr
 
 
 def test_what_a_plugin_changes_in_torch_is_told(site: Site, tmp_path: Path) -> None:

@@ -19,6 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from titancli.registry.plugins import names_in
+
 if TYPE_CHECKING:
     from titancli.registry.lookup import Registry
 
@@ -157,10 +159,10 @@ def _state() -> dict[str, Any]:
 def _functions() -> dict[str, Any]:
     """The functions and classes in torch's modules, and the methods of those classes, by name."""
     found = {}
-    for name, module in list(sys.modules.items()):
+    for name in list(sys.modules):
         if name != "torch" and not name.startswith("torch."):
             continue
-        for attribute, value in list(vars(module).items()):
+        for attribute, value in names_in(name).items():
             if callable(value):
                 found[f"{name}.{attribute}"] = value
             if isinstance(value, type) and value.__module__ == name:

@@ -287,16 +287,19 @@ def _logging_kept() -> Iterator[None]:
 
 
 def _brings_torch(new: set[str]) -> bool:
-    """Whether modules that were just imported bring torch, or use it where it was there before.
-
-    What stands for a module may be anything: a plugin's values are compared, and not asked.
-    """
-    if (torch := sys.modules.get("torch")) is None:
-        return False
-    modules = (sys.modules.get(name) for name in new)
-    return "torch" in new or any(
-        value is torch for module in modules for value in list(getattr(module, "__dict__", {}).values())
+    """Whether modules that were just imported bring torch, or use it where it was there before."""
+    torch = sys.modules.get("torch")
+    return torch is not None and (
+        "torch" in new or any(value is torch for name in new for value in names_in(name).values())
     )
+
+
+def names_in(module: str) -> dict[str, Any]:
+    """Return what stands in a module. Anything may stand in `sys.modules` in place of one, and what is to be
+    loaded when it is first asked for an attribute is not to be loaded by this."""
+    found = sys.modules.get(module)
+    is_module = issubclass(type(found), ModuleType)  # its own `__class__` is not asked
+    return dict(object.__getattribute__(found, "__dict__")) if is_module else {}
 
 
 # ---------------------------------------------------------------------------------------------- faults
