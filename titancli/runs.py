@@ -141,7 +141,7 @@ def read_lock(path: Path) -> str:
     """
     try:
         data = read_bytes(path)
-        text = data.decode()
+        text = data.decode("utf-8-sig")
     except (OSError, ValueError) as error:
         raise EnvironmentProblem(f"cannot read {path}: {error}") from error
     if (changed := changed_lock(path, data)) is not None:

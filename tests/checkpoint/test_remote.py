@@ -190,6 +190,16 @@ def test_uploads_follow_the_folder_and_keep_as_many_of_this_run(tmp_path: Path, 
     assert _objects(f"{url}/step-6") == {p.name: p.read_bytes() for p in (folder / "step-6").iterdir()}
 
 
+def test_a_store_that_has_folders_keeps_no_empty_one(tmp_path: Path) -> None:
+    uploads = _uploads(tmp_path / "here", f"file://{tmp_path}/store", keep=1)
+    for step in (1, 2, 4):
+        _saved(tmp_path / "here", step)
+        uploads.finish()
+        if step == 1:
+            (tmp_path / "store/step-1/notes.txt").write_text("a user's own")
+    assert sorted(path.name for path in (tmp_path / "store").iterdir()) == ["step-1", "step-4"]
+
+
 def test_what_an_upload_that_was_cut_off_left_is_deleted_with_the_next(
     tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

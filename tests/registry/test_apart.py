@@ -110,7 +110,7 @@ def test_a_command_is_not_changed_by_what_a_plugin_does(site: Site, tmp_path: Pa
     assert "banner" in done.stderr
 
 
-def test_what_a_plugin_loads_when_it_is_needed_is_not_loaded_by_looking_at_it(site: Site, tmp_path: Path) -> None:
+def test_what_is_loaded_when_it_is_needed_is_not_loaded_by_looking_at_it(site: Site, tmp_path: Path) -> None:
     install(site, {"lazy": HABITS["lazy"]})
     recipe(tmp_path)
     done = titan(site, "validate", "recipe.toml", "loss=lazy", TITAN_PLUGINS="lazy")

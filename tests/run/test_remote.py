@@ -226,6 +226,26 @@ def test_a_signal_ends_a_run_whose_store_hangs(
     assert all(_is_good(path) for path in steps(here / "store/r"))
 
 
+@pytest.mark.e2e
+def test_a_command_whose_store_hangs_ends_after_the_limit_and_by_ctrl_c(
+    command: Callable[..., Command], here: Path
+) -> None:
+    store = ["-p", str(STORES), f"checkpoint.remote=odd://{here}/store"]
+    late = command(
+        *("tiny.toml", "--run-dir", "r", *store, "checkpoint.remote_timeout_seconds=1"),
+        env={**os.environ, ODD: "*:hang"},
+    ).wait()
+    assert late.code == 5 and "has made no progress for 1 seconds" in late.err
+
+    assert command("tiny.toml", "--run-dir", "r", *store, "training.steps=2").wait().code == 0
+    shutil.rmtree(here / "store/r/step-2")
+    hanging = command("r", "--resume", "-p", str(STORES), env={**os.environ, ODD: "put_file:hang"})
+    while not (begun := list((here / "store/r").glob(".step-2.*"))) and hanging.process.poll() is None:
+        time.sleep(0.05)
+    hanging.process.send_signal(signal.SIGINT)
+    assert hanging.wait(30).code == 130 and begun
+
+
 def test_a_finished_run_is_resumed_to_upload_what_is_missing(train: Train, here: Path, both: str) -> None:
     shutil.rmtree(here / "store/r/step-6")
     with ExitStack() as stack:

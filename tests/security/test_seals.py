@@ -70,6 +70,13 @@ def test_each_bit_of_a_lock_file(tmp_path: Path) -> None:
     assert harmless < 8 * 130  # the first line, which is a comment
 
 
+def test_a_lock_file_that_an_editor_or_git_has_converted_is_the_same(tmp_path: Path) -> None:
+    text = lock_text(load_recipe("llama3_debug"))
+    path = tmp_path / "recipe.lock.toml"
+    path.write_bytes(b"\xef\xbb\xbf" + text.replace("\n", "\r\n").encode())
+    assert read_lock(path).replace("\r\n", "\n") == text
+
+
 def test_each_bit_of_a_record(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     record = {"format": 1, "name": "tiny", "attempts": [{"token": "a", "outcome": None, "serial": 3}]}

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from titancli.checkpoint.format.disk import FULL
 from titancli.errors import EXIT_ENVIRONMENT, TitanError
+from titancli.process import leave_threads_behind
 
 T = TypeVar("T")
 
@@ -110,17 +111,21 @@ class Line:
 
         thread = threading.Thread(target=work, name="titan-store", daemon=True)
         thread.start()
-        while thread.is_alive():
-            before = moved()
-            thread.join(self.limit)
-            if thread.is_alive() and moved() == before:
-                if changes:
-                    self.stuck.append(thread)
-                raise unreachable(
-                    place,
-                    f"{doing} has made no progress for {self.limit:g} seconds (the limit is "
-                    "checkpoint.remote_timeout_seconds)",
-                )
+        try:
+            while thread.is_alive():
+                before = moved()
+                thread.join(self.limit)
+                if thread.is_alive() and moved() == before:
+                    if changes:
+                        self.stuck.append(thread)
+                    raise unreachable(
+                        place,
+                        f"{doing} has made no progress for {self.limit:g} seconds (the limit is "
+                        "checkpoint.remote_timeout_seconds)",
+                    )
+        except BaseException:  # Ctrl-C, too: after that a thread that works on is not called alive
+            leave_threads_behind()
+            raise
         return (failures[0] if failures else None), answer
 
 

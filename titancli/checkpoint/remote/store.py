@@ -213,6 +213,18 @@ class RemotePath:
         with suppress(*ABSENT):
             self._ask("deleting it", lambda: self._store.rm_file(self._key), changes=True)
 
+    def rmdir(self) -> None:
+        """Remove a folder that is empty, if it is there. In most stores a folder is in names alone, and gone
+        with the last of them."""
+
+        def remove() -> None:
+            with suppress(FileExistsError, NotImplementedError):  # an object that stands for the folder
+                self._store.rmdir(self._key)
+
+        with suppress(*ABSENT):
+            if self.is_dir() and not any(self.iterdir()):
+                self._ask("removing it", remove, changes=True)
+
     def _ask(
         self,
         doing: str,

@@ -121,6 +121,7 @@ def discard(place: Path, manifest: Manifest) -> None:
 def _delete(place: RemotePath, manifest: Manifest) -> None:
     for name in (MANIFEST, *manifest.files):
         (place / name).unlink()
+    place.rmdir()
 
 
 def sweep(parent: Path, run_id: str) -> None:

@@ -69,17 +69,21 @@ class Uploads:
         After a signal wait no longer than `exit_seconds`, and return whether that was enough."""
         with self._lock:
             thread, told = self._thread, None
-        while thread is not None and thread.is_alive():
-            if self._deadline is None and self._leaving():
-                self._deadline = time.monotonic() + self._exit_seconds
-            left = SLICE if self._deadline is None else min(SLICE, self._deadline - time.monotonic())
-            if left <= 0:
-                leave_threads_behind()
-                return False
-            thread.join(left)
-            if told != self.busy and (busy := self.busy) is not None:
-                logger.info("waiting for the upload of %s to %s", busy.name, self._place)
-                told = busy
+        try:
+            while thread is not None and thread.is_alive():
+                if self._deadline is None and self._leaving():
+                    self._deadline = time.monotonic() + self._exit_seconds
+                left = SLICE if self._deadline is None else min(SLICE, self._deadline - time.monotonic())
+                if left <= 0:
+                    leave_threads_behind()
+                    return False
+                thread.join(left)
+                if told != self.busy and (busy := self.busy) is not None:
+                    logger.info("waiting for the upload of %s to %s", busy.name, self._place)
+                    told = busy
+        except KeyboardInterrupt:
+            leave_threads_behind()
+            raise
         return True
 
     def finish(self) -> bool:
