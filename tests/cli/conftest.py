@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,6 +28,7 @@ def titan(
     """`titan(*arguments)`: the command in this process, in an empty folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("TITAN_PLUGINS", raising=False)
+    monkeypatch.setattr(logging, "raiseExceptions", False)  # handlers of libraries keep another test's stderr
 
     def run(*arguments: str) -> Done:
         capsys.readouterr()
