@@ -75,6 +75,21 @@ def test_a_full_name_over_a_default_is_another_component(site: Site, tmp_path: P
     assert loaded.data["optimizer"] == {"type": "aaa/adamw"}
 
 
+@pytest.mark.parametrize("extends", [False, True])
+def test_a_full_name_over_a_bundled_recipes_bare_name_is_another_component(
+    site: Site, tmp_path: Path, extends: bool
+) -> None:
+    site.add("aaa", everything())
+    reference = "llama3_debug"  # which says: type = "adamw", lr = 2e-3
+    if extends:
+        reference = str(tmp_path / "own.toml")
+        Path(reference).write_text('recipe = 1\nextends = "titan:llama3_debug"\n')
+    loaded = load_recipe(reference, ["optimizer=aaa/adamw"], registry=load_plugins())
+    assert loaded.data["optimizer"] == {"type": "aaa/adamw"}
+    kept = load_recipe(reference, ["optimizer=titan/adamw"], registry=load_plugins())
+    assert kept.data["optimizer"]["lr"] == 2e-3
+
+
 def test_the_commands_tell_of_the_clash(titan: Titan, site: Site) -> None:  # noqa: F811
     site.add("aaa", everything())
     registries.configure()

@@ -5,18 +5,19 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import tomli
 
-from titancli.errors import Location, RecipeError
-from titancli.recipe.find import NAMED, named_recipe
+from titancli.errors import Location, PluginError, RecipeError
+from titancli.recipe.find import NAMED, bundled_folder, named_recipe
 from titancli.recipe.problems import Problems, nearest
 from titancli.recipe.read import DEEPEST, FORMAT, parse, read_file
 from titancli.recipe.schema import recipe_slots
 from titancli.recipe.toml import DEFAULT, OVERRIDE, KeyPath, Node, Origin, Source, dotted, match_key, scan
-from titancli.registry.kinds import KINDS
+from titancli.registry.kinds import BUILTIN, KINDS
 
 if TYPE_CHECKING:
     from titancli.registry.lookup import Registry
@@ -137,8 +138,25 @@ def _with_bases(
         _base(reference, path, registry, problems, (*above, path.resolve()))
         for reference in _references(root, problems)
     ]
-    layers.append(Node({k: v for k, v in root.value.items() if k != "extends"}, root.origin))
+    own = Node({k: v for k, v in root.value.items() if k != "extends"}, root.origin)
+    layers.append(_in_full(own, registry) if path.resolve().parent == bundled_folder().resolve() else own)
     return functools.reduce(lambda low, high: merge(low, high, problems), layers, Node({}, DEFAULT))
+
+
+def _in_full(root: Node, registry: Registry) -> Node:
+    """A bundled recipe with titan's name before its bare types: a plugin's component of the same bare name
+    that is laid over one is another, and takes none of its keys."""
+    tables = dict(root.value)
+    for name, slot in recipe_slots().items():
+        table = as_table(tables[name], (name,)) if name in tables else None
+        given = table.child("type") if table is not None else None
+        if table is None or given is None or "/" in str(given.value):
+            continue
+        full = f"{BUILTIN}/{given.value}"
+        with suppress(PluginError):  # of a plugin, which the recipe requires
+            registry.find(slot.kind, full)
+            tables[name] = Node({**table.value, "type": Node(full, given.origin)}, table.origin)
+    return Node(tables, root.origin)
 
 
 def _references(root: Node, problems: Problems) -> list[Node]:
