@@ -56,6 +56,10 @@ class DamagedCheckpoint(EnvironmentProblem):
         return DamagedCheckpoint, (self.folder, self.why, self.file)
 
 
+class OtherFormat(EnvironmentProblem):
+    """A checkpoint that another version of titan wrote: a whole one, for all that this version knows."""
+
+
 SEAL = Seal('{"xxh3_64": "', '",\n')
 """Its first line."""
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
@@ -148,7 +152,7 @@ def parse_manifest(text: bytes, path: Path) -> Manifest:
         data = json.loads(text)
         del data["xxh3_64"]
         if (found := data.pop("format")) != FORMAT:
-            raise EnvironmentProblem(
+            raise OtherFormat(
                 f"{path} has format {found!r}, but this version of titan reads format {FORMAT}",
                 hint="use the version of titan that wrote it",
             )

@@ -21,6 +21,7 @@ from titancli.checkpoint.format.hashed import Digest, file_digest
 from titancli.checkpoint.format.manifest import (
     MANIFEST,
     Manifest,
+    OtherFormat,
     Verify,
     faults,
     hidden_prefix,
@@ -72,15 +73,14 @@ def upload(folder: Path, place: Path, *, read_back: bool = False) -> None:
     each object's bytes are compared, also where the store has no checksum of them.
 
     Raises:
-        TitanError: another run's checkpoint lies there, or is on its way; the folder is damaged; or what
-            arrived is not what was sent.
+        TitanError: another run's checkpoint lies there, or is on its way, or one of another version of
+            titan; the folder is damaged; or what arrived is not what was sent.
         Unreachable: the store refuses, or does not answer.
         OSError: the local files cannot be read.
     """
     remote = cast(RemotePath, place)
     manifest = read_manifest(folder)
-    with suppress(EnvironmentProblem):  # half of one is nobody's
-        there = read_manifest(place)
+    if (there := _lying_at(place)) is not None:
         if there.run_id != manifest.run_id:
             raise TitanError(f"{place} was written by another run ({there.run_id}) and is not overwritten")
         if there == manifest and not faults(place, manifest, verify="size"):
@@ -94,6 +94,16 @@ def upload(folder: Path, place: Path, *, read_back: bool = False) -> None:
             (remote / name).put(folder / name, digest, read_back=read_back)
         mark.check()
         (remote / MANIFEST).write_bytes(manifest_bytes(manifest))
+
+
+def _lying_at(place: Path) -> Manifest | None:
+    """Return what lies where a checkpoint is to be; half of one is nobody's, and counts as nothing."""
+    try:
+        return read_manifest(place)
+    except OtherFormat:
+        raise
+    except EnvironmentProblem:
+        return None
 
 
 def _clear(place: RemotePath) -> None:
