@@ -360,23 +360,3 @@ def leave_process_group(error_type: Any, error: Any, trace: Any) -> None:
 
     if dist.is_initialized() and (error is None or dist.get_world_size() == 1):
         dist.destroy_process_group()
-
-
-_left_behind = False
-
-
-def leave_threads_behind() -> None:
-    """Have `leave` end the process without waiting for its threads: one of them may hang for ever."""
-    global _left_behind
-    _left_behind = True
-
-
-def leave(code: int) -> int:
-    """Return the exit code, or end the process with it at once: the interpreter would wait at its end for
-    threads of others (those of asyncio's executor), daemons or not."""
-    if _left_behind:
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError):  # nobody reads it any more
-                stream.flush()
-        os._exit(code)
-    return code

@@ -1,4 +1,5 @@
-"""Signals that stop a run, heard at any time and heeded after a step; terminals that go away. Torch-free."""
+"""Signals that stop a run, heard at any time and heeded after a step; terminals that go
+away; and the end of a process. Torch-free."""
 
 from __future__ import annotations
 
@@ -91,3 +92,23 @@ def drop(stream: Any) -> None:
     """Send what a stream still holds, and all that is written to it, nowhere: nobody reads it any more."""
     with suppress(OSError, ValueError, AttributeError):  # a stream that is no file needs no care
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+_left_behind = False
+
+
+def leave_threads_behind() -> None:
+    """Have `leave` end the process without waiting for its threads: one of them may hang for ever."""
+    global _left_behind
+    _left_behind = True
+
+
+def leave(code: int) -> int:
+    """Return the exit code, or end the process with it at once: the interpreter would wait at its end for
+    threads of others (those of asyncio's executor), daemons or not."""
+    if _left_behind:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):  # nobody reads it any more
+                stream.flush()
+        os._exit(code)
+    return code

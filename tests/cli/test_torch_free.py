@@ -91,3 +91,7 @@ def test_a_command_answers_at_once(
     if found["seconds"] >= 3 * seconds:
         found = probe(tmp_path, *arguments)
     assert found["seconds"] < 3 * seconds
+
+
+def test_help_waits_for_nothing_that_runs_need(probed: Callable[..., dict[str, Any]]) -> None:
+    assert not {"logging", "ctypes"} & set(probed("--help")["seen"])

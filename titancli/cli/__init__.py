@@ -15,7 +15,7 @@ from itertools import pairwise
 from titancli.cli.common import Common, split_common
 from titancli.cli.failures import report
 from titancli.cli.output import be_quiet, prepare_streams
-from titancli.process import leave
+from titancli.signals import leave
 
 VERBOSE = "titan -v"
 """The name of the handler that writes the log to stderr."""

@@ -39,7 +39,6 @@ from titancli.process import (
     determinism,
     die_with_parent,
     environment,
-    leave,
     leave_process_group,
     leaving_if_orphaned,
     log_into,
@@ -55,7 +54,7 @@ from titancli.registry.defaults import LoopConfigDefaults, with_defaults
 from titancli.run import remote
 from titancli.run.attempt import take_part
 from titancli.runs import REPLAY_REQUEST, Claim, RunFolder, timestamp
-from titancli.signals import ASKED_TO_STOP, EXIT_NODES_JOIN, NODES_JOIN, Stop
+from titancli.signals import ASKED_TO_STOP, EXIT_NODES_JOIN, NODES_JOIN, Stop, leave
 
 if TYPE_CHECKING:
     import torch

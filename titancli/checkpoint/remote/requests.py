@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from titancli.checkpoint.format.disk import FULL
 from titancli.errors import EXIT_ENVIRONMENT, TitanError
-from titancli.process import leave_threads_behind
+from titancli.signals import leave_threads_behind
 
 T = TypeVar("T")
 

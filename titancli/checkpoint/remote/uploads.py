@@ -13,7 +13,7 @@ from titancli.checkpoint.format.disk import size_text
 from titancli.checkpoint.format.manifest import Manifest, read_manifest, steps
 from titancli.checkpoint.remote.transfer import discard, sweep, upload
 from titancli.errors import EnvironmentProblem, TitanError
-from titancli.process import leave_threads_behind
+from titancli.signals import leave_threads_behind
 
 logger = logging.getLogger(__name__)
 
