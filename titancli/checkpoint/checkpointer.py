@@ -105,7 +105,7 @@ class Checkpointer:
         return any(all_gather(busy)) if self._section.async_mode != "disabled" else False
 
     def reserve(self, tensors: Mapping[str, Tensor]) -> None:
-        """See to it that there is memory for copies of such tensors. What asynchronous saves stage them in is
+        """Ensure that there is memory for copies of such tensors. What asynchronous saves stage them in is
         pinned meanwhile.
 
         Raises:

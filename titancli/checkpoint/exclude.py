@@ -58,7 +58,7 @@ class Exclusion:
         return any(pattern.partition(".")[0] not in others for pattern in self.patterns)
 
     def check(self, names: Iterable[str]) -> None:
-        """See to it that each pattern means something.
+        """Ensure that each pattern means something.
 
         Args:
             names: of the checkpoint's tensors.

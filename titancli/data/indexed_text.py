@@ -138,7 +138,7 @@ class TextTokens:
                 at += size
 
     def _tokenize(self, rows: list[int]) -> None:
-        """See to it that the tokens of some documents are kept, and not many more."""
+        """Ensure that the tokens of some documents are kept, and not many more."""
         missing = [row for row in dict.fromkeys(rows) if row not in self._kept]
         for row, tokens in zip(missing, self._made(missing), strict=True):
             if len(tokens) != self._lengths[row]:

@@ -65,7 +65,7 @@ def row_lengths(
 
 
 def _measure(descriptor: int, rows: range, measure: Callable[[range], Sequence[int]], wait: bool) -> None:
-    """Measure some rows if nobody has, or does at the moment; with `wait`, see to it that they are."""
+    """Measure some rows if nobody has, or does at the moment; with `wait`, ensure that they are."""
     place = (4 * len(rows), 4 * rows.start)
     if np.frombuffer(os.pread(descriptor, *place), "<i4").all():
         return

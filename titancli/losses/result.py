@@ -27,7 +27,7 @@ class LossResult(NamedTuple):
 
 
 def check_shape(batch: Batch, name: str, shape: str, loss: str) -> None:
-    """See to it that one of the batch's tensors has a number for each row ("B") or token ("BS").
+    """Ensure that one of the batch's tensors has a number for each row ("B") or token ("BS").
 
     Raises:
         TitanError: it has another shape, or that is neither of these.

@@ -141,7 +141,7 @@ def take_run(run_dir: Path, section: Checkpoint, *, rejected: Say, say: Say) -> 
 
 
 def see_to(folder: RunFolder, section: Checkpoint, *, new: bool) -> None:
-    """See to it that this run's checkpoints can be uploaded, before anything takes time.
+    """Ensure that this run's checkpoints can be uploaded, before anything takes time.
 
     Raises:
         EnvironmentProblem: the store cannot be written, or holds another run of this name.

@@ -34,7 +34,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def need(folder: Path, needed: int) -> None:
-    """See to it that a disk has `needed` bytes left.
+    """Ensure that a disk has `needed` bytes left.
 
     Raises:
         OSError: ENOSPC.

@@ -53,7 +53,7 @@ def new_folder(out: Path, needed: int, *, say: Callable[[str], None] = lambda li
 
 
 def refuse_used(out: Path) -> None:
-    """See to it that a folder may be written.
+    """Ensure that a folder may be written.
 
     Raises:
         EnvironmentProblem: it is a file, or holds something.

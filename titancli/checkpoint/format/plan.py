@@ -182,7 +182,7 @@ def _mine(tasks: list[Task], told: Told, names: Names) -> Iterable[tuple[str, tu
 
 
 def _check(groups: dict[tuple[str, tuple[int, ...], tuple[str, ...]], list[Cell]]) -> None:
-    """See to it that each tensor is there once and whole.
+    """Ensure that each tensor is there once and whole.
 
     Raises:
         TitanError: the ranks have different ideas of one.

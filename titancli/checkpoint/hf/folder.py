@@ -241,7 +241,7 @@ class HFReader:
         return xxhash.xxh3_128(repr(rows).encode()).hexdigest()
 
     def check(self, shapes: Mapping[str, tuple[int, ...]], share: tuple[int, int] = (0, 1)) -> None:
-        """See to it that the folder holds a model of these parameters: by its headers, and copies by value.
+        """Ensure that the folder holds a model of these parameters: by its headers, and copies by value.
 
         Args:
             share: which part of how many is compared of each copy; others compare the other parts.

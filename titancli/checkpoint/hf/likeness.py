@@ -101,7 +101,7 @@ def complaint(model: Any, folder: Path, meant: Collection[str]) -> tuple[str, st
 
 
 def refuse_other_model(recipe: Recipe, folder: Path) -> None:
-    """See to it that the weights in a folder were made by the recipe's model, whatever their shapes are.
+    """Ensure that the weights in a folder were made by the recipe's model, whatever their shapes are.
 
     Raises:
         EnvironmentProblem: they were not; names every field that differs.

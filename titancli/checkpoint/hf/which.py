@@ -131,7 +131,7 @@ def parameter_shapes(model: Any) -> dict[str, tuple[int, ...]]:
 
 
 def check_parameters(reader: Tensors, model: Any, folder: Path) -> None:
-    """See to it that a checkpoint holds the model that its recipe describes.
+    """Ensure that a checkpoint holds the model that its recipe describes.
 
     Raises:
         TitanError: it does not; names the differences.

@@ -143,7 +143,7 @@ class Copies:
         self._serial = None
 
     def reserve(self, pieces: Pieces, plan: SavePlan, group: dist.ProcessGroup | None) -> None:
-        """See to it that there is room for the copies that are to come.
+        """Ensure that there is room for the copies that are to come.
 
         Raises:
             EnvironmentProblem: there is not, on a node; on all ranks.

@@ -93,7 +93,7 @@ class Memory:
         )
 
     def need(self, needed: int) -> None:
-        """See to it that there is room for `needed` bytes.
+        """Ensure that there is room for `needed` bytes.
 
         Raises:
             EnvironmentProblem: there is not.

@@ -52,7 +52,7 @@ class Mark:
         self._thread.start()
 
     def check(self) -> None:
-        """See to it that nobody has taken this mark for one that was left behind, a later attempt of the run
+        """Ensure that nobody has taken this mark for one that was left behind, a later attempt of the run
         for one.
 
         Raises:

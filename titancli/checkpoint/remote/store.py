@@ -111,7 +111,7 @@ class RemotePath:
         return None
 
     def _facts(self) -> dict[str, Any]:
-        """Return what the store tells of an object. A listing says it too, perhaps of some time ago."""
+        """Return what the store says of an object. A listing says it too, perhaps of some time ago."""
         return self._row or self._ask("looking at it", lambda: self._store.info(self._key))
 
     def iterdir(self) -> Iterator[RemotePath]:
@@ -157,7 +157,7 @@ class RemotePath:
         self._ask("downloading it", lambda: self._store.get_file(self._key, str(target)), moved)
 
     def put(self, source: Path, digest: Digest, *, read_back: bool = False) -> None:
-        """Copy a file into this object, and see to it that what arrived is what was sent.
+        """Copy a file into this object, and ensure that what arrived is what was sent.
 
         By the checksum that the store has made of it, where it has one; with `read_back` by its bytes.
 
@@ -180,7 +180,7 @@ class RemotePath:
         raise TitanError(f"{self} does not contain what was uploaded, {ATTEMPTS} times")
 
     def _has(self, source: Path, digest: Digest, read_back: bool) -> bool:
-        """Return whether the object's bytes are the file's, as far as the store tells."""
+        """Return whether the object's bytes are the file's, as far as the store says."""
         try:
             facts = self._facts()
             if facts["size"] != digest.size:
@@ -238,8 +238,8 @@ class RemotePath:
 
 
 def _md5_in(facts: dict[str, Any]) -> str | None:
-    """Return the MD5 checksum that a store tells of an object, in hexadecimal digits, as far as is known; of
-    one that was uploaded in parts S3 tells one over theirs, and their number."""
+    """Return the MD5 checksum that a store reports of an object, in hexadecimal digits, if it does. Of one
+    that was uploaded in parts, S3 reports one over theirs, and their number."""
     if etag := str(facts.get("ETag") or "").strip('"'):
         return etag
     if in_base64 := facts.get("md5Hash"):  # Google Cloud Storage
@@ -248,7 +248,7 @@ def _md5_in(facts: dict[str, Any]) -> str | None:
 
 
 def _md5_of(path: Path, *, parts: bool) -> str:
-    """Return the MD5 checksum of a file, or what S3 tells of one that was uploaded in parts."""
+    """Return the MD5 checksum of a file, or what S3 reports of one that was uploaded in parts."""
     whole, sums = hashlib.md5(usedforsecurity=False), []
     with open(path, "rb") as file:
         while block := file.read(_PART):

@@ -48,7 +48,7 @@ def run_place(section: Checkpoint, run_folder: Path, *, patience: float | None =
 
 
 def probe(place: Path) -> None:
-    """See to it that a store can be written and cleared, before anything takes time.
+    """Ensure that a store can be written and cleared, before anything takes time.
 
     Raises:
         EnvironmentProblem: it cannot.

@@ -87,7 +87,7 @@ class Uploads:
         return True
 
     def finish(self) -> bool:
-        """See to it that the newest checkpoints are there, and return True. After a signal this is given up
+        """Ensure that the newest checkpoints are there, and return True. After a signal this is given up
         in time: a warning says what is missing, and False is returned.
 
         Raises:

@@ -187,7 +187,7 @@ def _check_sequences(opened: BinaryIO, index: _Megatron) -> int:
 
 
 def _check_documents(opened: BinaryIO, index: _Megatron) -> None:
-    """See to it that documents are made of all sequences, in their order."""
+    """Ensure that documents are made of all sequences, in their order."""
     last, count = 0, index.documents + 1
     for first in range(0, count, 1 << 20):
         table = _table(opened, index.table + 8 * first, min(1 << 20, count - first), "<i8")

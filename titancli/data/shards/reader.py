@@ -74,7 +74,7 @@ class OpenFiles:
             require_unchanged(path, then, descriptor)
 
     def ready(self, path: str, byte: int, size: int) -> None:
-        """See to it that so many bytes are in the file; here they are."""
+        """Ensure that so many bytes are in the file; here they are."""
 
     def descriptor(self, path: str) -> int:
         """

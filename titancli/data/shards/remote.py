@@ -115,7 +115,7 @@ class RemoteFiles(OpenFiles):
             )
 
     def ready(self, path: str, byte: int, size: int) -> None:
-        """See to it that these bytes are in the file.
+        """Ensure that these bytes are in the file.
 
         Raises:
             EnvironmentProblem: the store cannot be reached, or the cache cannot be written.

@@ -62,7 +62,7 @@ class Parts:
 
 
 def take_apart(values: Mapping[str, Any]) -> Parts:
-    """Build a model on meta, and see to it that titan can train it.
+    """Build a model on meta, and ensure that titan can train it.
 
     Raises:
         RecipeError: it cannot; says why.
