@@ -50,7 +50,7 @@ def test_a_key_and_its_value_in_two_words_are_told_as_one(titan: Titan) -> None:
     assert "an override is one word: training.steps=VALUE" in done.err
 
 
-@pytest.mark.parametrize("name", [*BUILTIN, "runs list", ""])
+@pytest.mark.parametrize("name", [*sorted(BUILTIN), "runs list", ""])
 def test_h_is_help(titan: Titan, name: str) -> None:
     done = titan(*name.split(), "-h")
     assert done.code == 0 and done.out == titan(*name.split(), "--help").out
