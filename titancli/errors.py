@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -125,6 +125,15 @@ class EnvironmentProblem(TitanError):
     """Something outside the recipe: a file, a disk, a device, a run folder in use."""
 
     exit_code = EXIT_ENVIRONMENT
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and what it was raised from, each once: an error may have been raised from itself."""
+    seen: list[BaseException] = []
+    while error is not None and not any(error is one for one in seen):
+        seen.append(error)
+        yield error
+        error = error.__cause__
 
 
 def nearest_name(name: str, names: Iterable[str]) -> str | None:

@@ -11,6 +11,8 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
+from titancli.errors import causes
+
 LARGEST = 1 << 28
 """Bytes of a file that is read at once."""
 
@@ -83,11 +85,12 @@ def read_json(path: Path, limit: int = LARGEST) -> Any:
 def denied(error: BaseException | None) -> str | None:
     """Return whose the file or folder is that the system denies, and what to do; None where neither an error
     nor what caused it is of this kind."""
-    while error is not None and not (
-        isinstance(error, OSError) and error.filename and error.errno in _DENIED
-    ):
-        error = error.__cause__
-    if error is None:
+    of_this_kind = (
+        cause
+        for cause in causes(error)
+        if isinstance(cause, OSError) and cause.filename and cause.errno in _DENIED
+    )
+    if (error := next(of_this_kind, None)) is None:
         return None
     path = Path(os.fsdecode(error.filename)).absolute()
     if error.errno == errno.EROFS:

@@ -323,7 +323,7 @@ def test_a_merge_is_what_fp64_makes_whatever_fp32_products_are_computed_in() -> 
 
 SMALL = (
     *("sft_debug", "training.steps=4", "lr_scheduler.warmup_steps=1", "model.dim=32", "model.n_layers=2"),
-    *("model.hidden_dim=64", "training.seq_len=128", "loop.eval_freq=4"),
+    *("model.hidden_dim=64", "training.seq_len=128", "validation.freq=4"),
 )
 ADAPTED = ("weights=base/checkpoints/step-4", 'converters=[{type="lora", rank=4}]', "optimizer.lr=5e-2")
 

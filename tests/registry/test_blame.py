@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from titancli import registry
-from titancli.errors import TitanError
+from titancli.errors import EnvironmentProblem, TitanError, causes
 from titancli.registry.blame import Blame, blame
 from titancli.registry.component import build
 
@@ -138,3 +138,12 @@ def test_what_is_said_of_an_error_in_another_process_goes_with_it() -> None:
     sent = pickle.loads(pickle.dumps(error))
     assert (str(sent), blame(sent)) == (str(error), error.blamed)  # type: ignore[attr-defined]
     assert blame(pickle.loads(pickle.dumps(TitanError("x")))) is None
+
+
+def test_an_error_that_was_raised_from_itself_is_looked_at_once() -> None:
+    error = EnvironmentProblem("text.txt does not exist")
+    error.__cause__ = error
+    assert blame(error) is None
+    first, second = ValueError(), KeyError()
+    first.__cause__, second.__cause__ = second, first
+    assert list(causes(first)) == [first, second] and list(causes(None)) == []

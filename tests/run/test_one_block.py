@@ -22,7 +22,8 @@ def test_an_error_of_the_worker_is_one_block(command: Callable[..., Command], he
     who = f"rank {last} of 4 on " if ranks > 1 else "the run failed"
     assert "failed at step 2: ValueError: a row of 13 tokens" in block[0]
     assert block[0].startswith(f"error: {who}")
-    assert sum("faulty.py" in line for line in block) == 1  # the plugin's own frame
+    assert sum('faulty.py", line' in line for line in block) == 1  # the plugin's own frame
+    assert sum("in the loss faulty/faulty, faulty.py:" in line for line in block) == 1
     assert not [line for line in block if "torch/distributed/elastic" in line or "torch/nn/modules" in line]
     assert block.count("Traceback (most recent call last):") == 1
     (log,) = [line.removeprefix("log: ") for line in block if line.startswith("log: ")]

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from titancli.distributed import process_group
 from titancli.distributed.private import collectives_begun, default_store, groups
-from titancli.errors import RankFailure, TitanError
+from titancli.errors import RankFailure, TitanError, causes
 from titancli.observe.failures import is_communication
 
 PATIENCE = 1.0
@@ -219,11 +219,7 @@ def rank_group() -> RankGroup:
 
 def _is_echo(error: BaseException | None) -> bool:
     """Whether an error, or what it was raised from, is about the connection to other ranks."""
-    while error is not None:
-        if is_communication(error):
-            return True
-        error = error.__cause__
-    return False
+    return any(is_communication(cause) for cause in causes(error))
 
 
 def _places() -> dict[str, int]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from titancli.errors import causes
 from titancli.observe.phases import phases
 from titancli.observe.profile_request import Requests, Wish
 
@@ -251,12 +252,10 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error, or what it was raised from, says that a device has no memory left."""
     import torch
 
-    found: BaseException | None = error
-    while found is not None:
-        if isinstance(found, torch.OutOfMemoryError) or "DefaultCPUAllocator: " in str(found):
-            return True
-        found = found.__cause__
-    return False
+    return any(
+        isinstance(cause, torch.OutOfMemoryError) or "DefaultCPUAllocator: " in str(cause)
+        for cause in causes(error)
+    )
 
 
 def _span(window: Window) -> str:

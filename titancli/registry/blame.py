@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from titancli.errors import TitanError
+from titancli.errors import TitanError, causes
 from titancli.registry.component import BUILT, component_info
 from titancli.registry.plugins import Plugin
 
@@ -41,8 +41,7 @@ def blame(error: BaseException) -> Blame | None:
     registry = made()
     guests = registry.guests if registry is not None else []
     owners = {package: plugin for plugin in guests if plugin.loaded for package in _packages(plugin)}
-    cause: BaseException | None = error
-    while cause is not None:
+    for cause in causes(error):
         if (known := getattr(cause, "blamed", None)) is not None:  # of another process, by its frames
             return known
         frames = list(traceback.walk_tb(cause.__traceback__))
@@ -52,7 +51,6 @@ def blame(error: BaseException) -> Blame | None:
             plugin = owners[_package(frame)]
             through = [frame for frame, _ in reversed(own) if owners[_package(frame)] is plugin]
             return Blame(_component(plugin, through), f"{_shown(frame)}:{line}")
-        cause = cause.__cause__
     return None
 
 
