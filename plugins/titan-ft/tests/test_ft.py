@@ -255,7 +255,8 @@ def test_a_lighthouse_that_restarts_costs_nothing_and_one_that_is_gone_no_step(
     for number, command in enumerate(commands):
         done = command.wait()
         assert done.code == 5 and "too few replicas have met" in done.err
-        assert newest(replicas.run(number)) == max(losses(replicas.run(number)))
+        # No step that it has taken is lost; one that it took over from the other is in no log of its own.
+        assert newest(replicas.run(number)) >= max(losses(replicas.run(number)))
     own_lighthouse.start()
     last = str(newest(replicas.run(0)) + 2)
     for command in [replicas.start(n, *rare, f"training.steps={last}", "loss.sleep=0") for n in (0, 1)]:
