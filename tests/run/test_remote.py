@@ -222,7 +222,8 @@ def test_a_signal_ends_a_run_whose_store_hangs(
     again = command("r", "--resume", "-p", str(STORES), f"training.steps={stopped_at}").wait()
     assert again.code == 0, again.err
     assert f"finished: step {stopped_at} of {stopped_at}" in again.err
-    assert {path.name for path in steps(here / "store/r")} == _left(here) >= {f"step-{stopped_at}"}
+    # What keep_latest_k leaves there; here an older one stays until the next save.
+    assert _left(here) >= {path.name for path in steps(here / "store/r")} >= {f"step-{stopped_at}"}
     assert all(_is_good(path) for path in steps(here / "store/r"))
 
 
