@@ -163,7 +163,12 @@ def left(place: Place) -> bool:
     assert time.monotonic() - began < 5
     assert place.good() >= {"step-4", "step-6"}
     assert not done or (place.store / "step-6" / MANIFEST).exists()
-    uploads._place._line.ask = _gone  # as a process would be
+    # A process that is gone asks for nothing more, not even what it had just begun to ask for again.
+    uploads._place._line.ask = _gone
+    Odd.release.set()
+    if (thread := uploads._thread) is not None:
+        thread.join(30)
+        assert not thread.is_alive()
     return done
 
 
