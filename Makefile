@@ -18,7 +18,7 @@ BIN := .venv/bin
 # One worker runs a file from its beginning to its end: what its tests share is made once.
 # One that a test kills ends the run: after a restart, xdist 3.8 waits for ever for files that are done.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --max-worker-restart 0
-TORCH_FREE := tests/recipe tests/migrate tests/registry tests/cli tests/test_architecture.py
+TORCH_FREE := tests/recipe tests/registry tests/cli tests/test_architecture.py
 TORCH_NEEDED := tests/recipe/test_schedules_of_torch.py tests/registry/test_docs.py tests/cli/test_plan_check.py
 
 # Where it is set, as in many containers, each process of a test compiles titan anew.
@@ -85,5 +85,5 @@ clean:
 .venv/.installed-dev: .venv/.installed $(wildcard plugins/*/pyproject.toml)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c .venv/constraints.txt -e ".[dev]" \
 		-e plugins/titan-eval -e plugins/titan-float8 -e "plugins/titan-flux[dev]" -e plugins/titan-ft \
-		-e plugins/titan-grain -e plugins/titan-muon -e plugins/titan-trackio -e plugins/titan-wandb
+		-e plugins/titan-grain -e plugins/titan-muon -e plugins/titan-torchtitan -e plugins/titan-trackio -e plugins/titan-wandb
 	touch $@

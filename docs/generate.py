@@ -1,7 +1,8 @@
 """Write the generated parts of docs/, about titan's own components and fields: `python docs/generate.py`.
 
-`components.md` and `commands.md` are generated completely, from what titan itself has; other plugins document
-themselves. In `coming-from-torchtitan.md` the table between the two marks is generated. A test compares both.
+`components.md` and `commands.md` are generated completely, from what titan itself has, and the commands of
+its own plugins. In `coming-from-torchtitan.md` the table between the two marks is generated. A test compares
+them.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from typing import Any
 
 import click
 
+from titan_torchtitan.fields import FIELDS, Field
+from titan_torchtitan.job import has_key
 from titancli import builtin
 from titancli.cli.grammar import ALIASES
 from titancli.cli.group import ROWS, titan
-from titancli.migrate.fields import FIELDS, Field
-from titancli.migrate.job import has_key
 from titancli.recipe.schema import Recipe, recipe_slots
 from titancli.registry.component import component_info
 from titancli.registry.fields import Field as ConfigField
@@ -44,7 +45,8 @@ COMMANDS_HEAD = """\
 
 `titan COMMAND --help` prints the same. Before or after any command: `-p FILE.py` adds a plugin and
 `-p no:NAME` blocks one, `-v` and `-q` say more and less, `--color` is `auto`, `always` or `never`, and
-`--traceback` shows where an error was raised. Commands of plugins are not on this page.
+`--traceback` shows where an error was raised. Commands of titan's own plugins are on this page, too; where a
+plugin is not installed, its commands say how to install it.
 
 These names work as well: {aliases}.
 """
@@ -89,7 +91,7 @@ PARTS = {
     "quantize.linear.float8": '`[[converters]]` with `type = "float8_linear"` (plugin titan-float8)',
     "quantize": "`[[converters]]`, if a plugin provides it",
 }
-"""What the fields become that `titancli/migrate/parts.py` reads."""
+"""What the fields become that `titan_torchtitan.parts` reads."""
 
 
 def components_page() -> str:
@@ -185,7 +187,9 @@ def _commands() -> Iterator[str]:
             section = row.section
             yield f"## {section}\n"
         for name in row.modules:
-            yield from _command(f"titan {name}", titan.places[name].load(), told)
+            found = titan.get_command(click.Context(titan), name)
+            assert found is not None, f"{name} is in ROWS, and no plugin brings it"
+            yield from _command(f"titan {name}", found, told)
 
 
 def _command(name: str, command: click.Command, told: dict[click.Command, str]) -> Iterator[str]:

@@ -22,7 +22,7 @@ import pytest
 from tests.proven import Fact, lines_of, tables_of
 
 DURATIONS = Path(__file__).with_name("durations.json")
-FIRST = ("tests", "tests/recipe", "tests/migrate", "tests/registry", "tests/cli")
+FIRST = ("tests", "tests/recipe", "tests/registry", "tests/cli")
 """The packages that reveal most mistakes and need no torch."""
 ROOMS = {
     "tests": "architecture: imports run downward, configs import no torch",
@@ -47,7 +47,6 @@ ROOMS = {
     "tests/loops": "SFT, DPO and GRPO as whole runs",
     "tests/loggers": "tables and TensorBoard: each step once, also after a resume",
     "tests/losses": "losses compared to NumPy and finite differences",
-    "tests/migrate": "torchtitan's job configs: each field converted, or reported",
     "tests/models": "model families compared to transformers and their published sizes",
     "tests/observe": "metrics, the event log, the live panel",
     "tests/optimizers": "AdamW compared to torch's, rounding, the schedule",
@@ -64,6 +63,7 @@ ROOMS = {
     "plugins/titan-ft": "replicas that are killed and come back: the others train on, weights stay equal",
     "plugins/titan-grain": "Grain: each record once an epoch, on any ranks and from any place",
     "plugins/titan-muon": "Muon: equal to torch's on one device, the same on many",
+    "plugins/titan-torchtitan": "torchtitan's job configs: each field converted, or reported",
     "plugins/titan-trackio": "Trackio: its database holds each row once, also after a resume",
     "plugins/titan-wandb": "Weights & Biases, offline: each row once, also after a resume",
 }

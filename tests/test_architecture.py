@@ -35,8 +35,8 @@ FLOORS = [
     {"run.worker", "run.attempt", "run.data", "run.saving", "run.probe", "run.remote", "run.watching"},
     {"launchers"},
     {"run"},
-    {"doctor", "migrate", "prove", "reporting"},
-    {"cli", "testing"},
+    {"doctor", "prove", "reporting"},
+    {"cli", "commands", "testing"},
     {"builtin", "__init__", "__main__"},
 ]
 """From the ground up. A file may stand apart from its room: what all kinds exchange is below `protocols`."""

@@ -20,7 +20,7 @@ common="tests/cli tests/losses tests/optimizers tests/engine/test_library.py tes
     tests/run/test_pipeline.py tests/run/test_layouts.py tests/docs/test_snippets.py"
 of_torch="$common tests/recipe/test_schedules_of_torch.py tests/checkpoint/test_relayout.py \
     tests/distributed tests/parallel tests/ranks"
-of_python="$common tests/recipe tests/migrate tests/registry tests/parallel/test_compile.py"
+of_python="$common tests/recipe plugins/titan-torchtitan tests/registry tests/parallel/test_compile.py"
 
 # installed PYTHON FOLDER TORCH: with the versions of constraints.txt beside that torch; made anew when they change.
 # Without titan-ft, which no row tests: torchft has no build for each Python.
@@ -33,7 +33,7 @@ installed() {
     rm -rf "$2" && "$1" -m venv "$2" && grep -v '^torch==' constraints.txt >"$2/constraints.txt" &&
         "${pip[@]}" "torch==$3" numpy &&
         "${pip[@]}" -e ".[dev]" -e plugins/titan-eval -e plugins/titan-float8 -e "plugins/titan-flux[dev]" \
-            -e plugins/titan-grain -e plugins/titan-muon -e plugins/titan-trackio -e plugins/titan-wandb &&
+            -e plugins/titan-grain -e plugins/titan-muon -e plugins/titan-torchtitan -e plugins/titan-trackio -e plugins/titan-wandb &&
         echo "$state" >"$2/.installed"
 }
 

@@ -7,6 +7,7 @@ import os
 import shlex
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import click
@@ -18,6 +19,8 @@ from titancli.cli import common, failures, grammar, group
 from titancli.cli.common import Common, split_common
 from titancli.cli.output import short_path
 from titancli.errors import EnvironmentProblem, PluginError, RecipeError, TitanError, UsageError
+from titancli.provenance import entry_points
+from titancli.registry import first_party
 
 PLUGIN = """
 import click
@@ -39,6 +42,10 @@ def plugin(folder: Path, body: str, name: str = "cli_test_plugin") -> Path:
     return file
 
 
+def titans_own() -> list[metadata.EntryPoint]:
+    return [entry for entry in entry_points() if entry.name == "titan"]
+
+
 def test_help_groups_the_commands(titan: Titan) -> None:
     done = titan("--help")
     assert done.code == 0
@@ -46,14 +53,33 @@ def test_help_groups_the_commands(titan: Titan) -> None:
     assert order == sorted(order)
 
 
-def test_help_fits_one_screen_and_has_every_command(monkeypatch: pytest.MonkeyPatch, titan: Titan) -> None:
+@pytest.mark.parametrize("plugins", ["", ",".join({*first_party.COMMANDS.values()})], ids=["none", "own"])
+def test_help_fits_one_screen_and_has_every_command(
+    monkeypatch: pytest.MonkeyPatch, titan: Titan, plugins: str
+) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setenv("TITAN_PLUGINS", "")
+    monkeypatch.setenv("TITAN_PLUGINS", plugins)
     lines = titan("--help").out.splitlines()
     assert len(lines) <= 24 and max(map(len, lines)) <= 80
     assert "  titan train llama3_debug " in "\n".join(lines[:6])
-    shown = {word.strip(",") for line in lines[6:] for word in line[9:32].split()}
+    shown = {word.strip(",") for line in lines[6:] for word in line[9:34].split("  ")[0].split()}
+    added = {name for name in first_party.COMMANDS if " " not in name}
     assert set(group.PLACES) <= shown and not set(grammar.ALIASES) & shown
+    assert added & shown == (added if plugins else set())
+    assert "Plugins'" not in "\n".join(lines), "ROWS has the commands of titan's own plugins"
+
+
+@pytest.mark.parametrize("name", first_party.COMMANDS)
+def test_a_command_whose_plugin_is_not_there_says_how_to_install_it(
+    monkeypatch: pytest.MonkeyPatch, titan: Titan, name: str
+) -> None:
+    plugin = first_party.COMMANDS[name]
+    monkeypatch.setattr("titancli.registry.discover.entry_points", lambda: titans_own())
+    done = titan(*name.split(), "--help")
+    assert (done.code, done.out) == (4, "")
+    assert done.err.splitlines() == [
+        f"error: titan {name} comes with {plugin}: {first_party.install_command(plugin)}"
+    ]
 
 
 GROUPED = [(of, name) for of in group.PLACES for name in getattr(group.PLACES[of].load(), "places", {})]

@@ -1,4 +1,4 @@
-"""`titan recipe new`: files that validate, from another recipe or from a torchtitan job config."""
+"""`titan recipe new`: files that validate, from another recipe or from a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from tests.cli.conftest import Titan
-from tests.migrate import jobs
 from titancli.recipe import bundled_folder
 
 LLAMA = {
@@ -137,31 +136,10 @@ def test_a_schema_that_lies_beside_the_file_is_named_in_it(titan: Titan) -> None
     assert Path("exp.toml").read_text().startswith("#:schema ./titan.schema.json\n")
 
 
-def test_a_torchtitan_job_becomes_a_recipe_and_an_account(titan: Titan) -> None:
-    Path("job.toml").write_text("[fault_tolerance]\nenable = true\n" + jobs.LLAMA3_8B)
-    done = titan("recipe", "new", "exp.toml", "--from-torchtitan", "job.toml")
-    assert done.code == 0
-    assert done.out.startswith("job.toml:2: not carried over: fault_tolerance.enable = true: ")
-    assert "fields carried over" in done.err
-    assert titan("validate", "exp.toml").code == 0
-    assert config(titan, "exp.toml")["training"]["seq_len"] == 8192
-
-
-def test_a_job_whose_model_is_not_installed_is_written_and_told(titan: Titan) -> None:
-    Path("job.toml").write_text(jobs.FLUX.replace('name = "flux"', 'name = "another"'))
-    done = titan("recipe", "new", "exp.toml", "--from-torchtitan", "job.toml")
-    assert done.code == 4
-    assert "no installed plugin provides the model 'another'" in done.out
-    assert "exp.toml is not valid yet" in done.err
-    fixed = ("model=llama3", "model.flavor=debugmodel", "dataset=python_stdlib")
-    assert titan("validate", "exp.toml", *fixed).code == 0
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
         ["exp.toml"],
-        ["exp.toml", "--from", "llama3_debug", "--from-torchtitan", "job.toml"],
         ["exp.txt", "--from", "llama3_debug"],
         ["exp.toml", "--from", "llama3_debug", "--from-hf", "m"],
         ["exp.toml", "--from-hf", "m", "--full"],
@@ -175,9 +153,8 @@ def test_what_makes_no_sense_is_refused(titan: Titan, arguments: list[str]) -> N
     assert Path("there.toml").read_text() == "mine\n" and not Path("exp.toml").exists()
 
 
-def test_a_base_or_a_job_that_is_not_there_leaves_no_file(titan: Titan) -> None:
+def test_a_base_that_is_not_there_leaves_no_file(titan: Titan) -> None:
     assert titan("recipe", "new", "exp.toml", "--from", "nothing").code == 3
-    assert titan("recipe", "new", "exp.toml", "--from-torchtitan", "nothing.toml").code == 3
     assert not Path("exp.toml").exists()
 
 

@@ -146,7 +146,7 @@ def test_a_missing_plugin_of_titans_own_is_installed_from_the_checkout(
 ) -> None:
     (tmp_path / "titan-no-such-thing").mkdir()
     (tmp_path / "titan-no-such-thing" / "pyproject.toml").touch()
-    monkeypatch.setattr("titancli.recipe.load.OWN_PLUGINS", tmp_path)
+    monkeypatch.setattr("titancli.registry.first_party.FOLDER", tmp_path)
     text = BASE + '[requires]\nplugins = ["titan_no.such-thing>=0.1"]\n'
     assert problem(text).hint == "pip install ./titan-no-such-thing"
     (tmp_path / "elsewhere").mkdir()

@@ -32,7 +32,7 @@ SHOWN = f"{SEC}test_run_folders.py::test_no_command_hands_a_run_folders_text_to_
 DOORS = [
     Door(
         "recipes",
-        "recipe.read recipe.load recipe.merge recipe.syntax recipe.toml cli.recipes migrate prove.proof",
+        "recipe.read recipe.load recipe.merge recipe.syntax recipe.toml cli.recipes cli.new_file prove.proof",
         f"{SEC}test_recipe_fields.py::test_checking_a_recipe_starts_nothing",
         "tests/recipe/test_extends.py::test_broken_files_are_all_told_and_nothing_that_follows_from_them",
     ),

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import click
 
+from titancli.cli.offered import offered, offers, short_help
 from titancli.errors import nearest_name
 
 
@@ -29,17 +30,17 @@ class Place(NamedTuple):
 
 
 class Lazy(click.Group):
-    """A group that imports the command that is used, and no other."""
+    """A group that imports the command that is used, and no other. Plugins may add to it: `group name`."""
 
     def __init__(self, *args: Any, places: Mapping[str, Place], **options: Any) -> None:
         super().__init__(*args, **options)
         self.places = places
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(self.places)
+        return [*self.places, *self._added()]
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        return self.places[name].load() if name in self.places else None
+        return self.places[name].load() if name in self.places else offered(f"{self.name} {name}")
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -55,8 +56,18 @@ class Lazy(click.Group):
         raise click.UsageError(message + more, ctx)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        rows = [(name, place.help) for name, place in self.places.items()]
         with formatter.section("Commands"):
-            formatter.write_dl([(name, place.help) for name, place in self.places.items()])
+            formatter.write_dl([*rows, *self._added().items()])
+
+    def _added(self) -> dict[str, str]:
+        """The commands that plugins add, and what they do."""
+        begin = f"{self.name} "
+        return {
+            name.removeprefix(begin): short_help(found[0][1])
+            for name, found in sorted(offers().items())
+            if name.startswith(begin) and name.removeprefix(begin) not in self.places
+        }
 
 
 recipe = Lazy(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, NamedTuple, NoReturn
 
 import click
@@ -9,23 +10,37 @@ import click
 from titancli import registry
 from titancli.cli.common import split_common
 from titancli.cli.grammar import ALIASES, Lazy, Place
+from titancli.cli.offered import offered, offers, short_help
 from titancli.cli.output import note
-from titancli.errors import PluginError
-from titancli.registry.command import Command
+from titancli.registry.first_party import COMMANDS
 
 
 class Row(NamedTuple):
     """A line of `titan --help`: commands, each with its module, and what they do."""
 
     section: str
-    modules: dict[str, str]
+    modules: dict[str, str | None]
+    """None: one of titan's own plugins brings the command, which is shown where that is installed."""
     help: str
+    """If a plugin brings one of several commands, what each does, between semicolons."""
+
+    def shown(self, installed: Collection[str]) -> tuple[str, str, str] | None:
+        """Return section, names and help where these commands of plugins are installed; None: no name."""
+        names = [name for name, module in self.modules.items() if module is not None or name in installed]
+        if len(names) == len(self.modules):
+            return self.section, ", ".join(names), self.help
+        told = dict(zip(self.modules, self.help.split("; "), strict=True))
+        return (self.section, ", ".join(names), "; ".join(told[name] for name in names)) if names else None
 
 
 HERE = "grammar"
 ROWS = [
     Row("Train", {"train": "train"}, "Train a model from a recipe, or resume a run"),
-    Row("Train", {"generate": "generate", "eval": "evaluate"}, "Generate text; measure loss, perplexity"),
+    Row(
+        "Train",
+        {"generate": "generate", "eval": "evaluate", "lm-eval": None},
+        "Generate text; measure loss; run benchmarks",
+    ),
     Row("Train", {"plan": "plan"}, "Estimate memory, traffic, speed on N devices"),
     Row("Train", {"sweep": "sweep", "launch": "launch"}, "Train all combinations; as jobs of a cluster"),
     Row("Look", {"runs": "runs"}, "List, show, watch, compare and remove runs"),
@@ -37,6 +52,7 @@ ROWS = [
     Row("Prove", {"replay": "replay", "bisect": "bisect"}, "A step from inside; where two runs part"),
     Row("Recipes", {"recipe": HERE, "validate": "validate"}, "List, new, check, show, diff, schema; check"),
     Row("Recipes", {"data": HERE, "download": "download"}, "Token shards; a recipe's tokenizer, weights"),
+    Row("Recipes", {"flux-encode": None}, "Encode images and texts to shards of latents"),
     Row("Plugins", {"plugin": HERE, "doctor": "doctor"}, "List, show, new; check the installation"),
     Row(
         "Plugins",
@@ -48,6 +64,7 @@ PLACES = {
     name: Place(row.help, module, name if module == HERE else "command")
     for row in ROWS
     for name, module in row.modules.items()
+    if module is not None
 }
 BUILTIN = frozenset(PLACES) | frozenset(ALIASES)
 """Names that no plugin can take."""
@@ -76,19 +93,12 @@ class Titan(Lazy):
         return super().make_context(info_name, rest, parent, **extra)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return [*self.places, *sorted(_from_plugins())]
+        return [*self.places, *sorted(name for name in offers(BUILTIN) if " " not in name)]
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name in BUILTIN:
             return (ALIASES[name][1] if name in ALIASES else self.places[name]).load()
-        offers = _from_plugins().get(name, [])
-        if len(offers) > 1:
-            plugins = [plugin for plugin, _ in offers]
-            raise PluginError(
-                f"the command {name!r} is provided by more than one plugin: {', '.join(plugins)}",
-                hint=f"disable one of them: -p no:{plugins[-1]}",
-            )
-        return _load(*offers[0]) if offers else None
+        return offered(name, BUILTIN)
 
     def unknown(self, ctx: click.Context, name: str, more: str = "") -> NoReturn:
         if broken := _broken():
@@ -101,10 +111,12 @@ class Titan(Lazy):
         formatter.write(f"{self.help} To begin with:\n")
         formatter.write_dl([(f"  {line}", told) for line, told in BEGIN], col_max=60)
         formatter.write("\n")
-        rows = [(row.section, ", ".join(row.modules), row.help) for row in ROWS]
-        for name, offers in sorted(_from_plugins().items()):
-            plugins = ", ".join(plugin for plugin, _ in offers)
-            rows.append((FROM_PLUGINS, name, f"{_help(offers[0][1])} ({plugins})".strip()))
+        others = {name: found for name, found in offers(BUILTIN).items() if " " not in name}
+        own = {name for name, found in others.items() if [p for p, _ in found] == [COMMANDS.get(name)]}
+        rows = [shown for row in ROWS if (shown := row.shown(own))]
+        for name in sorted(others.keys() - own):
+            plugins = ", ".join(plugin for plugin, _ in others[name])
+            rows.append((FROM_PLUGINS, name, f"{short_help(others[name][0][1])} ({plugins})".strip()))
         rows += [
             ("Options", "-p FILE.py|no:NAME", "Load a plugin from a file, or disable one"),
             ("", "-v, -q, --traceback", "Say more; less; where an error was raised"),
@@ -116,44 +128,6 @@ class Titan(Lazy):
             lines.append((f"{'' if section == above else section:<9}{names}", told))
             above = section
         formatter.write_dl(lines, col_max=60)
-
-
-def _help(command: Command | click.Command) -> str:
-    return command.help if isinstance(command, Command) else command.get_short_help_str(limit=60)
-
-
-def _load(plugin: str, command: Command | click.Command) -> click.Command:
-    """The click command.
-
-    Raises:
-        PluginError: the code that a plugin names cannot be imported, or is no click command.
-    """
-    if isinstance(command, click.Command):
-        return command
-    from titancli.registry.component import load_target
-    from titancli.registry.plugins import own_traceback
-
-    try:
-        loaded = load_target(command.target)
-    except PluginError as error:
-        trace = own_traceback(error.__cause__ or error)
-        raise PluginError(f"the command {command.name!r} of plugin {plugin!r} is broken:\n{trace}") from error
-    if isinstance(loaded, click.Command):
-        return loaded
-    raise PluginError(
-        f"the command {command.name!r} of plugin {plugin!r} is {loaded!r}, which is not a click command",
-        hint="this is a bug in the plugin",
-    )
-
-
-def _from_plugins() -> dict[str, list[tuple[str, Command | click.Command]]]:
-    """Commands by name, each with the plugins that offer it."""
-    from titancli.registry import current
-
-    offers: dict[str, list[tuple[str, Command | click.Command]]] = {}
-    for plugin, command in current().commands(BUILTIN):
-        offers.setdefault(str(command.name), []).append((plugin, command))
-    return offers
 
 
 def _broken() -> list[str]:

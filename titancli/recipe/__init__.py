@@ -9,16 +9,25 @@ from __future__ import annotations
 
 from titancli.recipe.find import LOCK_NAME, bundled_folder, find_recipe
 from titancli.recipe.load import Loaded, load_recipe, lock_text
-from titancli.recipe.problems import render_problems
-from titancli.recipe.toml import Origin
+from titancli.recipe.problems import Problems, nearest, render_problems
+from titancli.recipe.read import read_file
+from titancli.recipe.toml import KeyPath, Node, Origin, dotted
+from titancli.registry.first_party import install_command
 
 __all__ = [
     "LOCK_NAME",
+    "KeyPath",
     "Loaded",
+    "Node",
     "Origin",
+    "Problems",
     "bundled_folder",
+    "dotted",
     "find_recipe",
+    "install_command",
     "load_recipe",
     "lock_text",
+    "nearest",
+    "read_file",
     "render_problems",
 ]

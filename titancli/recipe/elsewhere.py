@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 MOVED = {
-    "job": "convert a torchtitan job config with: titan recipe new OUT.toml --from-torchtitan FILE",
+    "job": "convert a torchtitan job config with: titan recipe from-torchtitan FILE OUT.toml",
     "job.description": "set description = … at the top",
     "job.dump_folder": "set the run folder on the command line: --run-dir",
     "model.tokenizer_path": "set path = … in [tokenizer]",

@@ -6,7 +6,6 @@ import dataclasses
 import enum
 import json
 import os
-import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +23,7 @@ from titancli.recipe.schema import Recipe
 from titancli.recipe.toml import DEFAULT, KeyPath, Node, Origin, Source, dotted, from_python, leaves
 from titancli.registry.component import is_config
 from titancli.registry.defaults import ModelConfigDefaults, with_defaults
+from titancli.registry.first_party import install_command
 from titancli.registry.kinds import BUILTIN
 from titancli.runs import LOCK_SEAL
 from titancli.version import __version__
@@ -216,23 +216,6 @@ def _plain(value: Any, node: Node | None, registry: Registry) -> Any:
 
 
 # ------------------------------------------------------------------------------------------------- [requires]
-
-
-OWN_PLUGINS = Path(__file__).resolve().parents[2] / "plugins"
-"""Titan's own plugins, in a checkout; an installed titan has none."""
-
-
-def install_command(requirement: str, *options: str) -> str:
-    """What installs a plugin: from the checkout if it is one of titan's own."""
-    from packaging.requirements import Requirement
-    from packaging.utils import canonicalize_name
-
-    folder = OWN_PLUGINS / canonicalize_name(Requirement(requirement).name)
-    target = requirement
-    if (folder / "pyproject.toml").is_file():
-        near = os.path.relpath(folder)
-        target = str(folder) if near.startswith("..") else f"./{near}"
-    return " ".join(["pip install", *options, shlex.quote(target)])
 
 
 def check_requires(root: Node, problems: Problems) -> bool:

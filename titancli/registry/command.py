@@ -10,6 +10,7 @@ class Command:
     """What `titan --help` shows of a command, and where its code is."""
 
     name: str
+    """`report`; of one that is added to a group of titan's, `recipe from-torchtitan`."""
     help: str
     """One line."""
     target: str

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from titancli.errors import PluginError, nearest_name
 from titancli.registry.command import Command
 from titancli.registry.component import component_info, configs, is_config
+from titancli.registry.first_party import COMPONENTS, install_command
 from titancli.registry.kinds import BUILTIN, KINDS
 from titancli.registry.plugins import LEFT_OUT, Plugin, PluginStatus
 from titancli.registry.targets import missing
@@ -55,7 +56,7 @@ class Registry:
         """
         owner, _, bare = name.rpartition("/")
         if owner:
-            return self._find_in(self._named(owner, name), kind, bare)
+            return self._find_in(self._named(kind, owner, bare), kind, bare)
         for plugin in filter(None, map(self._plugins.get, first)):
             if (kind, bare) in plugin.components:
                 return plugin.components[kind, bare]
@@ -215,15 +216,15 @@ class Registry:
         for plugin in self._plugins.values():
             yield plugin.load()
 
-    def _named(self, owner: str, name: str) -> Plugin:
+    def _named(self, kind: str, owner: str, bare: str) -> Plugin:
         if owner in self._plugins:
             return self._plugins[owner]
+        if COMPONENTS.get(f"{kind}/{bare}") == owner:
+            raise _not_installed(kind, f"{owner}/{bare}", owner)
         near = nearest_name(owner, self._plugins)
         raise PluginError(
-            f"{name!r}: no plugin {owner!r} is installed",
-            hint=f"did you mean '{near}/{name.rpartition('/')[2]}'?"
-            if near
-            else "`titan plugin list` lists them",
+            f"'{owner}/{bare}': no plugin {owner!r} is installed",
+            hint=f"did you mean '{near}/{bare}'?" if near else "`titan plugin list` lists them",
         )
 
     def _find_in(self, plugin: Plugin, kind: str, bare: str) -> type:
@@ -237,6 +238,9 @@ class Registry:
     def _unknown(self, kind: str, name: str, searched: list[Plugin]) -> PluginError:
         """The error for a name that none of these plugins offers; with what a broken one says."""
         broken = [plugin for plugin in searched if plugin.state == "broken"]
+        own = COMPONENTS.get(f"{kind}/{name}")
+        if own is not None and own not in self._plugins:
+            return _not_installed(kind, name, own)
         message = f"unknown {kind} {name!r}"
         for plugin in broken:
             message += f"\nplugin {plugin.name!r}, which may provide it, is broken:\n{plugin.error}"
@@ -271,6 +275,11 @@ class Registry:
     def _uses(self, recipe: Any, plugin: Plugin) -> bool:
         own = set(plugin.components.values())
         return any(type(config) in own for _, config in configs(recipe))
+
+
+def _not_installed(kind: str, name: str, plugin: str) -> PluginError:
+    message = f"{kind} {name!r} comes with {plugin}, which is not installed"
+    return PluginError(message, hint=install_command(plugin))
 
 
 def _is_finding(value: Any) -> bool:

@@ -11,12 +11,10 @@ from typing import Any
 import click
 
 from titan_eval.trust import TRUST
-from titancli.cli.common import Common, split_overrides
-from titancli.cli.output import note, print_json, short_path
-from titancli.cli.train import NumberOrAuto
+from titancli.commands import Common, NumberOrAuto, note, print_json, short_path, split_overrides
+from titancli.commands.evaluation import document, find_source, keep, launch, recipe_of
 from titancli.errors import UsageError
 from titancli.observe.events import plain
-from titancli.run.evaluate import document, find_source, keep, launch, recipe_of
 from titancli.runs import RunFolder
 
 RESULTS = "lm_eval.json"

@@ -22,7 +22,7 @@ from titan_float8.ao import (
 from titan_float8.layer import CUTS, Linear
 from titan_float8.weight import GatheredWeight, plain
 from titancli.errors import EnvironmentProblem, RecipeError
-from titancli.recipe.problems import nearest
+from titancli.recipe import nearest
 
 if TYPE_CHECKING:
     from titan_float8 import Float8Linear as Config

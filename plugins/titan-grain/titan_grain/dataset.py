@@ -13,12 +13,11 @@ import numpy as np
 import torch
 
 from titan_grain import Grain
-from titancli import Batch
+from titancli import Batch, report
 from titancli.data.batch import IGNORE
 from titancli.data.files import corpus_identity, files_of
 from titancli.data.packing import STATE_VERSION, refuse_other_data, tokenizer_identity
 from titancli.errors import EnvironmentProblem
-from titancli.observe.metrics import report
 from titancli.protocols import Tokenizer
 
 LABEL = "dataset grain"

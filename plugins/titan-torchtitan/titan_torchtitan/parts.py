@@ -6,12 +6,12 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from titan_torchtitan.checkpoint import checkpoint
+from titan_torchtitan.fields import FLOAT8, GROUPED_FLOAT8, GROUPED_MX, MX
+from titan_torchtitan.job import Job
 from titancli.errors import PluginError
 from titancli.layout.stages import SCHEDULES
-from titancli.migrate.checkpoint import checkpoint
-from titancli.migrate.fields import FLOAT8, GROUPED_FLOAT8, GROUPED_MX, MX
-from titancli.migrate.job import Job
-from titancli.recipe.load import install_command
+from titancli.recipe import install_command
 from titancli.registry.defaults import ConfigDefaults, with_defaults
 
 if TYPE_CHECKING:

@@ -14,15 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from titan_torchtitan.fields import FIELDS, Field
+from titan_torchtitan.job import Entry, Job, Remark, has_key
+from titan_torchtitan.older import GONE
+from titan_torchtitan.parts import PARTS
+from titancli import Recipe
+from titancli.commands import printable
 from titancli.errors import RecipeError
-from titancli.migrate.fields import FIELDS, Field
-from titancli.migrate.job import Entry, Job, Remark, has_key
-from titancli.migrate.older import GONE
-from titancli.migrate.parts import PARTS
-from titancli.recipe.problems import Problems
-from titancli.recipe.read import read_file
-from titancli.recipe.schema import Recipe
-from titancli.terminal import printable
+from titancli.recipe import Problems, read_file
 
 if TYPE_CHECKING:
     from titancli.registry.lookup import Registry
@@ -117,7 +116,7 @@ def _ordered(data: dict[str, Any]) -> dict[str, Any]:
 def _text(data: dict[str, Any], path: Path, found: Translation) -> str:
     import tomli_w
 
-    from titancli.version import __version__
+    from titancli import __version__
 
     head = f"# Translated from the torchtitan job config {path.name} by titan {__version__}."
     tables = {

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from titancli.recipe.check import PARTS, TORCHTITAN
 
 if TYPE_CHECKING:
-    from titancli.migrate.job import Job
+    from titan_torchtitan.job import Job
     from titancli.registry.lookup import Registry
 
 OFF = "no effect: checkpoint.enable is false"

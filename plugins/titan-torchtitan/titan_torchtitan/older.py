@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from titancli.migrate.fields import FLOAT8, GROUPED_FLOAT8, GROUPED_MX, MX, Field, part, told
+from titan_torchtitan.fields import FLOAT8, GROUPED_FLOAT8, GROUPED_MX, MX, Field, part, told
 
 _DEGREES = ("data_parallel_replicate_degree", "data_parallel_shard_degree", "tensor_parallel_degree")
 _PIPELINE = (

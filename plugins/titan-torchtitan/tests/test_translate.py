@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 import tomli
 import tomli_w
+import torchtitan_jobs as jobs
+from torchtitan_reference import FIELDS
 
-from tests.migrate import jobs
-from tests.migrate.reference import FIELDS
+from titan_torchtitan import fields as ours
+from titan_torchtitan.translate import Translation, translate
 from titancli.errors import RecipeError
-from titancli.migrate import Translation, translate
-from titancli.migrate import fields as ours
-from titancli.recipe import Loaded, load_recipe
-from titancli.recipe.load import install_command
+from titancli.recipe import Loaded, install_command, load_recipe
 
 REGISTRY = jobs.registry_of(("titan-float8", jobs.Float8))
 Told = Callable[..., tuple[Translation, dict[str, Any]]]

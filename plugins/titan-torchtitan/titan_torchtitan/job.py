@@ -6,11 +6,10 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from titancli.migrate.fields import FIELDS, Field
-from titancli.migrate.older import GONE, RENAMED
-from titancli.recipe.problems import nearest
-from titancli.recipe.schema import Recipe
-from titancli.recipe.toml import KeyPath, Node, dotted
+from titan_torchtitan.fields import FIELDS, Field
+from titan_torchtitan.older import GONE, RENAMED
+from titancli import Recipe
+from titancli.recipe import KeyPath, Node, dotted, nearest
 from titancli.registry.fields import fields_of
 
 

@@ -156,7 +156,7 @@ interval_type = "seconds"
 """
 
 
-@component("converter", "float8_linear", target="tests.migrate.jobs:build")
+@component("converter", "float8_linear", target="torchtitan_jobs:build")
 class Float8:
     """Stands for titan-float8's, with the fields that are written."""
 

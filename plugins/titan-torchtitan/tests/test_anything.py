@@ -6,15 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import tomli_w
+import torchtitan_jobs as jobs
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torchtitan_reference import FIELDS
 
-from tests.migrate import jobs
-from tests.migrate.reference import FIELDS
 from tests.recipe.test_scan import documents
+from titan_torchtitan.older import GONE, RENAMED
+from titan_torchtitan.translate import translate
 from titancli.errors import RecipeError
-from titancli.migrate import translate
-from titancli.migrate.older import GONE, RENAMED
 
 REGISTRIES = [jobs.registry_of(), jobs.registry_of(("titan-float8", jobs.Float8))]
 QUIET = settings(

@@ -1,0 +1,43 @@
+"""titan's own plugins, and what each brings: a name that is missing is answered with what installs it."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from pathlib import Path
+
+COMMANDS = {
+    "flux-encode": "titan-flux",
+    "lm-eval": "titan-eval",
+    "recipe from-torchtitan": "titan-torchtitan",
+}
+"""Commands, each with the plugin that brings it."""
+COMPONENTS = {
+    "converter/float8_linear": "titan-float8",
+    "dataset/grain": "titan-grain",
+    "dataset/latents": "titan-flux",
+    "dataset/random_latents": "titan-flux",
+    "logger/trackio": "titan-trackio",
+    "logger/wandb": "titan-wandb",
+    "loop/ft": "titan-ft",
+    "loop/lm_eval": "titan-eval",
+    "loss/flow_matching": "titan-flux",
+    "model/flux": "titan-flux",
+    "optimizer/muon": "titan-muon",
+}
+"""Components, `kind/name`, each with the plugin that brings it."""
+FOLDER = Path(__file__).resolve().parents[2] / "plugins"
+"""Their folders, in a checkout; an installed titan has none."""
+
+
+def install_command(requirement: str, *options: str) -> str:
+    """Return what installs a plugin: from the checkout if it is one of titan's own."""
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    folder = FOLDER / canonicalize_name(Requirement(requirement).name)
+    target = requirement
+    if (folder / "pyproject.toml").is_file():
+        near = os.path.relpath(folder)
+        target = str(folder) if near.startswith("..") else f"./{near}"
+    return " ".join(["pip install", *options, shlex.quote(target)])
