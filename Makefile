@@ -77,13 +77,13 @@ clean:
 	grep -v '^torch==' constraints.txt > $@
 
 # torch first, and alone: whatever else is installed then takes the torch that is there.
-.venv/.installed: .venv/constraints.txt pyproject.toml titancli/version.py
+.venv/.installed: .venv/constraints.txt pyproject.toml plugins/requirements.txt titancli/version.py
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c .venv/constraints.txt "$(TORCH)" numpy
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c .venv/constraints.txt -e ".[report]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c .venv/constraints.txt -e . -r plugins/requirements.txt
 	touch $@
 
 .venv/.installed-dev: .venv/.installed $(wildcard plugins/*/pyproject.toml)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c .venv/constraints.txt -e ".[dev]" \
 		-e plugins/titan-eval -e plugins/titan-float8 -e "plugins/titan-flux[dev]" -e plugins/titan-ft \
-		-e plugins/titan-grain -e plugins/titan-muon -e plugins/titan-torchtitan -e plugins/titan-trackio -e plugins/titan-wandb
+		-e plugins/titan-grain -e plugins/titan-muon -e plugins/titan-trackio -e plugins/titan-wandb
 	touch $@

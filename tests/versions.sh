@@ -27,13 +27,13 @@ of_python="$common tests/recipe plugins/titan-torchtitan tests/registry tests/pa
 installed() {
     local pip=("$2/bin/python" -m pip install --quiet --disable-pip-version-check -c "$2/constraints.txt")
     local state
-    state=$(cat constraints.txt pyproject.toml plugins/*/pyproject.toml |
+    state=$(cat constraints.txt pyproject.toml plugins/requirements.txt plugins/*/pyproject.toml |
         sed -E '/^\[+tool\.(ruff|mypy|pytest)/,/^$/d' | sha256sum)  # their settings install nothing
     [[ "$(cat "$2/.installed" 2>/dev/null)" == "$state" ]] && return
     rm -rf "$2" && "$1" -m venv "$2" && grep -v '^torch==' constraints.txt >"$2/constraints.txt" &&
         "${pip[@]}" "torch==$3" numpy &&
-        "${pip[@]}" -e ".[dev]" -e plugins/titan-eval -e plugins/titan-float8 -e "plugins/titan-flux[dev]" \
-            -e plugins/titan-grain -e plugins/titan-muon -e plugins/titan-torchtitan -e plugins/titan-trackio -e plugins/titan-wandb &&
+        "${pip[@]}" -e ".[dev]" -r plugins/requirements.txt -e plugins/titan-eval -e plugins/titan-float8 -e "plugins/titan-flux[dev]" \
+            -e plugins/titan-grain -e plugins/titan-muon -e plugins/titan-trackio -e plugins/titan-wandb &&
         echo "$state" >"$2/.installed"
 }
 

@@ -60,7 +60,7 @@ def test_help_fits_one_screen_and_has_every_command(
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("TITAN_PLUGINS", plugins)
     lines = titan("--help").out.splitlines()
-    assert len(lines) <= 24 and max(map(len, lines)) <= 80
+    assert len(lines) <= 24 and max(map(len, lines)) <= 80, "\n".join(lines)
     assert "  titan train llama3_debug " in "\n".join(lines[:6])
     shown = {word.strip(",") for line in lines[6:] for word in line[9:34].split("  ")[0].split()}
     added = {name for name in first_party.COMMANDS if " " not in name}

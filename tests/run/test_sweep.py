@@ -97,7 +97,7 @@ def test_runs_are_named_by_their_values_and_no_two_alike() -> None:
 # ------------------------------------------------------------------------------------------------ whole
 
 
-def no_plots() -> None:
+def no_page(*_: object) -> None:
     raise EnvironmentProblem("not installed")
 
 
@@ -119,7 +119,7 @@ def test_a_sweep_trains_every_combination_and_the_second_time_nothing(
     assert "report:   s/report.html" in done.err and "lr=0.003" in (here / "s/report.html").read_text()
 
     monkeypatch.setattr(jobs_module.Jobs, "_start", lambda self, job: pytest.fail(f"{job.name} is started"))
-    monkeypatch.setattr("titancli.reporting.plots.require", no_plots)
+    monkeypatch.setattr("titan_report.page.html", no_page)
     again = sweep(*arguments)
     assert again.code == 0 and "there is no report: not installed" in again.err
     rows = [line.split() for line in again.out.splitlines()]

@@ -32,13 +32,14 @@ SHOWN = f"{SEC}test_run_folders.py::test_no_command_hands_a_run_folders_text_to_
 DOORS = [
     Door(
         "recipes",
-        "recipe.read recipe.load recipe.merge recipe.syntax recipe.toml cli.recipes cli.new_file prove.proof",
+        "recipe.read recipe.load recipe.merge recipe.syntax recipe.toml cli.recipes cli.new_file"
+        " prove.proof titan_torchtitan.translate",
         f"{SEC}test_recipe_fields.py::test_checking_a_recipe_starts_nothing",
         "tests/recipe/test_extends.py::test_broken_files_are_all_told_and_nothing_that_follows_from_them",
     ),
     Door(
         "the lock of a run",
-        "run.worker run.compare run.sweep run.replay launchers.torchrun loggers.tensorboard reporting.page"
+        "run.worker run.compare run.sweep run.replay launchers.torchrun loggers.tensorboard titan_report.page"
         " runs titan_trackio.logger titan_ft.replicas",
         f"{SEC}test_seals.py::test_a_resume_does_not_go_on_with_another_rate_than_it_had",
         f"{SEC}test_seals.py::test_each_bit_of_a_lock_file",
@@ -84,7 +85,7 @@ DOORS = [
     ),
     Door(
         "requests and answers: profiles, replays, evaluations, rollouts, sweeps, jobs",
-        "observe.profile_request run.probe reporting.view rl.rollouts launchers.slurm run.verification"
+        "observe.profile_request run.probe titan_report.view rl.rollouts launchers.slurm run.verification"
         " titan_eval.command",
         SMALL,
         SMALL,
@@ -207,7 +208,7 @@ DOORS = [
     Door(
         "the machine itself: /proc, /sys, files that commands write for who calls them",
         "observe.machine observe.memory observe.panel process signals cli.output cli.new_recipe"
-        " cli.run_report checkpoint.peers.memory engine.build",
+        " titan_report.command checkpoint.peers.memory engine.build",
         "tests/cli/test_terminal.py",
         "tests/checkpoint/test_peers.py::test_the_memory_of_a_container_is_what_its_cgroup_leaves",
     ),

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.security.test_run_folders import deep, device, endless, fifo, folder, garbage
+from titan_report import view
 from titancli.errors import TitanError
 from titancli.launchers import meeting
 from titancli.launchers.slurm import SlurmFiles
@@ -18,7 +19,6 @@ from titancli.observe import failures, notes, profile_request
 from titancli.observe.digests import read_digests
 from titancli.observe.summary import Summary
 from titancli.recipe import load_recipe
-from titancli.reporting import view
 from titancli.rl import rollouts
 from titancli.run import sweep
 from titancli.runs import RunFolder

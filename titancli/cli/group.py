@@ -36,15 +36,10 @@ class Row(NamedTuple):
 HERE = "grammar"
 ROWS = [
     Row("Train", {"train": "train"}, "Train a model from a recipe, or resume a run"),
-    Row(
-        "Train",
-        {"generate": "generate", "eval": "evaluate", "lm-eval": None},
-        "Generate text; measure loss; run benchmarks",
-    ),
-    Row("Train", {"plan": "plan"}, "Estimate memory, traffic, speed on N devices"),
+    Row("Train", {"generate": "generate", "plan": "plan"}, "Generate text; estimate memory and speed"),
+    Row("Train", {"eval": "evaluate", "lm-eval": None}, "Measure loss, perplexity; run benchmarks"),
     Row("Train", {"sweep": "sweep", "launch": "launch"}, "Train all combinations; as jobs of a cluster"),
-    Row("Look", {"runs": "runs"}, "List, show, watch, compare and remove runs"),
-    Row("Look", {"report": "run_report"}, "Write a report of runs as one HTML page"),
+    Row("Look", {"runs": "runs", "report": None}, "List, watch, compare, remove runs; as a page"),
     Row("Look", {"profile": "profile", "rollouts": "rollouts"}, "Trace steps; samples and rewards"),
     Row("Look", {"checkpoint": HERE}, "List, show, verify and convert checkpoints"),
     Row("Look", {"convert-checkpoint": "convert"}, "Write a Hugging Face folder, or read one"),

@@ -166,12 +166,12 @@ def _report(folder: Path, runs: Sequence[Path]) -> None:
     if not runs:
         return
     from titancli.observe.summary import summarize
-    from titancli.reporting import page, plots, view
 
     if len(runs) > 1:
         note(f"compare:  titan runs compare {' '.join(shlex.quote(short_path(run)) for run in runs)}")
     try:
-        plots.require()
+        from titan_report import page, view
+
         html = page.html(view.open_runs([summarize(run) for run in runs]), "step")
         write_atomically(folder / "report.html", html)
         note(f"report:   {short_path(folder / 'report.html')}")

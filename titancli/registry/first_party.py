@@ -10,6 +10,7 @@ COMMANDS = {
     "flux-encode": "titan-flux",
     "lm-eval": "titan-eval",
     "recipe from-torchtitan": "titan-torchtitan",
+    "report": "titan-report",
 }
 """Commands, each with the plugin that brings it."""
 COMPONENTS = {

@@ -11,14 +11,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from titancli.cli.completion import RunName
-from titancli.cli.output import colored, print_json, short_path, table
+from titancli.commands import RunName, colored, print_json, printable, short_path, table
 from titancli.errors import EnvironmentProblem, UsageError
 from titancli.runs import RunFolder, write_atomically
-from titancli.terminal import printable
 
 if TYPE_CHECKING:
-    from titancli.reporting.view import Run
+    from titan_report.view import Run
 
 MARK = '<meta name="generator" content="titan report'
 TEXT = ("loss", "grad_norm", "lr", "tokens_per_second")
@@ -48,19 +46,15 @@ def command(runs: tuple[Path, ...], output: Path | None, by: str, text: bool, as
     """Write one HTML page about RUNs: curves, where the time went, checkpoints, environment; of several runs
     also what differs between their recipes.
 
-    The page is one file that loads nothing from elsewhere. A run may still be going on. The page needs
-    `pip install 'titancli[report]'`; --text and --json do not.
+    The page is one file that loads nothing from elsewhere. A run may still be going on.
     """
+    from titan_report import view
     from titancli.observe.summary import summarize
-    from titancli.reporting import view
 
     if text + as_json + (output is not None) > 1:
         raise UsageError("--text, --json and -o exclude each other")
     paths = list(dict.fromkeys(RunFolder.open(run).path for run in runs))
     if not (text or as_json):
-        from titancli.reporting import plots
-
-        plots.require()
         output = output or Path("report.html")
         _refuse_foreign(output)
     found = view.open_runs([summarize(path) for path in paths])
@@ -69,7 +63,7 @@ def command(runs: tuple[Path, ...], output: Path | None, by: str, text: bool, as
     elif output is None:
         _print(found, by)
     else:
-        from titancli.reporting import page
+        from titan_report import page
 
         write_atomically(output, page.html(found, by))
         print(short_path(output.absolute()))
@@ -89,10 +83,10 @@ def _refuse_foreign(output: Path) -> None:
 
 
 def _print(runs: Sequence[Run], by: str) -> None:
+    from titan_report import text, view
+    from titan_report.plots import label
+    from titan_report.times import CAUSES
     from titancli.observe.console import duration
-    from titancli.reporting import text, view
-    from titancli.reporting.plots import label
-    from titancli.reporting.times import CAUSES
 
     columns = min(shutil.get_terminal_size().columns, 100)
     for number, run in enumerate(runs):

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from titancli.errors import EnvironmentProblem
+from titan_report.view import Curve, limits
 from titancli.observe.console import short
-from titancli.reporting.view import Curve, limits
 
 COLORS = 8
 """Colors of runs; with more runs they come again, dashed and then dotted."""
@@ -36,21 +35,6 @@ class Plot:
     x: tuple[float, float]
     """The axis from left to right, in units of the data; `y`: from bottom to top."""
     y: tuple[float, float]
-
-
-def require() -> None:
-    """
-    Raises:
-        EnvironmentProblem: a package that draws the page is not installed.
-    """
-    try:
-        import jinja2  # noqa: F401
-        import matplotlib.figure  # noqa: F401
-    except ImportError as error:
-        raise EnvironmentProblem(
-            f"titan report needs the package {error.name}, which is not installed",
-            hint="pip install 'titancli[report]', or use --text or --json",
-        ) from error
 
 
 def series_color(run: int) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,10 @@ import pytest
 
 from tests.cli.conftest import Titan, titan  # noqa: F401 - a fixture
 from tests.cli.run_folders import LOCK, at, attempt, began, ended, event, make, step
+from titan_report import view
+from titan_report.history import History, read, seconds_of
+from titan_report.times import CAUSES
 from titancli.observe.summary import summarize
-from titancli.reporting import view
-from titancli.reporting.history import History, read, seconds_of
-from titancli.reporting.times import CAUSES
 from titancli.runs import RunFolder
 
 END = ended("finished", 4)
@@ -244,7 +243,7 @@ def test_a_first_value_beyond_the_axis_is_named_and_drawn_at_its_edge(
 
 
 def _column(values: Any) -> Any:
-    from titancli.reporting.history import Column
+    from titan_report.history import Column
 
     column = Column()
     column.rows.extend(range(len(values)))
@@ -281,7 +280,6 @@ def two(tmp_path: Path) -> tuple[Path, Path]:
 def test_the_page_is_whole_valid_and_loads_nothing(two: tuple[Path, Path], titan: Titan) -> None:  # noqa: F811
     import html5lib
 
-    pytest.importorskip("matplotlib")
     done = titan("report", *two, "-o", "page.html")
     assert (done.code, done.out) == (0, "page.html\n"), done.err
     text = Path("page.html").read_text()
@@ -314,7 +312,6 @@ def test_the_page_is_whole_valid_and_loads_nothing(two: tuple[Path, Path], titan
 
 
 def test_many_runs_are_rows_of_one_table(tmp_path: Path, titan: Titan) -> None:  # noqa: F811
-    pytest.importorskip("matplotlib")
     for number in range(10):
         lock = LOCK.replace("0.001", f"0.{number + 1:03}")
         make(tmp_path / f"lr-{number}", [began(0), step(1, 1), step(2, 2, 3 - number / 10)], lock=lock)
@@ -336,19 +333,6 @@ def test_a_file_that_is_no_report_is_not_written_over(two: tuple[Path, Path], ti
     assert titan("report", two[0], "-o", "none/page.html").code == 5
     assert titan("report", two[0], "--text", "--json").code == 2
     assert titan("report", "nothing").code == 5
-
-
-def test_without_the_extra_the_error_says_what_to_install(
-    two: tuple[Path, Path],
-    titan: Titan,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)  # type: ignore[arg-type]
-    done = titan("report", *two)
-    assert done.code == 5 and "pip install 'titancli[report]'" in done.err
-    assert titan("report", *two, "--text").code == titan("report", *two, "--json").code == 0
 
 
 def test_text_draws_the_curves_of_all_runs(two: tuple[Path, Path], titan: Titan) -> None:  # noqa: F811

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from titan_report.history import History, read
 from titancli.files import read_json
 from titancli.observe.events import are_metrics, plain
 from titancli.observe.summary import Summary
-from titancli.reporting.history import History, read
 from titancli.run.compare import Side, side_of, spread
 from titancli.runs import RunFolder
 

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from report_delays import SECONDS, STALL
 
-from tests.reporting.delays import SECONDS, STALL
 from tests.run.conftest import Command, command, here  # noqa: F401 - fixtures
+from titan_report import view
+from titan_report.history import seconds_of
 from titancli.observe.events import read_events
 from titancli.observe.summary import summarize
-from titancli.reporting import view
-from titancli.reporting.history import seconds_of
 
 pytestmark = pytest.mark.e2e
 
@@ -49,7 +49,7 @@ def test_planted_delays_are_charged_to_their_causes(
     here: Path,  # noqa: F811
     command: Callable[..., Command],  # noqa: F811
 ) -> None:
-    shutil.copy(Path(__file__).with_name("delays.py"), here)
+    shutil.copy(Path(__file__).with_name("report_delays.py"), here / "delays.py")
     (here / "slow.toml").write_text(RECIPE)
     (here / "text.txt").write_text("".join(f"line {n} of a text that is not long\n" for n in range(40)))
     done = command("./slow.toml", "-p", "./delays.py", "--run-dir", "r").wait()

@@ -10,13 +10,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from titan_report import view
+from titan_report.plots import COLORS, DASHES, MARGIN, label, plot
+from titan_report.times import CAUSES
+from titancli import __version__
 from titancli.observe.console import FIGURES, duration, short
 from titancli.observe.console import value as formatted
-from titancli.reporting import view
-from titancli.reporting.plots import COLORS, DASHES, MARGIN, label, plot
-from titancli.reporting.times import CAUSES
 from titancli.run.compare import spread
-from titancli.version import __version__
 
 TEMPLATE = Path(__file__).with_name("page.html")
 WIDE, NARROW = (1120, 300), (400, 190)

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from titan_report.times import Interval, Times
 from titancli.observe.console import numbers
 from titancli.observe.events import can_be_shown, in_order
-from titancli.reporting.times import Interval, Times
 
 MESSAGES = 20
 """Warnings and errors that are kept: the last ones."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from titancli.reporting.plots import label
-from titancli.reporting.view import Curve, limits
+from titan_report.plots import label
+from titan_report.view import Curve, limits
 
 DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 """The bit of each dot of a character, by column and row (Unicode, Braille Patterns)."""
