@@ -63,6 +63,7 @@ ROOMS = {
     "plugins/titan-grain": "Grain: each record once an epoch, on any ranks and from any place",
     "plugins/titan-muon": "Muon: equal to torch's on one device, the same on many",
     "plugins/titan-report": "reports of runs: where each second went, in a browser, in a terminal",
+    "plugins/titan-sweep": "sweeps: each combination once, also after a kill; GPUs and cores shared out",
     "plugins/titan-torchtitan": "torchtitan's job configs: each field converted, or reported",
     "plugins/titan-trackio": "Trackio: its database holds each row once, also after a resume",
     "plugins/titan-wandb": "Weights & Biases, offline: each row once, also after a resume",

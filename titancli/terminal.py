@@ -39,15 +39,15 @@ def clean(value: T) -> T:
 GROUPS = {
     "runs": "list show compare logs watch note rm",
     "checkpoint": "list show verify convert",
-    "recipe": "list new check show diff schema",
+    "recipe": "list new check show diff schema from-torchtitan",
     "data": "tokenize show verify",
     "plugin": "list show new",
     "launch": "slurm status logs cancel",
 }
 COMMANDS = """
-bisect config convert-checkpoint doctor download eval generate list-components list-recipes new-plugin
-new-recipe plan plugins profile prove replay report reproduce rollouts schema show sweep tokenize train
-validate
+bisect config convert-checkpoint doctor download eval flux-encode generate list-components list-recipes
+lm-eval new-plugin new-recipe plan plugins profile prove replay report reproduce rollouts schema show sweep
+tokenize train validate
 """
 """titan's commands, and those of its groups, without which one may be prose: `titan runs on torch 2.11`."""
 

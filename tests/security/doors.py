@@ -39,8 +39,8 @@ DOORS = [
     ),
     Door(
         "the lock of a run",
-        "run.worker run.compare run.sweep run.replay launchers.torchrun loggers.tensorboard titan_report.page"
-        " runs titan_trackio.logger titan_ft.replicas",
+        "run.worker run.compare run.replay launchers.torchrun loggers.tensorboard"
+        " titan_report.page titan_sweep.sweep runs titan_trackio.logger titan_ft.replicas",
         f"{SEC}test_seals.py::test_a_resume_does_not_go_on_with_another_rate_than_it_had",
         f"{SEC}test_seals.py::test_each_bit_of_a_lock_file",
         "recipe.lock.toml recipe.lock.*.toml",
@@ -62,8 +62,8 @@ DOORS = [
     Door("the event log", "observe.events titan_wandb.logger", SHOWN, LISTED, "events.jsonl"),
     Door(
         "logs and reports of ranks",
-        "observe.logs observe.failures cli.launch cli.sweep launchers.local launchers.agent prove.pool"
-        " run.jobs distributed.process_group",
+        "observe.logs observe.failures cli.launch launchers.local launchers.agent prove.pool"
+        " titan_sweep.command titan_sweep.jobs distributed.process_group",
         LINKS,
         SMALL,
         "logs/*",
@@ -201,7 +201,7 @@ DOORS = [
     ),
     Door(
         "programs that titan starts, and what they answer",
-        "doctor launchers.devices launchers.slurm launchers.torchrun prove.pool provenance run.jobs",
+        "doctor launchers.devices launchers.slurm launchers.torchrun prove.pool provenance titan_sweep.jobs",
         "tests/docs/test_security.py::test_nothing_unpickles_or_evaluates",
         f"{RUN}test_failures.py::test_an_error_that_echoes_another_ranks_is_never_the_cause",
     ),

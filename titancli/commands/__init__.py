@@ -2,9 +2,11 @@
 
     from titancli.commands import note, print_json, table
 
-`titancli.commands.evaluation` runs a loop on the weights of a run, a checkpoint or a Hugging Face folder.
+`titancli.commands.starting` starts runs, `titancli.commands.evaluation` runs a loop on the weights of a run,
+a checkpoint or a Hugging Face folder.
 """
 
+from titancli.cli import main
 from titancli.cli.common import Common, split_overrides
 from titancli.cli.completion import RecipeOrOverride, RunName
 from titancli.cli.failures import print_error
@@ -20,6 +22,7 @@ __all__ = [
     "RunName",
     "clean",
     "colored",
+    "main",
     "next_step",
     "note",
     "out",

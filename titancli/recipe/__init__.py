@@ -11,7 +11,7 @@ from titancli.recipe.find import LOCK_NAME, bundled_folder, find_recipe
 from titancli.recipe.load import Loaded, load_recipe, lock_text
 from titancli.recipe.problems import Problems, nearest, render_problems
 from titancli.recipe.read import read_file
-from titancli.recipe.toml import KeyPath, Node, Origin, dotted
+from titancli.recipe.toml import KeyPath, Node, Origin, dotted, inline
 from titancli.registry.first_party import install_command
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "bundled_folder",
     "dotted",
     "find_recipe",
+    "inline",
     "install_command",
     "load_recipe",
     "lock_text",

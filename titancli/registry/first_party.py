@@ -11,6 +11,7 @@ COMMANDS = {
     "lm-eval": "titan-eval",
     "recipe from-torchtitan": "titan-torchtitan",
     "report": "titan-report",
+    "sweep": "titan-sweep",
 }
 """Commands, each with the plugin that brings it."""
 COMPONENTS = {

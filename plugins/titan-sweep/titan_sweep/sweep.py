@@ -21,14 +21,11 @@ from typing import TYPE_CHECKING, Any
 
 import tomli
 
+from titancli.commands.starting import Request, changes, check_world, count_processes, make_plan
 from titancli.errors import EnvironmentProblem, RecipeError, UsageError
 from titancli.files import read_json
 from titancli.observe.summary import summarize
-from titancli.recipe import load_recipe, lock_text
-from titancli.recipe.toml import inline
-from titancli.run.fit import check_world
-from titancli.run.prepare import Request, changes, make_plan
-from titancli.run.start import count_processes
+from titancli.recipe import inline, load_recipe, lock_text
 from titancli.runs import Hold, RunFolder, hold_file, write_atomically
 
 if TYPE_CHECKING:

@@ -11,11 +11,11 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from titan_sweep.sweep import Job
 from titancli.errors import EXIT_OK, EnvironmentProblem
 from titancli.files import regular
 from titancli.launchers.devices import visible_gpu_names
 from titancli.process import as_child
-from titancli.run.sweep import Job
 from titancli.signals import heeded, say
 
 POLL_SECONDS = 0.1
@@ -135,4 +135,4 @@ class Jobs:
 
 def titan(*arguments: str) -> list[str]:
     """Return the command line of a `titan` that stops when this process dies."""
-    return [sys.executable, "-m", "titancli.cli.job", *arguments]
+    return [sys.executable, "-m", "titan_sweep.job", *arguments]

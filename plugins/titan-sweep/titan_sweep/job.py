@@ -1,4 +1,4 @@
-"""`python -m titancli.cli.job ARGUMENTS…`: titan as a job of another titan, which it does not outlive.
+"""`python -m titan_sweep.job ARGUMENTS…`: titan as a job of another titan, which it does not outlive.
 
 When the other dies, this process gets SIGTERM: a run saves a checkpoint and stops.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from titancli.cli import main
+from titancli.commands import main
 from titancli.process import die_with_parent
 
 if __name__ == "__main__":

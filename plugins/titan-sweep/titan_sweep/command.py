@@ -12,16 +12,22 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from titancli.cli.common import Common, split_overrides
-from titancli.cli.completion import RecipeOrOverride
-from titancli.cli.output import note, print_json, short_path, table
-from titancli.cli.train import NumberOrAuto
+from titancli.commands import (
+    Common,
+    NumberOrAuto,
+    RecipeOrOverride,
+    note,
+    print_json,
+    printable,
+    short_path,
+    split_overrides,
+    table,
+)
 from titancli.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, UsageError
 from titancli.runs import RunFolder, runs_root, write_atomically
-from titancli.terminal import printable
 
 if TYPE_CHECKING:
-    from titancli.run.sweep import Job
+    from titan_sweep.sweep import Job
 
 VALIDATION = re.compile(r"validation/.*/loss")
 """Of several datasets the first by name counts."""
@@ -68,10 +74,10 @@ def command(
     command again continues: finished runs are skipped, interrupted ones resume, failed ones are tried again.
     With --jobs, GPUs are divided among the runs.
     """
+    from titan_sweep import sweep
+    from titan_sweep.jobs import Jobs, shares
     from titancli.process import environment
     from titancli.recipe import load_recipe
-    from titancli.run import sweep
-    from titancli.run.jobs import Jobs, shares
 
     recipes, overrides = split_overrides(arguments)
     if len(recipes) != 1:
@@ -117,7 +123,7 @@ def command(
 
 
 def _command(job: Job, nproc: int | str | None, common: Common) -> list[str]:
-    from titancli.run.jobs import titan
+    from titan_sweep.jobs import titan
 
     plugins = [*map(str, common.plugin_files), *(f"no:{name}" for name in common.blocked)]
     return titan(

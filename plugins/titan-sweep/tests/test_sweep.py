@@ -14,17 +14,26 @@ from typing import Any
 import pytest
 
 from tests.cli.conftest import Done
+from tests.run.conftest import furnish
+from titan_sweep import jobs as jobs_module
+from titan_sweep.command import _command, _exit_code
+from titan_sweep.jobs import Jobs, shares
+from titan_sweep.sweep import Job, combinations, hold, name_of, parse_set
 from titancli import registry
 from titancli.cli import main
 from titancli.cli.common import Common
-from titancli.cli.sweep import _command, _exit_code
 from titancli.errors import EnvironmentProblem, UsageError
-from titancli.run import jobs as jobs_module
-from titancli.run.jobs import Jobs, shares
-from titancli.run.sweep import Job, combinations, hold, name_of, parse_set
 from titancli.runs import RunFolder
 
 Sweep = Callable[..., Done]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with the recipe `tiny.toml`."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TITAN_RUNS", raising=False)
+    return furnish(tmp_path)
 
 
 @pytest.fixture

@@ -1,0 +1,18 @@
+"""From a request to a run that is started: what `titan train` does, for commands that start runs."""
+
+from titancli.launch import LaunchRequest
+from titancli.run.fit import check_world, check_worlds
+from titancli.run.prepare import Plan, Request, changes, make_plan
+from titancli.run.start import count_processes, start
+
+__all__ = [
+    "LaunchRequest",
+    "Plan",
+    "Request",
+    "changes",
+    "check_world",
+    "check_worlds",
+    "count_processes",
+    "make_plan",
+    "start",
+]
