@@ -37,14 +37,14 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from titan_transformers.config import HFCausalLM
+from titan_transformers.config_json import text_part
+from titan_transformers.model import build
+from titan_transformers.tiny import tiny
+from titan_transformers.weights import FolderForm
 from titancli.checkpoint import export_hf, read_hf
 from titancli.errors import TitanError
-from titancli.models import HFCausalLM
 from titancli.models.blocks.state import named_state
-from titancli.models.hf_causal_lm.config_json import text_part
-from titancli.models.hf_causal_lm.model import build
-from titancli.models.hf_causal_lm.tiny import tiny
-from titancli.models.hf_causal_lm.weights import FolderForm
 
 LIMIT = 60
 """Seconds that a type may take, unless `--limit` says otherwise."""

@@ -66,6 +66,7 @@ ROOMS = {
     "plugins/titan-sweep": "sweeps: each combination once, also after a kill; GPUs and cores shared out",
     "plugins/titan-torchtitan": "torchtitan's job configs: each field converted, or reported",
     "plugins/titan-trackio": "Trackio: its database holds each row once, also after a resume",
+    "plugins/titan-transformers": "transformers' modules in titan's engine, compared to transformers",
     "plugins/titan-wandb": "Weights & Biases, offline: each row once, also after a resume",
 }
 """What each package verifies."""

@@ -18,6 +18,7 @@ from tests.models.families import DEEPSEEK
 from tests.models.hf_configs import CONFIGS, LLAMA
 from tests.ranks.layouts import GPT_OSS, IROPE
 from tests.rows import rows
+from titan_transformers.config import HFCausalLM
 from titancli.checkpoint import CheckpointReader, export_hf, read_hf, save_checkpoint
 from titancli.checkpoint import base as merging
 from titancli.checkpoint.base import base_of
@@ -26,7 +27,7 @@ from titancli.checkpoint.hf.peft_names import beside_experts, placed
 from titancli.checkpoint.hf.which import hf_form
 from titancli.cli import main
 from titancli.converters.lora import adapters_of
-from titancli.models import HFCausalLM, Llama3
+from titancli.models import Llama3
 from titancli.registry.component import build, component_info
 
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "wq", "wk", "wv", "wo")

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
+from titan_transformers.config import HFCausalLM
 from titancli.checkpoint.hf.likeness import complaint, differences
 from titancli.errors import EnvironmentProblem
-from titancli.models import DeepSeekV3, GptOss, HFCausalLM, Llama3, Llama4, Qwen3
+from titancli.models import DeepSeekV3, GptOss, Llama3, Llama4, Qwen3
 from titancli.models.sections import MoE
 from titancli.registry import current
 from titancli.registry.binding import bind

@@ -87,7 +87,7 @@ def test_a_recipe_from_a_hugging_face_folder_has_its_model(titan: Titan) -> None
 def test_a_model_that_is_not_titans_own_is_that_of_transformers(titan: Titan) -> None:
     hf_folder(Path("m"), model_type="mistral")
     assert titan("recipe", "new", "exp.toml", "--from-hf", "m").code == 0
-    assert 'type = "titan/hf_causal_lm"\nconfig = "m"' in Path("exp.toml").read_text()
+    assert 'type = "titan-transformers/hf_causal_lm"\nconfig = "m"' in Path("exp.toml").read_text()
 
 
 def test_what_is_no_hugging_face_folder_leaves_no_file(titan: Titan) -> None:

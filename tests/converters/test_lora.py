@@ -29,13 +29,13 @@ from tests.ranks import Ranks
 from tests.ranks.layouts import GPT_OSS
 from tests.rows import rows
 from tests.run.conftest import Finished, here, train  # noqa: F401 - fixtures
+from titan_transformers.config import HFCausalLM
 from titancli.checkpoint import CheckpointReader
 from titancli.checkpoint.format.metadata import open_metadata
 from titancli.checkpoint.hf.which import hf_form
 from titancli.converters import LoRA
 from titancli.converters.lora import AdaptedLinear, Adapters, adapters_of, merge
 from titancli.errors import RecipeError
-from titancli.models import HFCausalLM
 from titancli.recipe.check import component_checks
 from titancli.registry.component import build
 

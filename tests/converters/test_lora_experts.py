@@ -20,12 +20,12 @@ from tests.models.hf_configs import CONFIGS, LLAMA
 from tests.ranks import Ranks
 from tests.ranks.layouts import EIGHT, GPT_OSS
 from tests.rows import rows
+from titan_transformers.config import HFCausalLM
 from titancli.checkpoint.format.metadata import open_metadata
 from titancli.converters import LoRA
 from titancli.converters.lora import Adapters
 from titancli.converters.lora_experts import AdaptedExperts
 from titancli.errors import RecipeError, TitanError
-from titancli.models import HFCausalLM
 from titancli.models.blocks.grouped import grouped_linear
 from titancli.models.blocks.moe import Experts, JoinedExperts
 from titancli.registry.component import build

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.docs.markdown import ROOT, blocks
+from titan_transformers.config import HFCausalLM
 from titancli import Batch, Engine, LossResult, TitanError, load_recipe
 from titancli.checkpoint.format import manifest
 from titancli.checkpoint.format.hashed import file_digest
@@ -28,7 +29,7 @@ from titancli.engine import inputs, recipes
 from titancli.engine.inputs import RESERVED
 from titancli.errors import EnvironmentProblem, RecipeError, UsageError
 from titancli.losses import DPO, SFT, CrossEntropy, CrossEntropyFull, Grpo, Gspo
-from titancli.models import HFCausalLM, Llama3
+from titancli.models import Llama3
 from titancli.optimizers import AdamW
 from titancli.optimizers.schedule import lr_factor
 from titancli.recipe import lock_text

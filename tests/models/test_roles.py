@@ -12,9 +12,9 @@ from torch import nn
 from tests.models.families import FAMILIES
 from tests.models.hf_configs import CONFIGS, GEMMA4, HRM, LLAMA, LONGCAT, PHI3
 from tests.rows import rows
+from titan_transformers.config import HFCausalLM
 from titancli.converters import LoRA
 from titancli.converters.lora import Adapters
-from titancli.models import HFCausalLM
 from titancli.models.roles import roles_of
 from titancli.registry.component import build
 
@@ -144,7 +144,7 @@ THEIRS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
 
 @pytest.mark.parametrize("name", rows(THEIRS, slow=("hrm", "phi3", "gpt_neox", "qwen3_next")))
 def test_models_of_transformers_say_what_is_no_matrix(name: str) -> None:
-    from titancli.models.hf_causal_lm.model import TransformersModel
+    from titan_transformers.model import TransformersModel
 
     values, expected = THEIRS[name]
     with torch.device("meta"):

@@ -145,10 +145,10 @@ DOORS = [
     ),
     Door(
         "config.json, generation_config.json, adapters",
-        "models.hf_causal_lm.config_json recipe.finetune recipe.load run.evaluate generate.source"
+        "titan_transformers.config_json recipe.finetune recipe.load run.evaluate generate.source"
         " checkpoint.hf.*",
-        "tests/models/test_hf_config.py::test_what_is_wrong_is_told_where_the_folder_is_named",
-        "tests/models/test_hf_config.py::test_a_config_that_is_no_object",
+        "plugins/titan-transformers/tests/test_hf_config.py::test_what_is_wrong_is_told_where_the_folder_is_named",
+        "plugins/titan-transformers/tests/test_hf_config.py::test_a_config_that_is_no_object",
     ),
     Door(
         "tokenizers and chat templates",

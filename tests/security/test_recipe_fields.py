@@ -46,7 +46,7 @@ CLASSES: dict[str, tuple[list[str], str]] = {
         """
         weights tokenizer/titan/hf.path dataset/titan-flux/* dataset/titan-grain/* dataset/titan/*.path
         dataset/titan/*.paths loop/titan-eval/lm_eval.checkpoint loop/titan/evaluate.checkpoint
-        task/titan/prompts.path model/titan/hf_causal_lm.config
+        task/titan/prompts.path model/titan-transformers/hf_causal_lm.config
         """,
     ),
     # a folder in memory that is written into

@@ -38,7 +38,7 @@ AT = {
     "advantage": "loop.advantage",
 }
 NEEDS = {
-    "model/titan/hf_causal_lm": 'config = {model_type = "llama"}',
+    "model/titan-transformers/hf_causal_lm": 'config = {model_type = "llama"}',
     "tokenizer/titan/hf": 'path = "tok"',
     "dataset/titan-flux/latents": 'paths = ["x"]',
     "dataset/titan-grain/grain": 'paths = ["x"]',

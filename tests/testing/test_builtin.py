@@ -49,17 +49,6 @@ MODELS: dict[str, dict[str, Any]] = {
         "v_head_dim": 8,
         "moe": ROUTING,
     },
-    "hf_causal_lm": {
-        "config": {
-            "model_type": "llama",
-            "hidden_size": 32,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "intermediate_size": 48,
-            "vocab_size": 64,
-        }
-    },
 }
 
 

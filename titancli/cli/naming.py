@@ -6,6 +6,7 @@ from titancli.cli.group import note_broken
 from titancli.errors import PluginError, nearest_name
 from titancli.registry import current
 from titancli.registry.component import component_info
+from titancli.registry.first_party import COMPONENTS
 from titancli.registry.kinds import KINDS
 
 
@@ -25,6 +26,10 @@ def find_component(name: str) -> type:
             hint=f"for example: {next(iter(found))}",
         )
     if not found:
+        for full, plugin in COMPONENTS.items():
+            kind, _, bare = full.partition("/")
+            if name in (bare, f"{plugin}/{bare}"):
+                return current().find(kind, name)  # which says how to install it
         note_broken()
         near = nearest_name(name, [full.rpartition("/")[2] for full, _ in current().components()])
         raise PluginError(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from titancli.models.deepseek_v3 import DeepSeekV3
 from titancli.models.glm4_moe import Glm4Moe
 from titancli.models.gpt_oss import GptOss
-from titancli.models.hf_causal_lm import HFCausalLM
 from titancli.models.llama3 import Llama3
 from titancli.models.llama4 import Llama4
 from titancli.models.mixtral import Mixtral
@@ -19,7 +18,6 @@ __all__ = [
     "DeepSeekV3",
     "Glm4Moe",
     "GptOss",
-    "HFCausalLM",
     "Llama3",
     "Llama4",
     "Mixtral",
@@ -39,5 +37,4 @@ COMPONENTS: list[type] = [
     Mixtral,
     Olmo3,
     Glm4Moe,
-    HFCausalLM,
 ]

@@ -407,3 +407,17 @@ def expert_groups(
             only=lambda ours: top_k if ours["moe.num_expert_groups"] else ours["moe.group_top_k"],
         ),
     )
+
+
+KERNEL_KEYS = {"attn_implementation", "experts_implementation"}
+"""Keys that only say which kernels transformers uses; some begin with an underscore."""
+
+
+def kernels_of_the_hub(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Return the keys of config.json by which transformers would fetch a kernel from the Hub and run it."""
+    for key, value in values.items():
+        names = value.values() if isinstance(value, dict) else (value,)
+        if str(key).lstrip("_") in KERNEL_KEYS:
+            yield from ((key, name) for name in names if isinstance(name, str) and "/" in name)
+        elif isinstance(value, dict):
+            yield from kernels_of_the_hub(value)

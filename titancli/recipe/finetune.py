@@ -59,6 +59,7 @@ def finetune_text(folder: Path, name: str, registry: Registry) -> str:
 
     Raises:
         EnvironmentProblem: the folder has no config.json with a model_type, or no tokenizer.json.
+        PluginError: none of titan's families reads it, and titan-transformers is not installed.
     """
     config = _config(folder)
     if not (folder / "tokenizer.json").is_file():
@@ -70,7 +71,8 @@ def finetune_text(folder: Path, name: str, registry: Registry) -> str:
     dtype = text.get("dtype") or text.get("torch_dtype")
     model = ""
     if not _read_by_titan(config["model_type"], registry):
-        model = f'\n[model]\ntype = "titan/hf_causal_lm"\nconfig = {json.dumps(str(folder))}\n'
+        kind = registry.full_name(registry.find("model", "hf_causal_lm"))
+        model = f'\n[model]\ntype = "{kind}"\nconfig = {json.dumps(str(folder))}\n'
     return TEXT.substitute(
         name=json.dumps(name),
         folder=json.dumps(str(folder), ensure_ascii=False),

@@ -25,6 +25,7 @@ COMPONENTS = {
     "loop/lm_eval": "titan-eval",
     "loss/flow_matching": "titan-flux",
     "model/flux": "titan-flux",
+    "model/hf_causal_lm": "titan-transformers",
     "optimizer/muon": "titan-muon",
 }
 """Components, `kind/name`, each with the plugin that brings it."""

@@ -20,7 +20,7 @@ from titancli.checkpoint.hf.which import hf_form
 from titancli.converters.lora import adapt, adapters_of, weights_of
 from titancli.errors import EnvironmentProblem, TitanError, UsageError
 from titancli.models.blocks.state import named_state
-from titancli.models.hf_causal_lm.config_json import kernels_of_the_hub
+from titancli.models.config_json import kernels_of_the_hub
 from titancli.models.quantization import Quantization, quantization_of
 from titancli.registry.component import build
 

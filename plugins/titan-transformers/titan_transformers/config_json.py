@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from titancli.errors import EnvironmentProblem
+from titancli.models.config_json import kernels_of_the_hub
 from titancli.models.quantization import KEY, quantization_of
 
-KERNEL_KEYS = {"attn_implementation", "experts_implementation"}
-"""Keys that only say which kernels transformers uses; some begin with an underscore."""
 NULL = "null"
 """What stands in a table for JSON's null, which TOML has not."""
 
@@ -90,16 +89,6 @@ def faults(values: Mapping[str, Any]) -> Iterator[str]:
         )
     if values.get("is_encoder_decoder"):
         yield f"{values['model_type']} is an encoder-decoder model, not a causal language model"
-
-
-def kernels_of_the_hub(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Return the keys of config.json by which transformers would fetch a kernel from the Hub and run it."""
-    for key, value in values.items():
-        names = value.values() if isinstance(value, dict) else (value,)
-        if str(key).lstrip("_") in KERNEL_KEYS:
-            yield from ((key, name) for name in names if isinstance(name, str) and "/" in name)
-        elif isinstance(value, dict):
-            yield from kernels_of_the_hub(value)
 
 
 def growing_rope(values: Mapping[str, Any]) -> Iterator[tuple[str, int]]:

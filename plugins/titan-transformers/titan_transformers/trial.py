@@ -2,7 +2,7 @@
 
 What transformers gives to an attention function, and what it does around one, differs between its models and
 its releases. So each config is tried once a process, before it is trained: a copy of it with small sizes and
-random weights (`titancli.models.hf_causal_lm.tiny`), rows side by side, whole and of documents, against
+random weights (`titan_transformers.tiny`), rows side by side, whole and of documents, against
 transformers' own eager forward of each document by itself: logits, and gradients.
 """
 
@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from titan_transformers.cache import Cache
+from titan_transformers.stages import stage_of
+from titan_transformers.tensor_plan import parts_fault, sharded
+from titan_transformers.theirs import hf_config, line_of, quiet, refused, whole_values
+from titan_transformers.tiny import fewer_layers, tiny
 from titancli.errors import RecipeError
-from titancli.models.hf_causal_lm.cache import Cache
-from titancli.models.hf_causal_lm.stages import stage_of
-from titancli.models.hf_causal_lm.tensor_plan import parts_fault, sharded
-from titancli.models.hf_causal_lm.theirs import hf_config, line_of, quiet, refused, whole_values
-from titancli.models.hf_causal_lm.tiny import fewer_layers, tiny
 
 LIMIT = 1e-3
 """The largest difference of logits, relative to the largest one, and of gradients, relative to their norm."""

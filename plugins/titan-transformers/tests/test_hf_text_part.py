@@ -15,12 +15,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from titan_transformers.config import HFCausalLM
+from titan_transformers.model import build
+from titan_transformers.weights import FolderForm
 from titancli.checkpoint import export_hf, read_hf
 from titancli.errors import RecipeError
-from titancli.models import HFCausalLM
 from titancli.models.blocks.state import named_state
-from titancli.models.hf_causal_lm.model import build
-from titancli.models.hf_causal_lm.weights import FolderForm
 
 TEXT: dict[str, Any] = dict(
     hidden_size=64,

@@ -12,10 +12,10 @@ import tomli
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.models.hf_configs import CONFIGS, LLAMA
+from titan_transformers.config import HFCausalLM
+from titan_transformers.config_json import decoded, encoded
+from titan_transformers.tiny import tiny
 from titancli.errors import Problem, RecipeError
-from titancli.models import HFCausalLM
-from titancli.models.hf_causal_lm import decoded, encoded
-from titancli.models.hf_causal_lm.tiny import tiny
 from titancli.recipe import load_recipe, lock_text
 
 RECIPE = """\
@@ -83,10 +83,12 @@ def test_the_lock_file_holds_what_was_in_the_folder(here: Path, write: Callable[
 
 def test_a_folder_over_a_table_leaves_nothing_of_it(here: Path, write: Callable[..., None]) -> None:
     write(LLAMA)
-    loaded = load_recipe("titan:hf_causal_lm_debug", ["model.config=./folder", "training.seq_len=64"])
+    loaded = load_recipe(
+        "titan-transformers:hf_causal_lm_debug", ["model.config=./folder", "training.seq_len=64"]
+    )
     assert loaded.recipe.model.values == LLAMA
     with pytest.raises(RecipeError, match="folder nowhere does not exist"):
-        load_recipe("titan:hf_causal_lm_debug", ["model.config=./nowhere"])
+        load_recipe("titan-transformers:hf_causal_lm_debug", ["model.config=./nowhere"])
 
 
 def test_null_goes_both_ways() -> None:

@@ -13,6 +13,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from titan_transformers.attention import Rows
+from titan_transformers.cache import Cache
+from titan_transformers.config import HFCausalLM
+from titan_transformers.parts import run_base, take_apart
+from titan_transformers.roles import declared_roles
+from titan_transformers.rope import GrowingRope
+from titan_transformers.stages import AFTER, BEFORE, Border, Passed, stage_of
+from titan_transformers.tensor_plan import Sharded, plan_fault, prepare, sharded, tensor_plan
+from titan_transformers.trial import Tried, try_cache_once, try_once
+from titan_transformers.values import initial_values
 from titancli.distributed.collectives import gather_same
 from titancli.distributed.local import SEQUENCE
 from titancli.errors import RecipeError
@@ -21,22 +31,12 @@ from titancli.models.blocks.init import fill
 from titancli.models.blocks.masks import document_masks
 from titancli.models.blocks.moe import Experts
 from titancli.models.blocks.reach import document_positions
-from titancli.models.hf_causal_lm import HFCausalLM
-from titancli.models.hf_causal_lm.attention import Rows
-from titancli.models.hf_causal_lm.cache import Cache
-from titancli.models.hf_causal_lm.parts import run_base, take_apart
-from titancli.models.hf_causal_lm.roles import declared_roles
-from titancli.models.hf_causal_lm.rope import GrowingRope
-from titancli.models.hf_causal_lm.stages import AFTER, BEFORE, Border, Passed, stage_of
-from titancli.models.hf_causal_lm.tensor_plan import Sharded, plan_fault, prepare, sharded, tensor_plan
-from titancli.models.hf_causal_lm.trial import Tried, try_cache_once, try_once
-from titancli.models.hf_causal_lm.values import initial_values
 
 if TYPE_CHECKING:
+    from titancli import LossResult
     from titancli.data.batch import Batch
     from titancli.distributed.collectives import Group
     from titancli.distributed.local import RowCut
-    from titancli.losses.result import LossResult
     from titancli.protocols import Loss, Role
 
 

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from titan_transformers.parts import take_apart
+from titan_transformers.theirs import line_of, quiet, tiny_values
 from titancli.errors import RecipeError
 from titancli.models.blocks.state import named_state
-from titancli.models.hf_causal_lm.parts import take_apart
-from titancli.models.hf_causal_lm.theirs import line_of, quiet, tiny_values
 
 
 class Conversion:

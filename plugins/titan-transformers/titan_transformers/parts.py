@@ -15,10 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from titancli.errors import RecipeError
-from titancli.models.blocks.head import Output
-from titancli.models.blocks.masks import document_masks
-from titancli.models.hf_causal_lm.attention import (
+from titan_transformers.attention import (
     ATTENTION,
     DECLARED,
     DENSE,
@@ -28,10 +25,13 @@ from titancli.models.hf_causal_lm.attention import (
     register_attention,
     seen_by_attention,
 )
-from titancli.models.hf_causal_lm.experts import EXPERTS, register_experts, stacked_experts
-from titancli.models.hf_causal_lm.rope import GrowingRope, growing_rope
-from titancli.models.hf_causal_lm.theirs import choose, line_of, made, refused, tiny_values
-from titancli.models.hf_causal_lm.values import buffer_values
+from titan_transformers.experts import EXPERTS, register_experts, stacked_experts
+from titan_transformers.rope import GrowingRope, growing_rope
+from titan_transformers.theirs import choose, line_of, made, refused, tiny_values
+from titan_transformers.values import buffer_values
+from titancli.errors import RecipeError
+from titancli.models.blocks.head import Output
+from titancli.models.blocks.masks import document_masks
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from titan_transformers.theirs import line_of
 from titancli.distributed.collectives import gather
 from titancli.distributed.local import SEQUENCE, local, with_local_parameters
-from titancli.models.hf_causal_lm.theirs import line_of
 
 if TYPE_CHECKING:
     from titancli.distributed.collectives import Group

@@ -19,19 +19,19 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from tests.engine import cases
 from tests.engine.cases import Layout
 from tests.models.hf_configs import CONFIGS, LLAMA, config
+from titan_transformers.config import HFCausalLM
+from titan_transformers.model import TransformersModel, build
+from titan_transformers.tensor_plan import parts_fault
+from titan_transformers.theirs import hf_config
+from titan_transformers.tiny import tiny
+from titan_transformers.weights import FolderForm
 from titancli.checkpoint import export_hf, read_hf
 from titancli.data.batch import Batch
 from titancli.engine import Engine
 from titancli.engine.first_weights import allocate
 from titancli.errors import EnvironmentProblem, RecipeError
 from titancli.losses import CrossEntropy
-from titancli.models import HFCausalLM
 from titancli.models.blocks.state import named_state
-from titancli.models.hf_causal_lm.model import TransformersModel, build
-from titancli.models.hf_causal_lm.tensor_plan import parts_fault
-from titancli.models.hf_causal_lm.theirs import hf_config
-from titancli.models.hf_causal_lm.tiny import tiny
-from titancli.models.hf_causal_lm.weights import FolderForm
 from titancli.registry.component import build as build_component
 
 CLOSE = dict(rtol=1e-5, atol=1e-6)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from titan_transformers.theirs import refused
 from titancli.errors import RecipeError
-from titancli.models.hf_causal_lm.theirs import refused
 
 
 def buffer_values(values: Mapping[str, Any], base: Any) -> dict[str, Tensor]:

@@ -10,12 +10,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from titan_transformers.config import HFCausalLM
+from titan_transformers.config_json import BESIDE_TEXT, NAMED_OTHERWISE
+from titan_transformers.conversion import Conversion, no_form, sources_of
+from titan_transformers.model import TransformersModel
 from titancli.errors import EnvironmentProblem
 from titancli.models.blocks.state import named_state
-from titancli.models.hf_causal_lm import HFCausalLM
-from titancli.models.hf_causal_lm.config_json import BESIDE_TEXT, NAMED_OTHERWISE
-from titancli.models.hf_causal_lm.conversion import Conversion, no_form, sources_of
-from titancli.models.hf_causal_lm.model import TransformersModel
 from titancli.models.names import JOINED_EXPERTS
 from titancli.models.quantization import KEY
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from titancli.models.hf_causal_lm.parts import Parts
+    from titan_transformers.parts import Parts
 
 
 class Cache:

@@ -10,19 +10,19 @@ from typing import Any
 
 import pytest
 import torch
+from test_hf_causal_lm import CLOSE, Reads, in_transformers, made_of, tokens
 from torch import Tensor
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tests.models.hf_configs import CONFIGS, LLAMA, SPARSE
-from tests.models.test_hf_causal_lm import CLOSE, Reads, in_transformers, made_of, tokens
+from titan_transformers import attention, trial
+from titan_transformers.config import HFCausalLM
+from titan_transformers.model import build
+from titan_transformers.theirs import hf_config
+from titan_transformers.tiny import tiny
 from titancli.errors import RecipeError, TitanError
-from titancli.models import HFCausalLM
 from titancli.models.blocks.masks import document_masks
-from titancli.models.hf_causal_lm import attention, trial
-from titancli.models.hf_causal_lm.model import build
-from titancli.models.hf_causal_lm.theirs import hf_config
-from titancli.models.hf_causal_lm.tiny import tiny
 
 
 @pytest.fixture(autouse=True)
@@ -314,7 +314,7 @@ def test_one_long_row_is_generated_from_as_transformers_does() -> None:
 
 def survey() -> Any:
     """benchmarks/survey.py."""
-    path = Path(__file__).parents[2] / "benchmarks" / "survey.py"
+    path = Path(__file__).parents[3] / "benchmarks" / "survey.py"
     spec = importlib.util.spec_from_file_location("titan_survey", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module

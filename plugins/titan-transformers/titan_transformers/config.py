@@ -8,9 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from titancli.errors import EnvironmentProblem, RecipeError, TitanError
-from titancli.models.config_json import HARMLESS
-from titancli.models.hf_causal_lm.config_json import (
+from titan_transformers.config_json import (
     decoded,
     encoded,
     faults,
@@ -20,7 +18,9 @@ from titancli.models.hf_causal_lm.config_json import (
     read_folder,
     text_part,
 )
-from titancli.registry.component import component
+from titancli import component
+from titancli.errors import EnvironmentProblem, RecipeError, TitanError
+from titancli.models.config_json import HARMLESS
 
 if TYPE_CHECKING:
     from titancli.recipe.schema import Recipe
@@ -49,8 +49,8 @@ class FolderOrTable:
 @component(
     "model",
     "hf_causal_lm",
-    target="titancli.models.hf_causal_lm.model:build",
-    hf="titancli.models.hf_causal_lm.weights:FolderForm",
+    target="titan_transformers.model:build",
+    hf="titan_transformers.weights:FolderForm",
 )
 class HFCausalLM:
     """Any causal language model of transformers, by its config.json: its modules, titan's engine."""
@@ -89,7 +89,7 @@ class HFCausalLM:
         transformers is there already to name them."""
         values = self.values
         if "transformers" in sys.modules:
-            from titancli.models.hf_causal_lm.theirs import hf_config
+            from titan_transformers.theirs import hf_config
 
             values = hf_config(values).to_dict()
         ropes = (values.get("rope_parameters") or {}, values.get("rope_scaling") or {})
@@ -103,8 +103,8 @@ class HFCausalLM:
         return HFCausalLM(config=encoded(kept))
 
     def small(self) -> HFCausalLM:
-        """A copy for `titan prove`; see `titancli.models.hf_causal_lm.tiny`."""
-        from titancli.models.hf_causal_lm.tiny import tiny
+        """A copy for `titan prove`; see `titan_transformers.tiny`."""
+        from titan_transformers.tiny import tiny
 
         return HFCausalLM(config=encoded(tiny(self.values)))
 
@@ -128,8 +128,8 @@ class HFCausalLM:
         if wrong or not (exports or mesh.ep != 1 or degrees != (1, 1, 1)):
             return
         # Only transformers knows, and to ask it takes seconds; nobody else waits for it.
-        from titancli.models.hf_causal_lm.conversion import weights_fault
-        from titancli.models.hf_causal_lm.parts import experts_fault
+        from titan_transformers.conversion import weights_fault
+        from titan_transformers.parts import experts_fault
 
         if degrees != (1, 1, 1):
             try:

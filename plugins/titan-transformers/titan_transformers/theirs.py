@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
+from titan_transformers.config_json import faults
+from titan_transformers.tiny import tiny
 from titancli.errors import RecipeError
-from titancli.models.hf_causal_lm.config_json import KERNEL_KEYS, faults
-from titancli.models.hf_causal_lm.tiny import tiny
+from titancli.models.config_json import KERNEL_KEYS
 from titancli.models.quantization import KEY
 
 
@@ -52,7 +53,7 @@ def whole_values(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tiny_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of a tiny copy (`titancli.models.hf_causal_lm.tiny`)."""
+    """Those of a tiny copy (`titan_transformers.tiny`)."""
     return tiny(whole_values(values))
 
 

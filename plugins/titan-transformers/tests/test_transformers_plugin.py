@@ -1,0 +1,46 @@
+"""titan-transformers keeps to the rules of plugins; `recipe new --from-hf` takes it where no family fits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.models.hf_configs import LLAMA
+from titancli.registry.discover import load_plugins
+from titancli.testing import check_plugin, run_cli
+
+
+@pytest.mark.slow
+def test_the_plugin_is_sound() -> None:
+    check_plugin("titan-transformers", configs={"model/hf_causal_lm": {"config": LLAMA}})
+
+
+def test_its_recipe_is_valid() -> None:
+    assert run_cli("validate", "titan-transformers:hf_causal_lm_debug", "hf_causal_lm_debug").code == 0
+
+
+def test_without_it_a_recipe_and_a_folder_say_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "phi"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**LLAMA, "model_type": "phi"}))
+    (folder / "tokenizer.json").write_text("{}")
+    without = load_plugins()
+    without._plugins.pop("titan-transformers")
+    monkeypatch.setattr("titancli.registry.discover.load_plugins", lambda **_: without)
+    monkeypatch.setattr("titancli.registry._current", None)
+    for words in (
+        ("recipe", "new", "exp.toml", "--from-hf", folder),
+        ("show", "hf_causal_lm"),
+        ("show", "model/titan-transformers/hf_causal_lm"),
+        ("validate", "llama3_debug", "model=hf_causal_lm"),
+    ):
+        done = run_cli(*words)
+        assert done.code == 4, done.stderr
+        assert "comes with titan-transformers, which is not installed" in done.stderr
+        assert "titan-transformers" in done.stderr.partition("pip install ")[2]
+    assert not Path("exp.toml").exists()
