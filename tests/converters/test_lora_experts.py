@@ -17,6 +17,7 @@ from tests.converters.lora_cases import against_merged, load_adapters, save_adap
 from tests.converters.test_lora import far
 from tests.engine.cases import Layout
 from tests.models.hf_configs import CONFIGS, LLAMA
+from tests.models.specs import experts
 from tests.ranks import Ranks
 from tests.ranks.layouts import EIGHT, GPT_OSS
 from tests.rows import rows
@@ -94,7 +95,7 @@ def reference(layer: Any, x: Tensor, counts: list[int], weights: Mapping[str, Te
 @pytest.mark.parametrize("kind", [Experts, JoinedExperts, Transposed])
 def test_adapters_of_experts_are_what_float64_makes_of_them(kind: type[Experts]) -> None:
     drawn = torch.Generator().manual_seed(0)
-    layer: Any = kind(16, 24, 4)
+    layer: Any = kind(experts(16, 24, 4))
     stacks = list(layer._parameters)
     for name in stacks:
         layer._parameters[name].requires_grad_(False)
@@ -135,7 +136,7 @@ class OnItsOwn(Experts):
 
 
 def test_experts_that_would_leave_their_adapters_out_are_refused() -> None:
-    layer: Any = OnItsOwn(16, 16, 2)
+    layer: Any = OnItsOwn(experts(16, 16, 2))
     AdaptedExperts.adapt(layer, "w1", 8, 1.0)
     with pytest.raises(TitanError, match=r"OnItsOwn\.compute multiplies without Experts\.product"):
         layer(torch.ones(2, 16), torch.tensor([1, 1]))

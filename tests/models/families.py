@@ -23,8 +23,7 @@ from titancli.models import (
 )
 from titancli.models.blocks.state import named_state
 from titancli.models.deepseek_v3 import LatentYarn
-from titancli.models.llama4 import AttnTemperature
-from titancli.models.sections import MoE, Yarn
+from titancli.models.sections import AttnTemperature, MoE, Yarn
 from titancli.registry import current
 from titancli.registry.binding import bind
 from titancli.registry.component import build

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.models.specs import attention as spec
 from titancli.distributed.collectives import Group
 from titancli.models.blocks import attention
 from titancli.models.blocks.attention import Attention, HeadsNorm, attend
@@ -99,7 +100,7 @@ def test_no_row_by_row_matrix_is_made_where_a_token_sees_few():
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_cache_gives_what_the_whole_row_gives(reach, sinks, padded):
     torch.manual_seed(0)
-    module = Attention(32, 4, 2, 8, reach=reach, sinks=sinks)
+    module = Attention(spec(32, 4, 2, 8, window=reach.window, chunk=reach.chunk, sinks=sinks))
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     x = torch.randn(2, 20, 32)

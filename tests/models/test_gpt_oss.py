@@ -8,6 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import GptOssConfig
 
 from tests.models.families import GPT_OSS
+from tests.models.specs import experts as experts_of
 from titancli.errors import TitanError
 from titancli.models import GptOss
 from titancli.models.blocks.clamped import ClampedExperts
@@ -35,7 +36,7 @@ def test_flops_are_those_that_torch_counts():
 
 def test_the_clamped_product_keeps_nothing_that_it_can_make_again():
     """And its gradients are those of the same operations one by one."""
-    experts = ClampedExperts(16, 24, 4, alpha=1.7, limit=0.8)
+    experts = ClampedExperts(experts_of(16, 24, 4, joined=True, clamped=(1.7, 0.8)))
     draw = torch.Generator().manual_seed(0)
     for parameter in experts.parameters():
         torch.nn.init.normal_(parameter, std=0.3, generator=draw)

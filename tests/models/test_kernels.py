@@ -13,10 +13,11 @@ from torch import nn
 from torch.nn.attention import SDPBackend
 from torch.nn.functional import scaled_dot_product_attention
 
+from tests.models.specs import attention
 from titancli.models.blocks import kernels
 from titancli.models.blocks.attention import Attention, attend
 from titancli.models.blocks.latent import LatentAttention
-from titancli.models.blocks.reach import Reach
+from titancli.models.shape import Latent, Rope
 
 
 def test_cudnn_leads_from_hopper_on_and_flash_before() -> None:
@@ -27,7 +28,7 @@ def test_cudnn_leads_from_hopper_on_and_flash_before() -> None:
 
 def test_a_cpu_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        kernels.prefer_fast_kernels(Attention(8, 2, 1, 4), torch.device("cpu"), torch.float32, 16)
+        kernels.prefer_fast_kernels(Attention(attention(8, 2, 1, 4)), torch.device("cpu"), torch.float32, 16)
     assert kernels.logger.name not in {record.name for record in caplog.records}
     assert kernels._preference is None
 
@@ -46,7 +47,10 @@ def test_a_gpu_is_given_the_order_once_and_the_choice_is_logged(
             patch.setattr(torch, "empty", lambda shape, device, **rest: empty(shape, **rest))
             for _ in range(2):
                 kernels.prefer_fast_kernels(
-                    nn.Sequential(Attention(8, 2, 1, 4)), SimpleNamespace(type="cuda"), torch.bfloat16, 16
+                    nn.Sequential(Attention(attention(8, 2, 1, 4))),
+                    SimpleNamespace(type="cuda"),
+                    torch.bfloat16,
+                    16,
                 )
         assert torch._C._get_sdp_priority_order()[0] == int(SDPBackend.CUDNN_ATTENTION)
         q = torch.randn(1, 2, 4, 8)
@@ -66,8 +70,8 @@ def test_layers_with_sinks_or_windows_are_named_by_the_kernel_that_they_take(
     given: Any = (torch.bfloat16, 16, kernels.order((9, 0)))
     gpu: Any = SimpleNamespace(type="cuda")
     empty = torch.empty
-    made = [Attention(16, 2, 1, 8, **how) for how in ({}, {"sinks": True}, {"reach": Reach(window=4)})]
-    wide = Attention(16, 2, 1, 8, reach=Reach(window=16))  # limits nothing of such rows
+    made = [Attention(attention(16, 2, 1, 8, **how)) for how in ({}, {"sinks": True}, {"window": 4})]
+    wide = Attention(attention(16, 2, 1, 8, window=16))  # limits nothing of such rows
     with monkeypatch.context() as patch:
         patch.setattr(torch, "empty", lambda shape, device, **rest: empty(shape, **rest))
         found = [kernels.runs_on(layer, gpu, *given) for layer in (*made, wide)]
@@ -87,8 +91,8 @@ def test_narrow_values_are_filled_up_unless_cudnn_takes_them(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(kernels, "can_use_cudnn_attention", lambda params: asked.append(params) or takes)
     monkeypatch.setattr(kernels, "_preference", nullcontext())
-    sizes = dict(query_rank=None, kv_rank=4, nope_dim=16, rope_dim=8, value_dim=16, scale=0.2)
-    module, empty = LatentAttention(8, 2, **sizes), torch.empty
+    sizes = dict(dim=8, heads=2, kv_heads=2, head_dim=24, width=16, kv_rank=4)
+    module, empty = LatentAttention(Latent(**sizes, rope=Rope(8, 10000.0), scale=0.2)), torch.empty
     with monkeypatch.context() as patch:
         patch.setattr(torch, "empty", lambda shape, device, **rest: empty(shape, **rest))
         kernels.prefer_fast_kernels(module, SimpleNamespace(type="cuda"), torch.bfloat16, 64)

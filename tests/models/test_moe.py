@@ -13,6 +13,7 @@ from titancli.models.blocks.grouped import add_bias, grouped_linear
 from titancli.models.blocks.moe import Experts, MoE, moe_layers
 from titancli.models.blocks.router import Gate, Router
 from titancli.models.sections import MoE as MoEConfig
+from titancli.models.shape import Experts as Spec
 
 DIM, HIDDEN, EXPERTS = 16, 24, 8
 ROUTINGS = {
@@ -34,7 +35,7 @@ ROUTINGS = {
 
 
 def layer(seed: int = 0, **routing) -> MoE:
-    moe = MoE(DIM, MoEConfig(num_experts=EXPERTS, hidden_dim=HIDDEN, **routing))
+    moe = MoE(Spec(dim=DIM, routing=MoEConfig(num_experts=EXPERTS, hidden_dim=HIDDEN, **routing)))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in moe.parameters():
@@ -163,7 +164,8 @@ def test_the_operators_keep_to_what_torch_asks_of_operators():
 
 def test_a_layer_runs_on_meta_and_counts_its_operations():
     with torch.device("meta"):
-        moe = MoE(DIM, MoEConfig(num_experts=EXPERTS, hidden_dim=HIDDEN, **ROUTINGS["softmax, renormalised"]))
+        routing = MoEConfig(num_experts=EXPERTS, hidden_dim=HIDDEN, **ROUTINGS["softmax, renormalised"])
+        moe = MoE(Spec(dim=DIM, routing=routing))
         x = torch.empty(2, 9, DIM, requires_grad=True)
     with FlopCounterMode(display=False) as counter:
         moe(x).sum().backward()

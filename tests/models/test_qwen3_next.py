@@ -19,6 +19,7 @@ from titancli.errors import TitanError
 from titancli.models import Qwen3Next
 from titancli.models.blocks.delta import GatedDeltaNet
 from titancli.models.blocks.state import named_state
+from titancli.models.shape import DeltaNet
 from titancli.parallel.context import _over_heads
 from titancli.registry import current
 from titancli.registry.binding import bind
@@ -184,7 +185,8 @@ def test_padding_does_not_reach_a_row_whatever_comes_in_a_call(first: int) -> No
 
 def test_heads_that_ranks_cannot_share_are_refused_where_degrees_follow_from_the_ranks() -> None:
     """A mesh.tp or mesh.cp of -1 is known only when there are ranks."""
-    layer = GatedDeltaNet(8, 2, 4, 4, 4, kernel=4, norm_eps=1e-6)
+    sizes = dict(dim=8, key_heads=2, heads=4, key_dim=4, value_dim=4)
+    layer = GatedDeltaNet(DeltaNet(**sizes, kernel=4, norm_eps=1e-6))
     layer.wqkvz = torch.nn.Linear(8, layer.wqkvz.out_features // 4, bias=False)  # a shard of tp = 4
     with pytest.raises(TitanError, match=r"mesh\.tp does not divide the query heads"):
         layer(torch.zeros(1, 3, 8), None, None, None)

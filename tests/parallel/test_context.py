@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from tests.engine import cases
 from tests.engine.cases import LENGTH, ROWS, Layout
+from tests.models.specs import attention
 from tests.ranks import runs
 from tests.ranks.comparison import difference
 from tests.rows import rows
@@ -270,7 +271,8 @@ def _attention(how: str, kv_heads: int, documents: bool, seen: str) -> dict[str,
     cut = RowCut(group, head_tail=how != "ulysses")
     q, k, v = (cut.cut(x, 1).requires_grad_() for x in whole)
     reach, sinks = REACHES[seen], torch.randn(4, generator=generator).requires_grad_()
-    module = Attention(32, 4, kv_heads, 8, reach=reach, sinks=seen != "whole")
+    limits = {"window": reach.window, "chunk": reach.chunk}
+    module = Attention(attention(32, 4, kv_heads, 8, sinks=seen != "whole", **limits))
     ids = torch.randint(0, 3, (2, LENGTH), generator=generator).sort().values
     mask = document_mask(ids, reach) if documents else None
     core = module.core_attention
@@ -318,7 +320,7 @@ def test_attention_and_its_gradients_are_those_of_one_rank(ranks, how, documents
 def test_what_attention_cannot_do_is_told_by_name():
     group = Group("", 2, 0)
     q, k = torch.zeros(1, 4, 3, 8), torch.zeros(1, 4, 3, 4)
-    core = Attention(24, 3, 3, 8).core_attention
+    core = Attention(attention(24, 3, 3, 8)).core_attention
     with pytest.raises(TitanError, match="3 heads cannot be exchanged among the 2 ranks"):
         _ulysses(core, group, q, q, q, None)
     with pytest.raises(TitanError, match="cannot keep attention within documents"):

@@ -10,6 +10,7 @@ import pytest
 from tests.planning.measure import measured, planned, recipe
 from tests.rows import rows
 from titancli.engine.dry_run import dry_run
+from titancli.models.shape import Norm
 from titancli.planning.estimate import as_data
 from titancli.planning.module_memory import block_memory
 from titancli.recipe import load_recipe
@@ -224,7 +225,7 @@ def test_a_family_whose_operator_takes_most_inside(case: str) -> None:
 
 def test_norms_by_one_plus_weight_keep_what_they_read_in_fp32_on_a_gpu_too() -> None:
     work = planned(load_recipe("qwen3_next_debug", [BF16]).recipe, 1, "H100").work
-    plain = replace(work, shape=replace(work.shape, zero_centred=False))
+    plain = replace(work, shape=replace(work.shape, final_norm=Norm()))
     block, *_ = work.shape.blocks  # of gated DeltaNet, whose own norm is plain
     more = block_memory(block, work, "none").kept - block_memory(block, plain, "none").kept
     assert more == 2 * work.tokens * work.shape.dim * (4 - 2)

@@ -12,8 +12,7 @@ from titancli.layout.stages import SCHEDULES
 from titancli.losses import CrossEntropyFull
 from titancli.models import DeepSeekV3, Glm4Moe, GptOss, Llama4, Mixtral, Olmo3, Qwen3, Qwen3Next
 from titancli.models.deepseek_v3 import LatentYarn
-from titancli.models.llama4 import AttnTemperature
-from titancli.models.sections import MoE, Yarn
+from titancli.models.sections import AttnTemperature, MoE, Yarn
 
 TOLERANCE = 1e-5
 

@@ -8,7 +8,7 @@ change what the model computes, or has the value of a model without it; any othe
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
 
@@ -215,6 +215,8 @@ class RopeKeys:
     """Rows that stand in the table or outside of it, as the base does."""
     by_layer: bool = False
     """Whether layers with a sliding window are never stretched; transformers 5 has a table for each kind."""
+    local: Key | None = None
+    """The row of these layers' base, where it is their own."""
 
     def take(self, there: ConfigJSON, ours: Ours) -> None:
         """See `Key.take`."""
@@ -223,7 +225,10 @@ class RopeKeys:
         if self.by_layer and "full_attention" in table:
             table, sliding = table.table("full_attention"), table.table("sliding_attention")
             Key(None, "rope_type", only="default").take(sliding, ours)
-            Key(None, "rope_theta", only=lambda ours: table.get("rope_theta")).take(sliding, ours)
+            same = Key(None, "rope_theta", only=lambda ours: table.get("rope_theta"))
+            (same if self.local is None else replace(self.local, theirs="rope_theta")).take(sliding, ours)
+        elif self.local is not None:
+            self.local.take(there, ours)
         for key in (Key("rope_theta", "rope_theta", self.theta), *self.beside):
             name = str(key.theirs)
             apart, within = there.get(name), table.get(name)
@@ -242,7 +247,7 @@ class RopeKeys:
 
     def give(self, ours: Ours, there: dict[str, Any]) -> str | None:
         """See `Key.give`."""
-        for key in (Key("rope_theta", "rope_theta"), *self.beside):
+        for key in (Key("rope_theta", "rope_theta"), *self.beside, *((self.local,) if self.local else ())):
             key.give(ours, there)
         table: dict[str, Any] | None = None
         if self.ours is not None and ours[self.ours] is not None:
@@ -311,17 +316,48 @@ def _refuse(model: str, foreign: list[str]) -> None:
 # --------------------------------------------------------------------------- what most families have
 
 
-def decoder(max_seq_len: int, norm_eps: float = 1e-6) -> tuple[Key, ...]:
-    """The rows of every decoder, with what its transformers' class takes for granted."""
-    return (
-        Key("dim", "hidden_size"),
-        Key("n_layers", "num_hidden_layers"),
-        Key("n_heads", "num_attention_heads"),
-        Key("vocab_size", "vocab_size"),
-        Key("max_seq_len", "max_position_embeddings", max_seq_len),
-        Key("norm_eps", "rms_norm_eps", norm_eps),
-        Key("tied", "tie_word_embeddings", False),
-        Key(None, "hidden_act", only="silu"),
+_DECODER = {
+    "dim": "hidden_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "vocab_size": "vocab_size",
+    "max_seq_len": "max_position_embeddings",
+    "norm_eps": "rms_norm_eps",
+    "tied": "tie_word_embeddings",
+}
+
+
+def decoder(
+    max_seq_len: int,
+    norm_eps: float = 1e-6,
+    *,
+    activation: tuple[str, str] = ("hidden_act", "silu"),
+    **usual: Any,
+) -> tuple[Key, ...]:
+    """The rows of every decoder.
+
+    Args:
+        max_seq_len, norm_eps, usual: what its transformers' class takes for granted, by our names.
+        activation: key and value.
+    """
+    usual = {"max_seq_len": max_seq_len, "norm_eps": norm_eps, "tied": False, **usual}
+    key, value = activation
+    rows = [Key(ours, theirs, usual.get(ours, _UNSET)) for ours, theirs in _DECODER.items()]
+    return (*rows, Key(None, key, only=value))
+
+
+def alike(**usual: Any) -> tuple[Key, ...]:
+    """Rows of fields that config.json calls the same, with what a config.json without them means."""
+    return tuple(Key(name, name, default) for name, default in usual.items())
+
+
+def windows(every: int) -> Key:
+    """The row of layers of which all have a sliding window but each of such a number."""
+    kinds = ("full_attention", "sliding_attention")
+    return Key(
+        None,
+        "layer_types",
+        only=lambda ours: [kinds[(number + 1) % every != 0] for number in range(ours["n_layers"])],
     )
 
 

@@ -30,7 +30,7 @@ from titancli.models.config_json import (
 from titancli.models.mtp import MTP, MTP_KEY
 from titancli.models.names import EXPERT_BIAS, EXPERTS, LAYER, MTP_LAYER, SHARED, Names, Pairs, Source
 from titancli.models.sections import BUILD, FORM, MoE, Yarn
-from titancli.models.shape import Block, Rope, block, latent, mixture, swiglu
+from titancli.models.shape import Block, Latent, Rope
 from titancli.registry.component import component, section
 
 if TYPE_CHECKING:
@@ -275,19 +275,19 @@ class DeepSeekV3(MTP):
         return scale * (1 + 0.1 * yarn.mscale * math.log(yarn.factor)) ** 2
 
     def layer(self, number: int) -> Block:
-        attention = latent(
-            self.dim,
-            self.n_heads,
+        attention = Latent(
+            dim=self.dim,
+            heads=self.n_heads,
+            kv_heads=self.n_heads,
+            head_dim=self.qk_nope_head_dim + self.qk_rope_head_dim,
+            width=self.v_head_dim,
             query_rank=self.q_lora_rank,
             kv_rank=self.kv_lora_rank,
-            nope_dim=self.qk_nope_head_dim,
             rope=Rope(self.qk_rope_head_dim, self.rope_theta, self.rope_scaling),
-            value_dim=self.v_head_dim,
             scale=self.softmax_scale,
         )
         dense = number < self.n_dense_layers
-        part = swiglu(self.dim, self.hidden_dim) if dense else mixture(self.dim, self.moe)
-        return block(self.dim, attention, part)
+        return self.block(attention, self.feed_forward(self.hidden_dim) if dense else self.experts(self.moe))
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield from super().check(recipe)

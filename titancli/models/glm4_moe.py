@@ -24,7 +24,7 @@ from titancli.models.config_json import (
 from titancli.models.mtp import MTP, MTP_KEY
 from titancli.models.names import BIASES, EXPERT_BIAS, EXPERTS, LAYER, MTP_LAYER, QK_NORM, SHARED, Names
 from titancli.models.sections import BUILD, FORM, DecoderConfig, MoE
-from titancli.models.shape import Block, block, mixture, swiglu
+from titancli.models.shape import Block
 from titancli.registry.component import component
 
 if TYPE_CHECKING:
@@ -122,8 +122,7 @@ class Glm4Moe(DecoderConfig, MTP):
             qk_norm="head" if self.qk_norm else "",
         )
         dense = number < self.n_dense_layers
-        part = swiglu(self.dim, self.hidden_dim) if dense else mixture(self.dim, self.moe)
-        return block(self.dim, attention, part)
+        return self.block(attention, self.feed_forward(self.hidden_dim) if dense else self.experts(self.moe))
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield from super().check(recipe)

@@ -8,15 +8,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from annotated_types import Gt
 
-from titancli.models.config_json import GROUPED, Key, RopeKeys, Table, decoder, routing, yarn_keys
+from titancli.models.config_json import (
+    GROUPED,
+    Key,
+    RopeKeys,
+    Table,
+    alike,
+    decoder,
+    routing,
+    windows,
+    yarn_keys,
+)
 from titancli.models.names import BIASES, LAYER, Names, Pairs, Source, Swap
 from titancli.models.sections import BUILD, FORM, DecoderConfig, MoE, Yarn
-from titancli.models.shape import Block, Experts, Parameter, block, mixture
+from titancli.models.shape import Block
 from titancli.registry.component import component
 
 if TYPE_CHECKING:
@@ -33,17 +42,6 @@ _ROUTING = {
 }
 # No load_balance_coeff: the released models have no such bias, and a Hugging Face folder has no place for it.
 _COMMON: dict[str, Any] = {"n_heads": 64, "n_kv_heads": 8, "yarn": _YARN}
-
-
-def _layer_types(ours: Any) -> list[str]:
-    return ["full_attention" if layer % 2 else "sliding_attention" for layer in range(ours["n_layers"])]
-
-
-def _clamped(experts: Experts, dim: int, alpha: float, limit: float) -> Experts:
-    """`joined` experts with biases, and a clamped SwiGLU."""
-    widths = {"w13_bias": 2 * experts.hidden, "w2_bias": dim}
-    biases = [Parameter(f"moe.experts.{k}", (experts.experts, n), "expert") for k, n in widths.items()]
-    return replace(experts, parameters=(*experts.parameters, *biases), clamped=(alpha, limit))
 
 
 @component("model", "gpt_oss", target=BUILD, hf=FORM)
@@ -73,7 +71,7 @@ class GptOss(DecoderConfig):
             "GptOssForCausalLM",
             *decoder(131072, 1e-5),
             *GROUPED,
-            Key("head_dim", "head_dim", lambda ours: 64),
+            *alike(head_dim=lambda ours: 64, sliding_window=128, swiglu_alpha=1.702, swiglu_limit=7.0),
             # without a word of RoPE, transformers takes gpt-oss's own
             RopeKeys(
                 150000.0,
@@ -83,14 +81,11 @@ class GptOss(DecoderConfig):
                 plain={"rope_type": "default"},
                 unsaid=_YARN,
             ),
-            Key("sliding_window", "sliding_window", 128),
-            Key("swiglu_alpha", "swiglu_alpha", 1.702),
-            Key("swiglu_limit", "swiglu_limit", 7.0),
             Key("moe.num_experts", "num_local_experts", also=("num_experts",)),
             Key("moe.top_k", "num_experts_per_tok", also=("experts_per_token",)),
             Key("moe.hidden_dim", "intermediate_size"),
             Key(None, "attention_bias", only=True),
-            Key(None, "layer_types", only=_layer_types),
+            windows(2),
             Key(None, "output_router_logits", only=False),
             *routing(score_func="softmax", route_norm=True, gate_bias=True, num_shared_experts=0),
             ignoring=("initial_context_length",),  # among YaRN's own keys
@@ -128,8 +123,8 @@ class GptOss(DecoderConfig):
             sinks=True,
             window=None if number % 2 else self.sliding_window,
         )
-        experts = mixture(self.dim, self.moe, joined=True)
-        return block(self.dim, attention, _clamped(experts, self.dim, self.swiglu_alpha, self.swiglu_limit))
+        clamped = (self.swiglu_alpha, self.swiglu_limit)
+        return self.block(attention, self.experts(self.moe, joined=True, clamped=clamped))
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield from super().check(recipe)

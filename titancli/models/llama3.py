@@ -8,7 +8,7 @@ from annotated_types import Gt
 
 from titancli.models.config_json import GROUPED, LLAMA3_ROPE, NO_BIAS, Key, RopeKeys, Table, decoder
 from titancli.models.sections import BUILD, FORM, DecoderConfig, RopeScaling
-from titancli.models.shape import Block, block, swiglu
+from titancli.models.shape import Block
 from titancli.registry.component import component
 
 _LLAMA31 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position": 8192}
@@ -93,4 +93,4 @@ class Llama3(DecoderConfig):
 
     def layer(self, number: int) -> Block:
         attention = self.attention(scaling=self.rope_scaling)
-        return block(self.dim, attention, swiglu(self.dim, self.hidden_dim))
+        return self.block(attention, self.feed_forward(self.hidden_dim))

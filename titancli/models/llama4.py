@@ -24,23 +24,12 @@ from titancli.models.config_json import (
     routing,
 )
 from titancli.models.names import LAYER, SHARED, Names, Pairs, Source, Swap
-from titancli.models.sections import BUILD, FORM, DecoderConfig, MoE, RopeScaling
-from titancli.models.shape import Block, block, mixture, swiglu
-from titancli.registry.component import component, section
+from titancli.models.sections import BUILD, FORM, AttnTemperature, DecoderConfig, MoE, RopeScaling
+from titancli.models.shape import Block
+from titancli.registry.component import component
 
 if TYPE_CHECKING:
     from titancli.recipe.schema import Recipe
-
-
-@section
-class AttnTemperature:
-    """Sharper attention for queries that see much (arXiv 2501.19399, as Llama 4 has it): they are multiplied
-    by 1 + attn_scale · ln(1 + ⌊(position + 1) / floor_scale⌋)."""
-
-    floor_scale: Annotated[int, Gt(0)] = 8192
-    """Number of positions per step of the floor."""
-    attn_scale: Annotated[float, Gt(0)] = 0.1
-    """Factor of the logarithm."""
 
 
 _ROUTING = {
@@ -245,11 +234,11 @@ class Llama4(DecoderConfig):
             rotary=rope,
             chunk=self.fixed_attn_block_size if rope else None,
             norm_after=rope and self.qk_norm,
-            scaled=None if rope else self.attn_temperature,
+            temperature=None if rope else self.attn_temperature,
         )
-        dense = swiglu(self.dim, self.hidden_dim or 0)
-        sparse = mixture(self.dim, self.moe, joined=True)
-        return block(self.dim, attention, sparse if self.has_experts(number) else dense)
+        if self.has_experts(number):
+            return self.block(attention, self.experts(self.moe, joined=True))
+        return self.block(attention, self.feed_forward(self.hidden_dim))
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield from super().check(recipe)

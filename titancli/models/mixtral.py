@@ -12,7 +12,7 @@ from annotated_types import Gt
 from titancli.models.config_json import GROUPED, Key, RopeKeys, Table, decoder, routing
 from titancli.models.names import GATE, LAYER, Names
 from titancli.models.sections import BUILD, FORM, DecoderConfig, MoE
-from titancli.models.shape import Block, block, mixture
+from titancli.models.shape import Block
 from titancli.registry.component import component
 
 _ROUTING = {"top_k": 2, "score_func": "softmax", "route_norm": True, "score_before_experts": False}
@@ -74,5 +74,4 @@ class Mixtral(DecoderConfig):
         return {**LAYER, GATE: gate, **{f"moe.experts.w{n}": experts % n for n in (1, 2, 3)}}
 
     def layer(self, number: int) -> Block:
-        attention = self.attention(window=self.sliding_window)
-        return block(self.dim, attention, mixture(self.dim, self.moe))
+        return self.block(self.attention(window=self.sliding_window), self.experts(self.moe))

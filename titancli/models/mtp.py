@@ -10,7 +10,7 @@ from annotated_types import Ge
 
 from titancli.models.config_json import Key
 from titancli.models.sections import Sizes
-from titancli.models.shape import Block, Decoder, Parameter
+from titancli.models.shape import Decoder, MTPBlock
 from titancli.registry.component import component_info, section
 from titancli.registry.defaults import LossConfigDefaults, with_defaults
 
@@ -37,7 +37,7 @@ class MTP(Sizes):
 
     def shape(self) -> Decoder:
         shape = super().shape()
-        one = mtp(self.dim, self.layer(self.n_layers))
+        one = MTPBlock.of(self.layer(self.n_layers))
         return replace(shape, blocks=(*shape.blocks, *[one] * self.n_mtp_layers))
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
@@ -57,9 +57,3 @@ class MTP(Sizes):
                 f"the loss {component_info(recipe.loss).name} cannot be trained on tokens further ahead: set "
                 f"n_mtp_layers = 0",
             )
-
-
-def mtp(dim: int, block: Block) -> Block:
-    """Return a block as multi-token prediction has it: `titancli.models.blocks.mtp`."""
-    norms = tuple(Parameter(f"{name}.weight", (dim,), "norm") for name in ("enorm", "hnorm", "head_norm"))
-    return replace(block, mtp=(*norms, Parameter("eh_proj.weight", (dim, 2 * dim), "replicate")))

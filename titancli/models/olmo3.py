@@ -11,10 +11,10 @@ from typing import Annotated, Any, ClassVar
 
 from annotated_types import Gt
 
-from titancli.models.config_json import GROUPED, NO_BIAS, Key, Ours, RopeKeys, Table, decoder, yarn_keys
+from titancli.models.config_json import GROUPED, NO_BIAS, Key, RopeKeys, Table, decoder, windows, yarn_keys
 from titancli.models.names import LAYER, QK_NORM, Names
 from titancli.models.sections import BUILD, FORM, DecoderConfig, Yarn
-from titancli.models.shape import Block, block, swiglu
+from titancli.models.shape import Block
 from titancli.registry.component import component
 
 _RELEASED: dict[str, Any] = {
@@ -29,10 +29,6 @@ def _length(factor: float) -> float:
 
 
 _FACTOR = Key(None, "attention_factor", only=lambda ours: _length(ours["rope_scaling.factor"]))
-
-
-def _layer_types(ours: Ours) -> list[str]:
-    return ["sliding_attention" if (n + 1) % 4 else "full_attention" for n in range(ours["n_layers"])]
 
 
 @component("model", "olmo3", target=BUILD, hf=FORM)
@@ -66,7 +62,7 @@ class Olmo3(DecoderConfig):
             Key("rope_theta", "rope_theta", read=lambda there, ours: ours["rope_theta"], only=500000.0),
             Key("hidden_dim", "intermediate_size"),
             Key("sliding_window", "sliding_window", 4096),
-            Key(None, "layer_types", only=_layer_types),
+            windows(4),
             NO_BIAS,
         )
     }
@@ -91,4 +87,4 @@ class Olmo3(DecoderConfig):
             yarn = self.rope_scaling
             length = 1.0 if yarn is None else _length(yarn.factor)
             attention = self.attention(qk_norm="whole", scaling=yarn, length=length)
-        return block(self.dim, attention, swiglu(self.dim, self.hidden_dim), norms_after=True)
+        return self.block(attention, self.feed_forward(self.hidden_dim), norms="after")

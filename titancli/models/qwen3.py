@@ -14,7 +14,7 @@ from titancli.errors import EnvironmentProblem
 from titancli.models.config_json import GROUPED, NO_BIAS, Key, RopeKeys, Table, decoder, routing
 from titancli.models.names import EXPERTS, JOINED_EXPERTS, LAYER, QK_NORM, Names
 from titancli.models.sections import BUILD, FORM, DecoderConfig, MoE
-from titancli.models.shape import Block, block, mixture, swiglu
+from titancli.models.shape import Block
 from titancli.registry.component import component
 
 if TYPE_CHECKING:
@@ -137,8 +137,8 @@ class Qwen3(DecoderConfig):
         return {**LAYER, **QK_NORM, **EXPERTS}
 
     def layer(self, number: int) -> Block:
-        part = swiglu(self.dim, self.hidden_dim or 0) if self.moe is None else mixture(self.dim, self.moe)
-        return block(self.dim, self.attention(qk_norm="head"), part)
+        part = self.feed_forward(self.hidden_dim) if self.moe is None else self.experts(self.moe)
+        return self.block(self.attention(qk_norm="head"), part)
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield from super().check(recipe)

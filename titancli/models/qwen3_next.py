@@ -8,7 +8,6 @@ releases' head that predicts several tokens is not part of it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from annotated_types import Gt, Le
@@ -21,12 +20,13 @@ from titancli.models.config_json import (
     Ours,
     RopeKeys,
     Table,
+    alike,
     decoder,
     routing,
 )
 from titancli.models.names import GATE, LAYER, QK_NORM, SHARED, Names
 from titancli.models.sections import BUILD, DecoderConfig, MoE
-from titancli.models.shape import Block, Decoder, Experts, FeedForward, block, delta_net, mixture, swiglu
+from titancli.models.shape import Block, DeltaNet, Experts, FeedForward, Norm
 from titancli.registry.component import component
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ _ROWS: tuple[Any, ...] = (
     Key(None, "output_gate_type", only="swish", written=False, read=_gate),
     Key("full_attention_interval", "full_attention_interval", read=_interval),
     Key(None, "layer_types", only=_layer_types),
-    *(Key(name, name, default) for name, default in _DELTA.items()),
+    *alike(**_DELTA),
 )
 _EXPERTS: tuple[Any, ...] = (
     Key("moe.num_experts", "num_experts"),
@@ -214,16 +214,26 @@ class Qwen3Next(DecoderConfig):
         return (number + 1) % self.full_attention_interval == 0
 
     def layer(self, number: int) -> Block:
-        part: FeedForward | Experts = swiglu(self.dim, self.hidden_dim or 0)
+        part: FeedForward | Experts = self.feed_forward(self.hidden_dim)
         if self.moe is not None:
-            part = mixture(self.dim, self.moe, joined=True, shared_gate=True)
+            part = self.experts(self.moe, joined=True, shared_gate=True)
         if self.has_attention(number):
             attention = self.attention(qk_norm="head", gated=True, share=self.partial_rotary_factor)
-            return block(self.dim, attention, part)
-        return block(self.dim, delta_net(self.dim, *(getattr(self, name) for name in _DELTA)), part)
+            return self.block(attention, part)
+        delta = DeltaNet(
+            dim=self.dim,
+            key_heads=self.linear_num_key_heads,
+            heads=self.linear_num_value_heads,
+            key_dim=self.linear_key_head_dim,
+            value_dim=self.linear_value_head_dim,
+            kernel=self.linear_conv_kernel_dim,
+            norm_eps=self.norm_eps,
+        )
+        return self.block(delta, part)
 
-    def shape(self) -> Decoder:
-        return replace(super().shape(), zero_centred=True)
+    @property
+    def norm(self) -> Norm:
+        return Norm(self.norm_eps, zero_centred=True)
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield from super().check(recipe)

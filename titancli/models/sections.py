@@ -10,7 +10,7 @@ from annotated_types import Ge, Gt
 
 from titancli.models.config_json import Table
 from titancli.models.names import LAYER, Names
-from titancli.models.shape import Attention, Block, Decoder, Rope, grouped_query
+from titancli.models.shape import Attention, Block, Decoder, Experts, FeedForward, Norm, Rope
 from titancli.registry.component import component_info, section
 
 if TYPE_CHECKING:
@@ -19,6 +19,14 @@ if TYPE_CHECKING:
 _OF_ALL = ("quantization_config", "tie_word_embeddings")  # what may hold for all parts of a model
 BUILD, FORM = "titancli.models.blocks.decoder:build", "titancli.models.blocks.hf:DecoderHF"
 """The targets of a family whose module is all in its `shape`."""
+
+
+def sizes(
+    dim: int, n_layers: int, n_heads: int, n_kv_heads: int, hidden_dim: int, **more: Any
+) -> dict[str, Any]:
+    """Return the values of a dense decoder's flavor."""
+    heads = {"n_heads": n_heads, "n_kv_heads": n_kv_heads}
+    return {"dim": dim, "n_layers": n_layers, **heads, "hidden_dim": hidden_dim, **more}
 
 
 @section
@@ -90,7 +98,27 @@ class Sizes:
         """Return what the model is made of; blocks that are alike are one object."""
         made: dict[Block, Block] = {}
         blocks = tuple(made.setdefault(one, one) for one in map(self.layer, range(self.n_layers)))
-        return Decoder(self.dim, self.vocab_size, blocks, self.tied, self.norm_eps)
+        return Decoder(
+            dim=self.dim, vocab_size=self.vocab_size, blocks=blocks, tied=self.tied, final_norm=self.norm
+        )
+
+    @property
+    def norm(self) -> Norm:
+        """The kind of all its norms."""
+        return Norm(self.norm_eps)
+
+    def block(self, attention: Any, feed_forward: Any, **options: Any) -> Block:
+        """Return a block of these parts; `options` are further fields of `titancli.models.shape.Block`."""
+        parts = {"attention": attention, "feed_forward": feed_forward}
+        return Block(dim=self.dim, norm=self.norm, **parts, **options)
+
+    def feed_forward(self, hidden: int | None, **options: Any) -> FeedForward:
+        """Return a dense layer; `options` are further fields of `titancli.models.shape.FeedForward`."""
+        return FeedForward(dim=self.dim, hidden=hidden or 0, **options)
+
+    def experts(self, routing: MoE, **options: Any) -> Experts:
+        """Return a layer of experts; `options` are further fields of `titancli.models.shape.Experts`."""
+        return Experts(dim=self.dim, routing=routing, **options)
 
     @property
     def n_experts(self) -> int | None:
@@ -137,17 +165,31 @@ class DecoderConfig(Sizes):
         return self.head_dim or self.dim // self.n_heads
 
     def attention(
-        self, *, scaling: Any = None, share: float = 1.0, length: float = 1.0, **kinds: Any
+        self,
+        *,
+        theta: float | None = None,
+        scaling: Any = None,
+        share: float = 1.0,
+        length: float = 1.0,
+        **options: Any,
     ) -> Attention:
-        """Return the shape of its attention.
+        """Return its attention.
 
         Args:
+            theta: None: `rope_theta`.
             scaling, length: see `titancli.models.shape.Rope`.
             share: how much of a head is rotated.
-            kinds: see `grouped_query`.
+            options: further fields of `titancli.models.shape.Attention`.
         """
-        rope = Rope(int(self.head_width * share), self.rope_theta, scaling, length)
-        return grouped_query(self.dim, self.n_heads, self.kv_heads, self.head_width, rope=rope, **kinds)
+        return Attention(
+            dim=self.dim,
+            heads=self.n_heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_width,
+            rope=Rope(int(self.head_width * share), theta or self.rope_theta, scaling, length),
+            norm=self.norm,
+            **options,
+        )
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         if self.head_dim is None and self.dim % self.n_heads:
@@ -270,6 +312,25 @@ class RopeScaling:
     """Wavelengths below original_max_position / this are left unchanged."""
     original_max_position: Annotated[int, Gt(0)] = 8192
     """Original context length, in tokens."""
+
+
+@section
+class LinearScaling:
+    """Linear RoPE scaling (arXiv 2306.15595): positions are interpolated."""
+
+    factor: Annotated[float, Gt(0)] = 8.0
+    """Factor by which frequencies are divided."""
+
+
+@section
+class AttnTemperature:
+    """Sharper attention for queries that see much (arXiv 2501.19399): they are multiplied by
+    1 + attn_scale · ln(1 + ⌊(position + 1) / floor_scale⌋)."""
+
+    floor_scale: Annotated[int, Gt(0)] = 8192
+    """Number of positions per step of the floor."""
+    attn_scale: Annotated[float, Gt(0)] = 0.1
+    """Factor of the logarithm."""
 
 
 @section

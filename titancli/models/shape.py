@@ -1,16 +1,19 @@
-"""What a decoder is made of, as plain data: what its module is built from, how it can be split, and what
+"""What a decoder is made of, as plain data: what its modules are built from, how they can be split, and what
 `titan plan` computes with. Torch-free.
 
 A family's config has a method `layer(number)` that returns a `Block`; `shape()` is the `Decoder` of them all,
-which `titancli.models.blocks.decoder` builds. The functions at the end make what most have.
+which `titancli.models.blocks.decoder` builds. An option of a layer is a field here, which its module reads:
+each spec names the class of its module, which is called with the spec. A plugin may derive specs of its own.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import MISSING, dataclass, field, fields, replace
+from typing import Any, ClassVar, Literal
+
+from titancli.registry.component import load_target
 
 Style = Literal["column", "row", "vocab", "norm", "replicate", "expert"]
 """How a parameter is cut over mesh.tp (as in a model's `tensor_plan`) or, if an expert's, over mesh.ep."""
@@ -19,7 +22,7 @@ Style = Literal["column", "row", "vocab", "norm", "replicate", "expert"]
 @dataclass(frozen=True)
 class Parameter:
     name: str
-    """Within its block or, above the blocks, within the model."""
+    """Within its module, its block or, above the blocks, within the model."""
     shape: tuple[int, ...]
     style: Style
     role: Literal["", "router"] = ""
@@ -28,6 +31,33 @@ class Parameter:
     @property
     def size(self) -> int:
         return math.prod(self.shape)
+
+    def within(self, module: str) -> Parameter:
+        """Return the same with its name in what has the module as a child."""
+        return replace(self, name=f"{module}.{self.name}")
+
+
+def _linear(name: str, rows: int, columns: int, style: Style, bias: bool = False) -> list[Parameter]:
+    """The parameters of a product; its bias is cut as its rows are."""
+    weight = Parameter(f"{name}.weight", (rows, columns), style)
+    return [weight, Parameter(f"{name}.bias", (rows,), style)] if bias else [weight]
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A norm over the numbers of a token or of a head: `titancli.models.blocks.norm`."""
+
+    eps: float = 1e-5
+    kind: Literal["rms", "layer"] = "rms"
+    """Divided by the root of the mean square (arXiv 1910.07467), or standardised (arXiv 1607.06450)."""
+    bias: bool = False
+    """Whether a bias is added, which only "layer" has."""
+    zero_centred: bool = False
+    """Whether it multiplies by 1 + weight, which only "rms" does."""
+
+    def parameters(self, name: str, width: int, style: Style = "norm") -> list[Parameter]:
+        """Return the parameters of a norm of this name and width."""
+        return [Parameter(f"{name}.{end}", (width,), style) for end in ("weight", "bias")[: 1 + self.bias]]
 
 
 @dataclass(frozen=True)
@@ -38,47 +68,103 @@ class Rope:
     """Numbers of a query or key that are rotated."""
     theta: float
     scaling: Any = None
-    """How frequencies are stretched: a `titancli.models.sections` RopeScaling or Yarn; None: they are not."""
+    """How frequencies are stretched: a section of `titancli.models.sections`; None: they are not."""
     length: float = 1.0
     """Factor of cosine and sine."""
 
 
-@dataclass(frozen=True)
-class Attention:
-    """Softmax attention. A head reads `head_dim` numbers of a query and a key, and `value_dim` of a value."""
+# ------------------------------------------------------------------------------------------ parts of a block
 
+
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    """What a part of a block is built from."""
+
+    module: ClassVar[str]
+    """Class of the module, as "package.module:Class"."""
+    name: ClassVar[str]
+    """Child of the block that it is."""
+    dim: int
+    """Width of the residual stream."""
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        """All of them, by their names within the module."""
+        raise NotImplementedError
+
+    def build(self) -> Any:
+        """Return the module on the current device, without initial values."""
+        return load_target(self.module)(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention(Spec):
+    """Grouped-query softmax attention (arXiv 2305.13245). A head reads `head_dim` numbers of a query and a
+    key, and `value_dim` of a value."""
+
+    module: ClassVar[str] = "titancli.models.blocks.attention:Attention"
+    name: ClassVar[str] = "attention"
     heads: int
     kv_heads: int
     head_dim: int
-    value_dim: int
-    parameters: tuple[Parameter, ...]
     rope: Rope
+    rotary: bool = True
+    """Whether queries and keys are rotated by their positions."""
     bias: Literal["", "qkv", "qkvo"] = ""
     """Which products have a bias."""
     qk_norm: Literal["", "head", "whole"] = ""
-    """Whether queries and keys pass through a norm of their own: each head's numbers, or those of all."""
+    """Whether queries and keys pass through a norm of their own: each head's numbers, with weights that heads
+    share, or those of all heads together."""
+    norm: Norm = field(default_factory=Norm)
+    """Of queries and keys."""
     norm_after: bool = False
     """Whether queries and keys, once rotated, pass through a norm without weights."""
     window: int | None = None
     """Tokens that a token sees at most, itself included; None: the whole row before it."""
     chunk: int | None = None
     """A token sees only its own chunk of so many; None: there are no chunks."""
-    rotary: bool = True
-    """Whether queries and keys are rotated by their positions."""
-    scaled: Any = None
-    """By what queries are multiplied, given their positions: a `titancli.models.llama4.AttnTemperature`."""
+    temperature: Any = None
+    """By what queries are multiplied, given their positions, where nothing is rotated: a
+    `titancli.models.sections.AttnTemperature`."""
     scale: float | None = None
     """By what products of queries and keys are multiplied; None: 1 / √head_dim."""
+    cap: float | None = None
+    """Scaled products x become cap · tanh(x / cap) (arXiv 2408.00118); None: they stay as they are."""
     sinks: bool = False
     """Whether each head has a logit that takes its share of the softmax and gives nothing."""
-    query_rank: int | None = None
-    """Width of the latent that queries are made from (multi-head latent attention); None: from the stream."""
-    kv_rank: int | None = None
-    """Width of the latent that keys and values are made from; None: from the stream."""
-    rope_dim: int | None = None
-    """Numbers of a query or key that are rotated; None: all."""
     gated: bool = False
-    """Whether what a head gives is multiplied by a gate, which comes out of the product with the query."""
+    """Whether what a head gives is multiplied by the sigmoid of a gate, which `wq` makes beside the query."""
+
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim
+
+    @property
+    def angles(self) -> Any:
+        """Which of the decoder's `angles` it is given."""
+        return self.temperature or self.rope
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        products: dict[str, tuple[int, int, Style]] = {
+            "q": (q * (1 + self.gated), self.dim, "column"),
+            "k": (kv, self.dim, "column"),
+            "v": (kv, self.dim, "column"),
+            "o": (self.dim, q, "row"),
+        }
+        found = [Parameter("sinks", (self.heads,), "column")] if self.sinks else []
+        for name, product in products.items():
+            found += _linear(f"w{name}", *product, bias=name in self.bias)
+        if self.qk_norm == "whole":
+            found += [
+                *self.norm.parameters("q_norm", q, "column"),
+                *self.norm.parameters("k_norm", kv, "column"),
+            ]
+        elif self.qk_norm:
+            for name in ("q_norm", "k_norm"):
+                found += self.norm.parameters(name, self.head_dim)
+        return tuple(found)
 
     def most(self, seq_len: int) -> int:
         """Tokens that any token of a row so long sees at most."""
@@ -89,10 +175,59 @@ class Attention:
         return 6.0 * self.heads * (self.head_dim + self.value_dim) * self.most(seq_len)
 
 
-@dataclass(frozen=True)
-class DeltaNet:
-    """A gated DeltaNet layer: each head of values keeps a matrix of `key_dim` x `value_dim`."""
+@dataclass(frozen=True, kw_only=True)
+class Latent(Attention):
+    """Multi-head latent attention (arXiv 2405.04434): keys and values of all heads are made from one narrow
+    vector of each token, which all rotated parts of keys are beside."""
 
+    module: ClassVar[str] = "titancli.models.blocks.latent:LatentAttention"
+    query_rank: int | None = None
+    """Width of the latent that queries are made from; None: from the stream."""
+    kv_rank: int
+    """Width of the latent that keys and values are made from."""
+    width: int
+    """Numbers of a head's value."""
+    norm: Norm = field(default_factory=lambda: Norm(1e-6))
+    """Of the latents, whatever the model's other norms have: as in DeepSeek's own code."""
+
+    def __post_init__(self) -> None:
+        options = [one for one in fields(Attention) if one.default is not MISSING and one.name != "scale"]
+        if wrong := [one.name for one in options if getattr(self, one.name) != one.default]:
+            raise TypeError(f"latent attention has no {', '.join(wrong)}")
+
+    @property
+    def value_dim(self) -> int:
+        return self.width
+
+    @property
+    def nope_dim(self) -> int:
+        """Numbers of a head's query and key that are not rotated."""
+        return self.head_dim - self.rope.dim
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        queries, made = self.heads * self.head_dim, self.heads * (self.nope_dim + self.width)
+        if self.query_rank is None:
+            found = _linear("wq", queries, self.dim, "column")
+        else:
+            found = _linear("wq_a", self.query_rank, self.dim, "replicate")
+            found += _linear("wq_b", queries, self.query_rank, "column")
+        found += _linear("wkv_a", self.kv_rank + self.rope.dim, self.dim, "replicate")
+        found += _linear("wkv_b", made, self.kv_rank, "column")
+        found += _linear("wo", self.dim, self.heads * self.width, "row")
+        found += self.norm.parameters("kv_norm", self.kv_rank)
+        return tuple(
+            found if self.query_rank is None else found + self.norm.parameters("q_norm", self.query_rank)
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaNet(Spec):
+    """A gated DeltaNet layer (arXiv 2412.06464): each head of values keeps a matrix of `key_dim` x
+    `value_dim`."""
+
+    module: ClassVar[str] = "titancli.models.blocks.delta:GatedDeltaNet"
+    name: ClassVar[str] = "attention"
     key_heads: int
     heads: int
     """Of values."""
@@ -100,12 +235,25 @@ class DeltaNet:
     value_dim: int
     kernel: int
     """Tokens that the convolution covers."""
-    parameters: tuple[Parameter, ...]
+    norm_eps: float
 
     @property
     def mixed(self) -> int:
         """Numbers of a token that pass the convolution."""
         return 2 * self.key_heads * self.key_dim + self.heads * self.value_dim
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        values = self.heads * self.value_dim
+        return (
+            Parameter("conv", (self.mixed, self.kernel), "column"),
+            Parameter("A_log", (self.heads,), "column"),
+            Parameter("dt_bias", (self.heads,), "column"),
+            *_linear("wqkvz", self.mixed + values, self.dim, "column"),
+            *_linear("wba", 2 * self.heads, self.dim, "column"),
+            *_linear("wo", self.dim, values, "row"),
+            Parameter("out_norm.weight", (self.value_dim,), "norm"),
+        )
 
     def flops(self, seq_len: int) -> float:
         """Forward and backward of one token, its matrices left out: a head's matrix is read twice and written
@@ -113,56 +261,159 @@ class DeltaNet:
         return 18.0 * self.heads * self.key_dim * self.value_dim
 
 
-@dataclass(frozen=True)
-class FeedForward:
-    """`w2(silu(w1 x) * w3 x)`."""
+@dataclass(frozen=True, kw_only=True)
+class FeedForward(Spec):
+    """`w2(act(w1 x) * w3 x)` (arXiv 2002.05202) or, without a gate, `w2(act(w1 x))`."""
 
+    module: ClassVar[str] = "titancli.models.blocks.feed_forward:FeedForward"
+    name: ClassVar[str] = "feed_forward"
     hidden: int
-    parameters: tuple[Parameter, ...]
-
-
-@dataclass(frozen=True)
-class Experts:
-    """A feed-forward layer of which each token visits `top_k` of the experts, and all of the shared ones."""
-
-    experts: int
-    top_k: int
-    hidden: int
-    """Of one routed expert."""
-    parameters: tuple[Parameter, ...]
-    routing: Any
-    """How they are chosen: a `titancli.models.sections.MoE`."""
-    shared_hidden: int = 0
-    """Of all shared experts together; 0: there are none."""
-    joined: bool = False
-    """Whether the two matrices that an expert begins with are one."""
-    score_before: bool = False
-    """Whether scores multiply what goes into the experts, or what comes out of them."""
-    clamped: tuple[float, float] | None = None
-    """alpha and limit of experts that have biases, and whose two halves are clamped (gpt-oss)."""
-    shared_gate: bool = False
-    """Whether what the shared experts make of a token is multiplied by a sigmoid of it."""
-
-
-@dataclass(frozen=True)
-class Block:
-    """Attention and feed-forward, each added to the residual stream."""
-
-    attention: Attention | DeltaNet
-    feed_forward: FeedForward | Experts
-    norms: tuple[Parameter, ...]
-    norms_after: bool = False
-    """Whether each of the two norms what it returns (OLMo 2), not what it is given."""
-    mtp: tuple[Parameter, ...] = ()
-    """Of a block beyond the last, which predicts a token further ahead (`titancli.models.blocks.mtp`): what
-    joins hidden states and embedding, and the norm before the output."""
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = "silu"
+    """"gelu_tanh" is the approximation of GELU by tanh (arXiv 1606.08415, section 2)."""
+    gated: bool = True
+    bias: bool = False
+    """Whether its products have one."""
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
-        return (*self.norms, *self.attention.parameters, *self.feed_forward.parameters, *self.mtp)
+        found = _linear("w1", self.hidden, self.dim, "column", self.bias)
+        found += _linear("w2", self.dim, self.hidden, "row", self.bias)
+        return tuple(
+            found + (_linear("w3", self.hidden, self.dim, "column", self.bias) if self.gated else [])
+        )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
+class Experts(Spec):
+    """A feed-forward layer of which each token visits `top_k` of the experts, and all of the shared ones.
+
+    Tensor parallelism cuts the shared alone: to the others each rank brings its own part of the row.
+    """
+
+    module: ClassVar[str] = "titancli.models.blocks.moe:MoE"
+    name: ClassVar[str] = "moe"
+    routing: Any
+    """How many there are, of what width, and how they are chosen: a `titancli.models.sections.MoE`."""
+    joined: bool = False
+    """Whether the two matrices that an expert begins with are one."""
+    clamped: tuple[float, float] | None = None
+    """alpha and limit of joined experts that have biases, and whose two halves are clamped (arXiv
+    2508.10925)."""
+    shared_gate: bool = False
+    """Whether what the shared experts make of a token is multiplied by a sigmoid of it."""
+
+    @property
+    def experts(self) -> int:
+        return int(self.routing.num_experts)
+
+    @property
+    def top_k(self) -> int:
+        return int(self.routing.top_k)
+
+    @property
+    def hidden(self) -> int:
+        """Of one routed expert."""
+        return int(self.routing.hidden_dim)
+
+    @property
+    def shared_hidden(self) -> int:
+        """Of all shared experts together; 0: there are none."""
+        return int(self.routing.num_shared_experts * self.hidden)
+
+    @property
+    def score_before(self) -> bool:
+        """Whether scores multiply what goes into the experts, or what comes out of them."""
+        return bool(self.routing.score_before_experts)
+
+    @property
+    def shared(self) -> FeedForward | None:
+        """Shared experts are one of so many times the width."""
+        return FeedForward(dim=self.dim, hidden=self.shared_hidden) if self.shared_hidden else None
+
+    @property
+    def stacks(self) -> str:
+        """Class of the module that holds the routed experts."""
+        if self.clamped is not None:
+            return "titancli.models.blocks.clamped:ClampedExperts"
+        return f"titancli.models.blocks.moe:{'JoinedExperts' if self.joined else 'Experts'}"
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        count, width = self.experts, self.hidden
+        found = [Parameter("router.gate.weight", (count, self.dim), "replicate", "router")]
+        if self.routing.gate_bias:
+            found.append(Parameter("router.gate.bias", (count,), "replicate", "router"))
+        stacks: dict[str, tuple[int, ...]] = {"w2": (self.dim, width)}
+        stacks |= (
+            {"w13": (2 * width, self.dim)} if self.joined else dict.fromkeys(("w1", "w3"), (width, self.dim))
+        )
+        if self.clamped is not None:
+            stacks |= {"w13_bias": (2 * width,), "w2_bias": (self.dim,)}
+        found += [Parameter(f"experts.{k}", (count, *shape), "expert") for k, shape in stacks.items()]
+        if self.shared is not None:
+            found += [one.within("shared_experts") for one in self.shared.parameters]
+        if self.shared_gate:
+            found.append(Parameter("shared_gate.weight", (1, self.dim), "replicate", "router"))
+        return tuple(found)
+
+
+# ----------------------------------------------------------------------------------- a block, and the decoder
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block(Spec):
+    """Attention and feed-forward, each added to the residual stream."""
+
+    module: ClassVar[str] = "titancli.models.blocks.block:Block"
+    mtp: ClassVar[bool] = False
+    """Whether it predicts a token further ahead, beyond the last block."""
+    attention: Attention | DeltaNet
+    feed_forward: FeedForward | Experts
+    norm: Norm = field(default_factory=Norm)
+    norms: Literal["before", "after", "both"] = "before"
+    """What is normed of attention and feed-forward: what each is given, what it returns (OLMo 2, arXiv
+    2501.00656), or both."""
+    parallel: bool = False
+    """Whether both are given the same, by one norm, and are added together (arXiv 2204.02311)."""
+    residual_scale: float = 1.0
+    """By what each branch is multiplied before it is added."""
+
+    @property
+    def norms_after(self) -> bool:
+        return self.norms == "after"
+
+    @property
+    def norm_names(self) -> tuple[str, ...]:
+        names: tuple[str, ...] = ("attention_norm",) if self.parallel else ("attention_norm", "ffn_norm")
+        return (*names, "attention_post_norm", "ffn_post_norm") if self.norms == "both" else names
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        norms = [one for name in self.norm_names for one in self.norm.parameters(name, self.dim)]
+        parts = (self.attention, self.feed_forward)
+        return (*norms, *(one.within(part.name) for part in parts for one in part.parameters))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MTPBlock(Block):
+    """A block beyond the last, which predicts a token further ahead: what joins hidden states and embedding,
+    the block, and the norm before the output."""
+
+    module: ClassVar[str] = "titancli.models.blocks.mtp:MTPBlock"
+    mtp: ClassVar[bool] = True
+
+    @classmethod
+    def of(cls, block: Block) -> MTPBlock:
+        """Return one that is otherwise like another block."""
+        return cls(**{one.name: getattr(block, one.name) for one in fields(block)})
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        norms = [p for name in ("enorm", "hnorm", "head_norm") for p in self.norm.parameters(name, self.dim)]
+        return (*super().parameters, *norms, *_linear("eh_proj", self.dim, 2 * self.dim, "replicate"))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Decoder:
     """Embedding, blocks named `layers.0` and on, a norm, and an output over the vocabulary.
 
@@ -174,9 +425,19 @@ class Decoder:
     blocks: tuple[Block, ...]
     tied: bool = False
     """Whether the output uses the embedding's weight."""
-    norm_eps: float = 1e-5
-    zero_centred: bool = False
-    """Whether norms, but those of gated DeltaNet, multiply by 1 + weight."""
+    final_norm: Norm = field(default_factory=Norm)
+    embedding_scale: float = 1.0
+    """By what embeddings are multiplied, in their own dtype, to which it is rounded."""
+    logit_scale: float = 1.0
+    """By what logits are multiplied."""
+    logit_cap: float | None = None
+    """Scaled logits x become cap · tanh(x / cap); None: they stay as they are."""
+    output_bias: bool = False
+
+    @property
+    def zero_centred(self) -> bool:
+        """Whether norms, but those of gated DeltaNet, multiply by 1 + weight."""
+        return self.final_norm.zero_centred
 
     @property
     def embedding(self) -> Parameter:
@@ -191,9 +452,15 @@ class Decoder:
         return Parameter("output.weight", (self.vocab_size, self.dim), "vocab")
 
     @property
+    def _ends(self) -> list[Parameter]:
+        """What comes after the blocks."""
+        bias = [Parameter("output.bias", (self.vocab_size,), "vocab")] if self.output_bias else []
+        return [*self.final_norm.parameters("norm", self.dim), self.output, *bias]
+
+    @property
     def mtp_layers(self) -> int:
         """Blocks that predict tokens further ahead, each with the output once more."""
-        return sum(bool(block.mtp) for block in self.blocks)
+        return sum(block.mtp for block in self.blocks)
 
     @property
     def tensor_plan(self) -> dict[str, Style]:
@@ -201,7 +468,7 @@ class Decoder:
         kinds = {
             f"layers.*.{p.name}": p.style for block in dict.fromkeys(self.blocks) for p in block.parameters
         }
-        return {p.name: p.style for p in (self.embedding, self.norm, self.output)} | kinds
+        return {p.name: p.style for p in (self.embedding, *self._ends)} | kinds
 
     @property
     def roles(self) -> dict[str, Any]:
@@ -214,10 +481,8 @@ class Decoder:
         yield self.embedding
         for number, block in enumerate(self.blocks):
             for parameter in block.parameters:
-                yield replace(parameter, name=f"layers.{number}.{parameter.name}")
-        yield self.norm
-        if not self.tied:
-            yield self.output
+                yield parameter.within(f"layers.{number}")
+        yield from (one for one in self._ends if not (self.tied and one == self.output))
 
     @property
     def size(self) -> int:
@@ -227,7 +492,7 @@ class Decoder:
     @property
     def active_size(self) -> int:
         """Parameters that take part in one token, the embedding (a look-up) left out."""
-        size = self.norm.size + self.output.size * (1 + self.mtp_layers)
+        size = sum(one.size for one in self._ends) + self.output.size * self.mtp_layers
         for block in self.blocks:
             part = block.feed_forward
             share = part.top_k / part.experts if isinstance(part, Experts) else 1.0
@@ -238,170 +503,3 @@ class Decoder:
         """Forward and backward of one token: 6 per active parameter, and a layer has 12 · width of attention
         per token of the row (PaLM, arXiv 2204.02311, appendix B)."""
         return 6.0 * self.active_size + sum(block.attention.flops(seq_len) for block in self.blocks)
-
-
-# --------------------------------------------------------------------------- what most families have
-
-
-def grouped_query(
-    dim: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    *,
-    rope: Rope,
-    qk_norm: Literal["", "head", "whole"] = "",
-    bias: Literal["", "qkv", "qkvo"] = "",
-    sinks: bool = False,
-    gated: bool = False,
-    **kinds: Any,
-) -> Attention:
-    """Grouped-query attention (arXiv 2305.13245) as `titancli.models.blocks.attention` has it; `kinds` are
-    further fields of `Attention`."""
-    products: dict[str, tuple[int, int, Style]] = {
-        "q": (heads * head_dim * (1 + gated), dim, "column"),
-        "k": (kv_heads * head_dim, dim, "column"),
-        "v": (kv_heads * head_dim, dim, "column"),
-        "o": (dim, heads * head_dim, "row"),
-    }
-    parameters = [Parameter("attention.sinks", (heads,), "column")] if sinks else []
-    for name, (rows, columns, style) in products.items():
-        parameters.append(Parameter(f"attention.w{name}.weight", (rows, columns), style))
-        if name in bias:
-            parameters.append(Parameter(f"attention.w{name}.bias", (rows,), style))
-    if qk_norm:
-        one = qk_norm == "head"
-        for name, count in {"q": heads, "k": kv_heads}.items():
-            size = head_dim if one else count * head_dim
-            parameters.append(
-                Parameter(f"attention.{name}_norm.weight", (size,), "norm" if one else "column")
-            )
-    return Attention(
-        heads,
-        kv_heads,
-        head_dim,
-        head_dim,
-        tuple(parameters),
-        rope,
-        bias,
-        qk_norm,
-        sinks=sinks,
-        rope_dim=None if rope.dim == head_dim else rope.dim,
-        gated=gated,
-        **kinds,
-    )
-
-
-def delta_net(dim: int, key_heads: int, heads: int, key_dim: int, value_dim: int, kernel: int) -> DeltaNet:
-    """Gated DeltaNet (arXiv 2412.06464) as `titancli.models.blocks.delta` has it."""
-    mixed, values = 2 * key_heads * key_dim + heads * value_dim, heads * value_dim
-    shapes: dict[str, tuple[tuple[int, ...], Style]] = {
-        "conv": ((mixed, kernel), "column"),
-        "A_log": ((heads,), "column"),
-        "dt_bias": ((heads,), "column"),
-        "wqkvz.weight": ((mixed + values, dim), "column"),
-        "wba.weight": ((2 * heads, dim), "column"),
-        "wo.weight": ((dim, values), "row"),
-        "out_norm.weight": ((value_dim,), "norm"),
-    }
-    parameters = tuple(Parameter(f"attention.{name}", *found) for name, found in shapes.items())
-    return DeltaNet(key_heads, heads, key_dim, value_dim, kernel, parameters)
-
-
-def latent(
-    dim: int,
-    heads: int,
-    *,
-    query_rank: int | None,
-    kv_rank: int,
-    nope_dim: int,
-    rope: Rope,
-    value_dim: int,
-    scale: float,
-) -> Attention:
-    """Multi-head latent attention (arXiv 2405.04434) as `titancli.models.blocks.latent` has it."""
-    head_dim = nope_dim + rope.dim
-    products: dict[str, tuple[int, int, Style]] = {"wq": (heads * head_dim, dim, "column")}
-    if query_rank is not None:
-        products = {
-            "wq_a": (query_rank, dim, "replicate"),
-            "wq_b": (heads * head_dim, query_rank, "column"),
-        }
-    products |= {
-        "wkv_a": (kv_rank + rope.dim, dim, "replicate"),
-        "wkv_b": (heads * (nope_dim + value_dim), kv_rank, "column"),
-        "wo": (dim, heads * value_dim, "row"),
-    }
-    parameters = [
-        Parameter(f"attention.{name}.weight", (rows, columns), style)
-        for name, (rows, columns, style) in products.items()
-    ]
-    norms = {"kv_norm": kv_rank} | ({} if query_rank is None else {"q_norm": query_rank})
-    parameters += [Parameter(f"attention.{name}.weight", (size,), "norm") for name, size in norms.items()]
-    return Attention(
-        heads,
-        heads,
-        head_dim,
-        value_dim,
-        tuple(parameters),
-        rope,
-        scale=scale,
-        query_rank=query_rank,
-        kv_rank=kv_rank,
-        rope_dim=rope.dim,
-    )
-
-
-def swiglu(dim: int, hidden: int, name: str = "feed_forward") -> FeedForward:
-    """`titancli.models.blocks.feed_forward`, as the child `name` of a block."""
-    return FeedForward(
-        hidden,
-        (
-            Parameter(f"{name}.w1.weight", (hidden, dim), "column"),
-            Parameter(f"{name}.w2.weight", (dim, hidden), "row"),
-            Parameter(f"{name}.w3.weight", (hidden, dim), "column"),
-        ),
-    )
-
-
-def mixture(
-    dim: int, routing: Any, *, joined: bool = False, shared_gate: bool = False, name: str = "moe"
-) -> Experts:
-    """`titancli.models.blocks.moe`, as the child `name` of a block, for a `titancli.models.sections.MoE`:
-    shared experts are one of so many times the width, `joined` ones have w1 and w3 as one matrix. Tensor
-    parallelism cuts the shared alone: to the others each rank brings its own part of the row."""
-    experts, hidden, shared = routing.num_experts, routing.hidden_dim, routing.num_shared_experts
-    parameters = [Parameter(f"{name}.router.gate.weight", (experts, dim), "replicate", "router")]
-    if routing.gate_bias:
-        parameters.append(Parameter(f"{name}.router.gate.bias", (experts,), "replicate", "router"))
-    into = {"w13": 2 * hidden} if joined else {"w1": hidden, "w3": hidden}
-    parameters.append(Parameter(f"{name}.experts.w2", (experts, dim, hidden), "expert"))
-    for matrix, rows in into.items():
-        parameters.append(Parameter(f"{name}.experts.{matrix}", (experts, rows, dim), "expert"))
-    if shared:
-        parameters += swiglu(dim, shared * hidden, f"{name}.shared_experts").parameters
-    if shared_gate:
-        parameters.append(Parameter(f"{name}.shared_gate.weight", (1, dim), "replicate", "router"))
-    return Experts(
-        experts,
-        routing.top_k,
-        hidden,
-        tuple(parameters),
-        routing,
-        shared * hidden,
-        joined,
-        routing.score_before_experts,
-        shared_gate=shared_gate,
-    )
-
-
-def block(
-    dim: int,
-    attention: Attention | DeltaNet,
-    feed_forward: FeedForward | Experts,
-    *,
-    norms_after: bool = False,
-) -> Block:
-    """With the two norms of a Llama block."""
-    norms = tuple(Parameter(f"{name}.weight", (dim,), "norm") for name in ("attention_norm", "ffn_norm"))
-    return Block(attention, feed_forward, norms, norms_after)

@@ -56,7 +56,7 @@ def _not_around_a_ring(recipe: Recipe) -> Iterator[str]:
     if any(layer.head_dim != layer.value_dim for layer in layers):
         name = component_info(recipe.model).name
         yield f"the ring needs keys and values of the same width, which the model {name} does not have"
-    more = {"sinks": "sinks", "window": "sliding windows", "chunk": "chunks"}
+    more = {"sinks": "sinks", "window": "sliding windows", "chunk": "chunks", "cap": "soft caps"}
     found = [what for field, what in more.items() if any(getattr(layer, field) for layer in layers)]
     if found:
         yield f"the ring computes plain attention, but that of the model has {', '.join(found)}"

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 
-from titancli.models.shape import Attention, Block, DeltaNet, Experts
+from titancli.models.shape import Attention, Block, DeltaNet, Experts, Latent
 from titancli.planning.delta import delta_operations, gated
 from titancli.planning.operations import (
     FP32,
@@ -47,6 +47,11 @@ def block_operations(block: Block, work: Workload) -> list[Operation]:
         after = [*_reading(after, "n2", "x1"), norm("f", "normed f", *stream)]
     else:
         attention = [norm("x", "n1", *stream, residual=True), *attention]
+    if block.norms == "both":
+        attention, after = (
+            [*attention, norm("o", "normed o", *stream)],
+            [*after, norm("f", "normed f", *stream)],
+        )
     attention = [replace(attention[0], enters="x"), *attention[1:], add(work)]
     if not block.norms_after:
         attention.append(norm("x1", "n2", *stream, residual=True))
@@ -152,7 +157,7 @@ def _products(part: Attention, work: Workload, x: str) -> Iterator[Operation]:
     products = [p for p in part.parameters if len(p.shape) == 2][:-1]
     after_latent = [False, *(p.style == "replicate" for p in products)]
     readers = [p for p, latent in zip(products, after_latent, strict=False) if not latent]
-    results = ("q", "k", "v") if part.kv_rank is None else tuple(p.name for p in products)
+    results = ("q", "k", "v") if not isinstance(part, Latent) else tuple(p.name for p in products)
     before = x
     for parameter, latent, name in zip(products, after_latent, results, strict=False):
         made, read = local_shape(parameter, work.degrees.tp, work.degrees.ep)
@@ -160,7 +165,7 @@ def _products(part: Attention, work: Workload, x: str) -> Iterator[Operation]:
         if latent:
             source = f"normed {before}"
             yield norm(before, source, work.tokens, read, work)
-        if name == "q" and (part.rotary or part.scaled):
+        if name == "q" and (part.rotary or part.temperature):
             name = "plain q"
         if name == "k" and part.rotary:
             name = "plain k"
@@ -180,14 +185,14 @@ def _turned(part: Attention, work: Workload) -> Iterator[Operation]:
     """Queries and keys in their places."""
     heads, kv_heads = part.heads / work.degrees.tp, part.kv_heads / work.degrees.tp
     q, k = (work.tokens * count * part.head_dim for count in (heads, kv_heads))
-    if part.scaled:
+    if part.temperature:
         yield scaled(q, work)
     if not part.rotary:
         return
     if part.qk_norm:
         for name, numbers in (("q", q), ("k", k)):
             yield norm(f"plain {name}", f"normed {name}", numbers / part.head_dim, part.head_dim, work)
-    if part.rope_dim is None or part.kv_rank is None:
+    if not isinstance(part, Latent):
         # Python lets go of what comes before only when both are rotated.
         normed = bool(part.qk_norm)
         stages = 1 + normed - (normed and work.compute == FP32)  # a norm in fp32 keeps what it reads
@@ -195,9 +200,9 @@ def _turned(part: Attention, work: Workload) -> Iterator[Operation]:
         for one in (rotation(numbers, work) for numbers in (q, k)):
             yield replace(one, alive=one.alive + before)
     else:  # parts of them, which are cut off and put back
-        yield joined(q * work.compute, rotation(work.tokens * heads * part.rope_dim, work))
-        rotated = rotation(work.tokens * part.rope_dim, work)
-        made = work.tokens * heads * (part.head_dim - part.rope_dim + part.value_dim) * work.compute
+        yield joined(q * work.compute, rotation(work.tokens * heads * part.rope.dim, work))
+        rotated = rotation(work.tokens * part.rope.dim, work)
+        made = work.tokens * heads * (part.head_dim - part.rope.dim + part.value_dim) * work.compute
         values = work.tokens * heads * part.value_dim * work.compute
         yield replace(
             joined(k * work.compute, rotated), done=k * work.compute + values, gradients=made, beside=made

@@ -145,7 +145,7 @@ class _Step:
 
     def _angles(self) -> float:
         layers = [block.attention for block in self.work.shape.blocks]
-        widths = [one.rope_dim or one.head_dim for one in layers if isinstance(one, Attention)]
+        widths = [one.rope.dim for one in layers if isinstance(one, Attention)]
         return self.work.tokens * max(widths, default=0) * 4  # cosine and sine, fp32, of half a head
 
     def _accumulated(self, every: list[Group]) -> None:

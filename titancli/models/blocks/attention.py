@@ -8,7 +8,6 @@ device. Nothing makes a matrix of S x S but masks of documents, and these are bl
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -19,6 +18,7 @@ from titancli.distributed.collectives import Group, gather
 from titancli.distributed.local import local
 from titancli.models.blocks.flash import flash_attention, runs_flash
 from titancli.models.blocks.masks import document_mask
+from titancli.models.blocks.norm import norm_of
 from titancli.models.blocks.reach import WHOLE, Reach
 from titancli.models.blocks.rope import rotate
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
     from titancli.models.blocks.cache import LayerCache
+    from titancli.models.shape import Attention as Spec
 
 __all__ = ["Attention", "attend", "document_mask"]
 
@@ -46,6 +47,7 @@ class Asked(NamedTuple):
     """Whether it limits what a token sees of this row."""
     chunk: bool = False
     sinks: bool = False
+    cap: bool = False
 
 
 Kernel = Literal["sdpa", "flash", "flex", "chunks", "windows", "masked", "written out"]
@@ -61,10 +63,15 @@ def kernel_of(asked: Asked) -> Kernel:
     - "chunks", "windows": each chunk, or as many queries as a window is wide, as a row of its own; of these
       it is asked again.
     - "masked": a mask is made, and it is asked again.
-    - "written out": by matrices of queries and keys, which are few where a GPU samples.
+    - "written out": by matrices of queries and keys, which are few where a GPU samples. On a CPU nothing else
+      knows of caps.
     """
     if asked.mask == "blocks":
         return "flex"
+    if asked.cap:
+        if asked.mask == "dense" or not asked.causal:
+            return "written out"
+        return "flex" if asked.device == "cuda" and asked.square else "masked"
     flash = runs_flash(asked.device, asked.dtype, asked.head_dim, asked.value_dim)
     if asked.mask == "dense" or not asked.causal:
         if not asked.sinks:
@@ -94,6 +101,7 @@ def attend(
     scale: float | None = None,
     grouped: bool = False,
     sinks: Tensor | None = None,
+    cap: float | None = None,
     fill: bool = True,
 ) -> Tensor:
     """softmax(scale · q·kᵀ) · v of what each query sees.
@@ -109,21 +117,24 @@ def attend(
         scale: None: 1 / √head_dim.
         grouped: whether there are fewer heads of keys than of queries.
         sinks: [heads], a logit of each head that takes its share of the softmax and gives nothing.
+        cap: scaled products x become cap · tanh(x / cap); None: they stay as they are.
         fill: whether values that are narrower than keys are filled up, where kernels want heads of one width.
 
     Returns:
         [B, S, heads, value_dim].
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    core = _Core(scale, grouped, sinks, fill)
+    core = _Core(scale, grouped, sinks, cap, fill)
     return core(q, k, v, mask, causal, reach)
 
 
 class _Core:
     """Attention of some queries, keys and values; shapes as of `attend`."""
 
-    def __init__(self, scale: float, grouped: bool, sinks: Tensor | None, fill: bool) -> None:
-        self.scale, self.grouped, self.sinks, self.fill = scale, grouped, sinks, fill
+    def __init__(
+        self, scale: float, grouped: bool, sinks: Tensor | None, cap: float | None, fill: bool
+    ) -> None:
+        self.scale, self.grouped, self.sinks, self.cap, self.fill = scale, grouped, sinks, cap, fill
 
     def __call__(
         self,
@@ -149,6 +160,7 @@ class _Core:
                 window=limited and reach.window is not None,
                 chunk=limited and reach.chunk is not None,
                 sinks=self.sinks is not None,
+                cap=self.cap is not None,
             )
         )
         if kernel == "chunks" and reach.chunk is not None:
@@ -190,13 +202,16 @@ class _Core:
 
         if mask is None:  # one document
             mask = document_block_mask(q.new_zeros((1, q.shape[1]), dtype=torch.int32), reach)
-        return attend_in_blocks(q, k, v, mask, scale=self.scale, grouped=self.grouped, sinks=self.sinks)
+        how: dict[str, Any] = {"scale": self.scale, "grouped": self.grouped}
+        return attend_in_blocks(q, k, v, mask, **how, sinks=self.sinks, cap=self.cap)
 
     def _written_out(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         groups = q.shape[1] // k.shape[1]
         scores = (q.unflatten(1, (k.shape[1], groups)) @ k[:, :, None].transpose(-1, -2)).float() * self.scale
         scores = scores.flatten(1, 2)
+        if self.cap is not None:
+            scores = torch.tanh(scores / self.cap) * self.cap
         if mask is not None:
             scores = scores.masked_fill(~mask, float("-inf"))
         if self.sinks is not None:
@@ -260,71 +275,42 @@ class HeadsNorm(nn.RMSNorm):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention.
+    """See `titancli.models.shape.Attention`.
 
-    Source: arXiv 2305.13245. `mask` None means causal over the whole row, as far as the reach goes; a token
-    that comes alone sees all that the cache holds.
+    `mask` None means causal over the whole row, as far as the reach goes; a token that comes alone sees all
+    that the cache holds.
     """
 
     takes_local_parameters = True
-    angles: Any = None
-    """Which of the decoder's `angles` it is given as cos and sin."""
 
-    def __init__(
-        self,
-        dim: int,
-        n_heads: int,
-        n_kv_heads: int,
-        head_dim: int,
-        *,
-        qk_norm_eps: float | None = None,
-        norm: type[nn.RMSNorm] = nn.RMSNorm,
-        bias: Collection[str] = "",
-        reach: Reach = WHOLE,
-        sinks: bool = False,
-        scale: float | None = None,
-        rotary: bool = True,
-        scaled: bool = False,
-        norm_after_eps: float | None = None,
-        gated: bool = False,
-        qk_norm_whole: bool = False,
-    ) -> None:
-        """
-        Args:
-            qk_norm_eps: if given, every head's query and key are normed (RMS), with weights that heads share.
-            norm: the class of these norms.
-            qk_norm_whole: whether they are normed over all heads together instead.
-            bias: which of the products q, k, v and o have one.
-            reach: how far back a token sees.
-            sinks: whether each head has a logit that takes its share of the softmax and gives nothing.
-            scale: what products of queries and keys are multiplied by; None: 1 / √head_dim.
-            rotary: whether queries and keys are rotated.
-            scaled: whether queries are multiplied by what comes as cos (where nothing is rotated).
-            norm_after_eps: if given, rotated queries and keys are normed, without weights.
-            gated: whether `wq` makes as many numbers again, whose sigmoids multiply what heads give.
-        """
+    def __init__(self, spec: Spec) -> None:
         super().__init__()
-        self.gated = gated
-        self.head_dim = self.value_dim = head_dim
-        self.reach, self.scale = reach, scale
-        self.rotary, self.scaled, self.norm_after_eps = rotary, scaled, norm_after_eps
+        self.spec = spec
+        dim, width, bias = spec.dim, spec.head_dim, spec.bias
+        self.head_dim, self.value_dim, self.scale, self.cap = width, spec.value_dim, spec.scale, spec.cap
+        self.reach, self.angles = Reach(spec.window, spec.chunk), spec.angles
         # Known before any shape is: compiled for changing shapes, a comparison of these would be symbolic.
-        self.grouped = n_heads != n_kv_heads
-        self.wq = nn.Linear(dim, n_heads * head_dim * (1 + gated), bias="q" in bias)
-        self.wk = nn.Linear(dim, n_kv_heads * head_dim, bias="k" in bias)
-        self.wv = nn.Linear(dim, n_kv_heads * head_dim, bias="v" in bias)
-        self.wo = nn.Linear(n_heads * head_dim, dim, bias="o" in bias)
-        normed, kind = qk_norm_eps is not None, HeadsNorm if qk_norm_whole else norm
-        widths = [n * head_dim if qk_norm_whole else head_dim for n in (n_heads, n_kv_heads)]
-        self.q_norm = kind(widths[0], eps=qk_norm_eps) if normed else None
-        self.k_norm = kind(widths[1], eps=qk_norm_eps) if normed else None
-        self.sinks = nn.Parameter(torch.empty(n_heads)) if sinks else None
+        self.grouped = spec.heads != spec.kv_heads
+        self.wq = nn.Linear(dim, spec.heads * width * (1 + spec.gated), bias="q" in bias)
+        self.wk = nn.Linear(dim, spec.kv_heads * width, bias="k" in bias)
+        self.wv = nn.Linear(dim, spec.kv_heads * width, bias="v" in bias)
+        self.wo = nn.Linear(spec.heads * width, dim, bias="o" in bias)
+        self.q_norm = self._norm(spec.heads)
+        self.k_norm = self._norm(spec.kv_heads)
+        self.sinks = nn.Parameter(torch.empty(spec.heads)) if spec.sinks else None
+
+    def _norm(self, heads: int) -> nn.Module | None:
+        """The norm of so many heads of queries or keys."""
+        spec = self.spec
+        if spec.qk_norm == "whole":
+            return HeadsNorm(heads * spec.head_dim, eps=spec.norm.eps)
+        return norm_of(spec.norm, spec.head_dim) if spec.qk_norm else None
 
     @property
     def is_plain_softmax(self) -> bool:
         """Whether `core_attention` is causal softmax(q·kᵀ/√head_dim)·v over whole rows and no more, so that
         keys can come in blocks."""
-        return self.reach == WHOLE and self.scale is None and self.sinks is None
+        return self.reach == WHOLE and self.scale is None and self.sinks is None and self.cap is None
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: LayerCache | None = None
@@ -334,9 +320,10 @@ class Attention(nn.Module):
         With a cache, S tokens attend to the T that it then holds, and the mask is [B or 1, 1, S, T].
         """
         rows, length, _ = x.shape
+        gated = self.spec.gated
         # Head counts are read off the result, so that the same code works on a tensor-parallel shard.
-        q = self.wq(x).view(rows, length, -1, self.head_dim * (1 + self.gated))
-        q, gate = q.chunk(2, -1) if self.gated else (q, None)
+        q = self.wq(x).view(rows, length, -1, self.head_dim * (1 + gated))
+        q, gate = q.chunk(2, -1) if gated else (q, None)
         k = self.wk(x).view(rows, length, -1, self.head_dim)
         v = self.wv(x).view(rows, length, -1, self.head_dim)
         q, k = self.place(q, k, cos, sin)
@@ -352,14 +339,14 @@ class Attention(nn.Module):
         """Queries and keys that know where they are, [B, S, heads, head_dim] each."""
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        if not self.rotary:
-            return ((q * cos).to(q.dtype), k) if self.scaled else (q, k)
+        spec = self.spec
+        if not spec.rotary:
+            return ((q * cos).to(q.dtype), k) if spec.temperature is not None else (q, k)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        if self.norm_after_eps is None:
+        if not spec.norm_after:
             return q, k
-        return rms_norm(q, q.shape[-1:], eps=self.norm_after_eps), rms_norm(
-            k, k.shape[-1:], eps=self.norm_after_eps
-        )
+        width, eps = q.shape[-1:], spec.norm.eps
+        return rms_norm(q, width, eps=eps), rms_norm(k, width, eps=eps)
 
     def core_attention(
         self,
@@ -391,4 +378,5 @@ class Attention(nn.Module):
             scale=self.scale,
             grouped=self.grouped,
             sinks=sinks,
+            cap=self.cap,
         )

@@ -1,4 +1,4 @@
-"""The block that most decoders are made of."""
+"""The block that decoders are made of."""
 
 from __future__ import annotations
 
@@ -6,35 +6,31 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from titancli.models.blocks.feed_forward import FeedForward
 from titancli.models.blocks.moe import MoE
+from titancli.models.blocks.norm import norm_of
 
 if TYPE_CHECKING:
     from titancli.models.blocks.cache import LayerCache
+    from titancli.models.shape import Block as Spec
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each added to the residual stream, with norms before or after them."""
+    """See `titancli.models.shape.Block`."""
 
-    def __init__(
-        self,
-        dim: int,
-        norm_eps: float,
-        attention: nn.Module,
-        feed_forward: FeedForward | MoE,
-        norm: type[nn.RMSNorm] = nn.RMSNorm,
-        *,
-        norms_after: bool = False,
-    ) -> None:
-        """`attention`: called as `titancli.models.blocks.attention.Attention` is."""
+    def __init__(self, spec: Spec) -> None:
+        """The module of `spec.attention` is called as `titancli.models.blocks.attention.Attention` is."""
         super().__init__()
-        self.norms_after = norms_after
-        self.attention_norm = norm(dim, eps=norm_eps)
-        self.attention = attention
-        self.ffn_norm = norm(dim, eps=norm_eps)
+        self.norms, self.parallel, self.residual_scale = spec.norms, spec.parallel, spec.residual_scale
+        made = {name: norm_of(spec.norm, spec.dim) for name in spec.norm_names}
+        self.attention_norm = made["attention_norm"]
+        self.attention = spec.attention.build()
+        self.attention_post_norm = made.get("attention_post_norm")
+        self.ffn_norm = made.get("ffn_norm")
         # Under names that say which it is: patterns for one should not match the other.
+        feed_forward = spec.feed_forward.build()
         self.moe = feed_forward if isinstance(feed_forward, MoE) else None
-        self.feed_forward = feed_forward if isinstance(feed_forward, FeedForward) else None
+        self.feed_forward = None if isinstance(feed_forward, MoE) else feed_forward
+        self.ffn_post_norm = made.get("ffn_post_norm")
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: LayerCache | None = None
@@ -43,7 +39,7 @@ class Block(nn.Module):
         x, given = self.attention_branch(x, cos, sin, mask, cache)
         for branch in (self.moe, self.feed_forward):
             if branch is not None:
-                x = x + (self.ffn_norm(branch(given)) if self.norms_after else branch(given))
+                x = self._plus(x, branch(given), self.ffn_norm, self.ffn_post_norm)
         return x
 
     def parts(self) -> list[tuple[nn.Module, str]]:
@@ -56,8 +52,16 @@ class Block(nn.Module):
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: LayerCache | None
     ) -> tuple[Tensor, Tensor]:
         """The residual stream after attention, and what feed-forward is given of it."""
-        if self.norms_after:
-            x = x + self.attention_norm(self.attention(x, cos, sin, mask, cache))
-            return x, x
-        x = x + self.attention(self.attention_norm(x), cos, sin, mask, cache)
-        return x, self.ffn_norm(x)
+        after = self.norms == "after"
+        entered = x if after else self.attention_norm(x)
+        out = self.attention(entered, cos, sin, mask, cache)
+        x = self._plus(x, out, self.attention_norm, self.attention_post_norm)
+        if self.parallel:
+            return x, entered
+        return x, x if after or self.ffn_norm is None else self.ffn_norm(x)
+
+    def _plus(self, x: Tensor, out: Tensor, norm: nn.Module | None, post: nn.Module | None) -> Tensor:
+        """The residual stream with what a branch returns, of which these are the norms."""
+        last = norm if self.norms == "after" else post
+        out = out if last is None else last(out)
+        return x + (out if self.residual_scale == 1.0 else out * self.residual_scale)

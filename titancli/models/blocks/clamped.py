@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -11,14 +11,17 @@ from torch import Tensor
 from titancli.models.blocks.grouped import add_bias
 from titancli.models.blocks.moe import Experts
 
+if TYPE_CHECKING:
+    from titancli.models import shape
+
 
 class ClampedExperts(Experts):
     """`w2((clamp(u) + 1) * g * sigmoid(alpha * g)) + w2_bias` with g and u the halves of `w13 x + w13_bias`,
     g clamped from above, u from both sides."""
 
-    def __init__(self, dim: int, hidden_dim: int, num_experts: int, *, alpha: float, limit: float) -> None:
-        super().__init__(dim, hidden_dim, num_experts)
-        self.alpha, self.limit = alpha, limit
+    def __init__(self, spec: shape.Experts) -> None:
+        super().__init__(spec)
+        self.alpha, self.limit = cast("tuple[float, float]", spec.clamped)
 
     @staticmethod
     def shapes(dim: int, hidden_dim: int) -> dict[str, tuple[int, ...]]:

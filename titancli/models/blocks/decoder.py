@@ -1,4 +1,4 @@
-"""The decoder that most families are: embedding, pre-norm blocks, norm, output.
+"""The decoder that most families are: embedding, blocks, norm, output.
 
 Single-device code: it says what can be split, and the `decoder` plan splits it.
 """
@@ -14,20 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from titancli.models import shape
-from titancli.models.blocks.attention import Attention
-from titancli.models.blocks.block import Block
 from titancli.models.blocks.cache import KVCache
-from titancli.models.blocks.clamped import ClampedExperts
-from titancli.models.blocks.delta import GatedDeltaNet
-from titancli.models.blocks.feed_forward import FeedForward
 from titancli.models.blocks.head import Output
 from titancli.models.blocks.init import normal_, ones_, trunc_normal_, zeros_
-from titancli.models.blocks.latent import LatentAttention
 from titancli.models.blocks.masks import document_masks
-from titancli.models.blocks.moe import Experts, JoinedExperts, MoE, moe_layers
+from titancli.models.blocks.moe import Experts, moe_layers
 from titancli.models.blocks.mtp import MTPBlock, further
-from titancli.models.blocks.norm import ZeroCentredRMSNorm
-from titancli.models.blocks.reach import Reach
+from titancli.models.blocks.norm import norm_of
 from titancli.models.blocks.rope import frequencies, rotation
 
 if TYPE_CHECKING:
@@ -38,67 +31,8 @@ if TYPE_CHECKING:
     from titancli.protocols import Loss
 
 
-def attention_of(
-    part: shape.Attention | shape.DeltaNet, dim: int, norm_eps: float, norm: type[nn.RMSNorm] = nn.RMSNorm
-) -> nn.Module:
-    """The module that a shape describes."""
-    module: Any
-    if isinstance(part, shape.DeltaNet):
-        return GatedDeltaNet(
-            dim,
-            part.key_heads,
-            part.heads,
-            part.key_dim,
-            part.value_dim,
-            kernel=part.kernel,
-            norm_eps=norm_eps,
-        )
-    if part.kv_rank is not None:
-        module = LatentAttention(
-            dim,
-            part.heads,
-            query_rank=part.query_rank,
-            kv_rank=part.kv_rank,
-            nope_dim=part.head_dim - part.rope.dim,
-            rope_dim=part.rope.dim,
-            value_dim=part.value_dim,
-            scale=part.scale,
-        )
-    else:
-        module = Attention(
-            dim,
-            part.heads,
-            part.kv_heads,
-            part.head_dim,
-            qk_norm_eps=norm_eps if part.qk_norm else None,
-            norm=norm,
-            qk_norm_whole=part.qk_norm == "whole",
-            bias=part.bias,
-            reach=Reach(part.window, part.chunk),
-            sinks=part.sinks,
-            scale=part.scale,
-            rotary=part.rotary,
-            scaled=part.scaled is not None,
-            norm_after_eps=norm_eps if part.norm_after else None,
-            gated=part.gated,
-        )
-    module.angles = part.scaled or part.rope
-    return module
-
-
-def feed_forward_of(part: shape.FeedForward | shape.Experts, dim: int) -> FeedForward | MoE:
-    """The module that a shape describes."""
-    if isinstance(part, shape.FeedForward):
-        return FeedForward(dim, part.hidden)
-    experts: Any = JoinedExperts if part.joined else Experts
-    if part.clamped is not None:
-        alpha, limit = part.clamped
-        experts = partial(ClampedExperts, alpha=alpha, limit=limit)
-    return MoE(dim, part.routing, experts, shared_gate=part.shared_gate)
-
-
 class Decoder(nn.Module):
-    """A decoder of blocks, built from the shape of its config (`titancli.models.shape`)."""
+    """A decoder of blocks, built from the shape of its config: `titancli.models.shape.Decoder`."""
 
     row_cut: RowCut | None = None
     """Set by context parallel: how rows are cut over ranks."""
@@ -112,26 +46,14 @@ class Decoder(nn.Module):
         self.tensor_plan = self.shape.tensor_plan
         self.roles = self.shape.roles
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
-        self.layers = nn.ModuleDict({str(i): self.block(part) for i, part in enumerate(self.shape.blocks)})
-        self.norm = self._norm(config.dim, eps=config.norm_eps)
-        self.output = Output(config.dim, config.vocab_size)
+        self.layers = nn.ModuleDict({str(i): spec.build() for i, spec in enumerate(self.shape.blocks)})
+        self.norm = norm_of(self.shape.final_norm, config.dim)
+        self.output = Output(config.dim, config.vocab_size, bias=self.shape.output_bias)
+        self.output.scale, self.output.cap = self.shape.logit_scale, self.shape.logit_cap
         self.output.mtp_loss_weight = getattr(config, "mtp_loss_weight", 0.0)
         if config.tied:
             self.output.weight = self.tok_embeddings.weight
         self._frequencies: dict[shape.Rope, Tensor] = {}
-
-    def block(self, part: shape.Block) -> Block:
-        """The module of a block. A family that has other modules makes them here."""
-        dim, eps, norm = self.shape.dim, self.shape.norm_eps, self._norm
-        attention = attention_of(part.attention, dim, eps, norm)
-        feed_forward = feed_forward_of(part.feed_forward, dim)
-        if part.mtp:
-            return MTPBlock(dim, eps, attention, feed_forward, norm)
-        return Block(dim, eps, attention, feed_forward, norm, norms_after=part.norms_after)
-
-    @property
-    def _norm(self) -> type[nn.RMSNorm]:
-        return ZeroCentredRMSNorm if self.shape.zero_centred else nn.RMSNorm
 
     def forward(
         self,
@@ -170,9 +92,9 @@ class Decoder(nn.Module):
         embedded: list[Tensor] = []
         if ahead := self._tokens_ahead(batch, loss):
             # One look-up of all: FSDP2 gathers the embeddings once.
-            hidden, *embedded = self.tok_embeddings(torch.cat((tokens, *ahead))).split(len(tokens))
+            hidden, *embedded = self._embedded(torch.cat((tokens, *ahead))).split(len(tokens))
         elif self.tok_embeddings is not None:
-            hidden = self.tok_embeddings(tokens)
+            hidden = self._embedded(tokens)
         for block in self._main.values():
             attention: Any = block.attention
             hidden = block(hidden, *angles[attention.angles], mask(attention.reach))
@@ -187,6 +109,10 @@ class Decoder(nn.Module):
             return hidden
         # Without gradients they have only counted what their experts get.
         return self.output(hidden, batch, loss, predicted[1:] if torch.is_grad_enabled() else ())
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        found, scale = self.tok_embeddings(tokens), self.shape.embedding_scale
+        return found if scale == 1.0 else found * found.new_full((), scale)
 
     @property
     def _main(self) -> dict[str, Any]:
@@ -215,7 +141,7 @@ class Decoder(nn.Module):
     def _continue(self, tokens: Tensor, cache: KVCache) -> Tensor:
         positions, mask = cache.advance(tokens.shape[1], tokens.device)
         angles = self.angles(positions)
-        hidden = self.tok_embeddings(tokens)
+        hidden = self._embedded(tokens)
         for name, block in self._main.items():
             attention: Any = block.attention
             hidden = block(hidden, *angles[attention.angles], mask(attention.reach), cache.layers[name])
@@ -281,8 +207,8 @@ class Decoder(nn.Module):
             else:
                 trunc_normal_(parameter, _std(name), generator_for(name))
         for path, module in self.named_modules():
-            if isinstance(module, (ZeroCentredRMSNorm, GatedDeltaNet)):
-                module.init_own(partial(_within, generator_for, path))
+            if (init_own := getattr(module, "init_own", None)) is not None:
+                init_own(partial(_within, generator_for, path))
         for layer in moe_layers(self).values():
             layer.clear_bias()
 

@@ -21,6 +21,7 @@ from titancli.models.blocks.reach import IN_ORDER
 
 if TYPE_CHECKING:
     from titancli.models.blocks.cache import StateCache
+    from titancli.models.shape import DeltaNet
 
 ALL = slice(None)
 
@@ -36,30 +37,19 @@ class GatedDeltaNet(nn.Module):
     reach = IN_ORDER
     angles = None
 
-    def __init__(
-        self,
-        dim: int,
-        key_heads: int,
-        value_heads: int,
-        key_dim: int,
-        value_dim: int,
-        *,
-        kernel: int,
-        norm_eps: float,
-    ) -> None:
-        """`kernel`: tokens that the convolution sees."""
+    def __init__(self, spec: DeltaNet) -> None:
         super().__init__()
-        self.key_dim, self.value_dim = key_dim, value_dim
-        self.shared_by = value_heads // key_heads
-        mixed = 2 * key_dim + self.shared_by * value_dim
+        dim, values = spec.dim, spec.heads
+        self.key_dim, self.value_dim = spec.key_dim, spec.value_dim
+        self.shared_by = values // spec.key_heads
         # Of each group its query, its key, its values, and their gates; and β and decay of each value head.
-        self.wqkvz = nn.Linear(dim, key_heads * (mixed + self.shared_by * value_dim), bias=False)
-        self.wba = nn.Linear(dim, 2 * value_heads, bias=False)
-        self.conv = nn.Parameter(torch.empty(key_heads * mixed, kernel))
-        self.A_log = nn.Parameter(torch.empty(value_heads))
-        self.dt_bias = nn.Parameter(torch.empty(value_heads))
-        self.out_norm = nn.RMSNorm(value_dim, eps=norm_eps)
-        self.wo = nn.Linear(value_heads * value_dim, dim, bias=False)
+        self.wqkvz = nn.Linear(dim, spec.mixed + values * spec.value_dim, bias=False)
+        self.wba = nn.Linear(dim, 2 * values, bias=False)
+        self.conv = nn.Parameter(torch.empty(spec.mixed, spec.kernel))
+        self.A_log = nn.Parameter(torch.empty(values))
+        self.dt_bias = nn.Parameter(torch.empty(values))
+        self.out_norm = nn.RMSNorm(spec.value_dim, eps=spec.norm_eps)
+        self.wo = nn.Linear(values * spec.value_dim, dim, bias=False)
 
     def init_own(self, generator_for: Callable[[str], torch.Generator]) -> None:
         """Draw what is no matrix: heads forget at rates of 0.01 to 16 times a step of softplus(1), and the

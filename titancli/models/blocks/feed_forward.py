@@ -1,20 +1,36 @@
-"""The gated feed-forward block."""
+"""The dense feed-forward block."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
 from torch import Tensor, nn
-from torch.nn.functional import silu
+from torch.nn.functional import gelu, relu, silu
+
+if TYPE_CHECKING:
+    from titancli.models.shape import FeedForward as Spec
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": silu,
+    "gelu": gelu,
+    "gelu_tanh": partial(gelu, approximate="tanh"),
+    "relu": relu,
+}
 
 
 class FeedForward(nn.Module):
-    """SwiGLU: `w2(silu(w1 x) * w3 x)`. Source: arXiv 2002.05202."""
+    """See `titancli.models.shape.FeedForward`."""
 
-    def __init__(self, dim: int, hidden_dim: int) -> None:
+    def __init__(self, spec: Spec) -> None:
         super().__init__()
-        self.w1 = nn.Linear(dim, hidden_dim, bias=False)
-        self.w2 = nn.Linear(hidden_dim, dim, bias=False)
-        self.w3 = nn.Linear(dim, hidden_dim, bias=False)
+        self.activation = ACTIVATIONS[spec.activation]
+        self.w1 = nn.Linear(spec.dim, spec.hidden, bias=spec.bias)
+        self.w2 = nn.Linear(spec.hidden, spec.dim, bias=spec.bias)
+        self.w3 = nn.Linear(spec.dim, spec.hidden, bias=spec.bias) if spec.gated else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, S, dim] -> [B, S, dim]."""
-        return self.w2(silu(self.w1(x)) * self.w3(x))
+        hidden = self.activation(self.w1(x))
+        return self.w2(hidden if self.w3 is None else hidden * self.w3(x))

@@ -78,6 +78,7 @@ def runs_on(
         window=limited and attention.reach.window is not None,
         chunk=limited and attention.reach.chunk is not None,
         sinks=attention.sinks is not None,
+        cap=attention.cap is not None,
     )
     kernel = kernel_of(asked)
     if kernel in OWN:

@@ -5,20 +5,19 @@ Source: DeepSeek-V2 (arXiv 2405.04434, section 2.1).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from titancli.models.blocks.attention import attend
+from titancli.models.blocks.norm import norm_of
 from titancli.models.blocks.reach import WHOLE
 from titancli.models.blocks.rope import rotate
 
 if TYPE_CHECKING:
     from titancli.models.blocks.cache import LayerCache
-
-NORM_EPS = 1e-6
-"""Of the latents' norms, whatever the model's other norms have: as in DeepSeek's own code."""
+    from titancli.models.shape import Latent
 
 
 class LatentAttention(nn.Module):
@@ -30,47 +29,26 @@ class LatentAttention(nn.Module):
     """
 
     reach = WHOLE
-    angles: Any = None
-    """Which of the decoder's `angles` it is given as cos and sin."""
     fills = True
     """Whether values are filled up to the width of keys: `titancli.models.blocks.kernels` knows better."""
 
-    def __init__(
-        self,
-        dim: int,
-        n_heads: int,
-        *,
-        query_rank: int | None,
-        kv_rank: int,
-        nope_dim: int,
-        rope_dim: int,
-        value_dim: int,
-        scale: float | None,
-    ) -> None:
-        """
-        Args:
-            query_rank: width of the latent that queries are made from; None: from the stream.
-            kv_rank: width of the latent that keys and values are made from.
-            nope_dim, rope_dim: numbers of a head's query and key without positions, and rotated.
-            value_dim: numbers of a head's value.
-            scale: what products of queries and keys are multiplied by; None: 1 / √head_dim.
-        """
+    def __init__(self, spec: Latent) -> None:
         super().__init__()
-        self.widths = (nope_dim, rope_dim)
-        self.head_dim, self.value_dim = nope_dim + rope_dim, value_dim
-        self.kv_rank = kv_rank
-        self.scale = scale
-        self.from_latent = query_rank is not None
-        if query_rank is None:
-            self.wq = nn.Linear(dim, n_heads * self.head_dim, bias=False)
+        dim, heads = spec.dim, spec.heads
+        self.widths = (spec.nope_dim, spec.rope.dim)
+        self.head_dim, self.value_dim, self.kv_rank = spec.head_dim, spec.value_dim, spec.kv_rank
+        self.scale, self.angles = spec.scale, spec.angles
+        self.from_latent = spec.query_rank is not None
+        if spec.query_rank is None:
+            self.wq = nn.Linear(dim, heads * self.head_dim, bias=False)
         else:
-            self.wq_a = nn.Linear(dim, query_rank, bias=False)
-            self.q_norm = nn.RMSNorm(query_rank, eps=NORM_EPS)
-            self.wq_b = nn.Linear(query_rank, n_heads * self.head_dim, bias=False)
-        self.wkv_a = nn.Linear(dim, kv_rank + rope_dim, bias=False)
-        self.kv_norm = nn.RMSNorm(kv_rank, eps=NORM_EPS)
-        self.wkv_b = nn.Linear(kv_rank, n_heads * (nope_dim + value_dim), bias=False)
-        self.wo = nn.Linear(n_heads * value_dim, dim, bias=False)
+            self.wq_a = nn.Linear(dim, spec.query_rank, bias=False)
+            self.q_norm = norm_of(spec.norm, spec.query_rank)
+            self.wq_b = nn.Linear(spec.query_rank, heads * self.head_dim, bias=False)
+        self.wkv_a = nn.Linear(dim, spec.kv_rank + spec.rope.dim, bias=False)
+        self.kv_norm = norm_of(spec.norm, spec.kv_rank)
+        self.wkv_b = nn.Linear(spec.kv_rank, heads * (spec.nope_dim + self.value_dim), bias=False)
+        self.wo = nn.Linear(heads * self.value_dim, dim, bias=False)
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: LayerCache | None = None

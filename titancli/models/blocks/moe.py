@@ -8,19 +8,19 @@ Source: the sparsely gated layer (arXiv 1701.06538), shared experts and limited 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from titancli.models.blocks.feed_forward import FeedForward
 from titancli.models.blocks.grouped import grouped_linear
 from titancli.models.blocks.router import Router, Routes
+from titancli.registry.component import load_target
 
 if TYPE_CHECKING:
-    from titancli.models.sections import MoE as MoEConfig
+    from titancli.models import shape
 
 __all__ = ["Experts", "MoE", "Rearrange", "Router", "Routes", "moe_layers"]
 
@@ -31,12 +31,12 @@ class Experts(nn.Module):
     is_transposed = False
     """Whether matrices are stored [in, out]."""
 
-    def __init__(self, dim: int, hidden_dim: int, num_experts: int) -> None:
+    def __init__(self, spec: shape.Experts) -> None:
         super().__init__()
-        self.num_experts = num_experts
+        self.num_experts = spec.experts
         self.force_load_balance = False
-        for name, shape in self.shapes(dim, hidden_dim).items():
-            self.register_parameter(name, nn.Parameter(torch.empty(num_experts, *shape)))
+        for name, sizes in self.shapes(spec.dim, spec.hidden).items():
+            self.register_parameter(name, nn.Parameter(torch.empty(spec.experts, *sizes)))
 
     @staticmethod
     def shapes(dim: int, hidden_dim: int) -> dict[str, tuple[int, ...]]:
@@ -97,30 +97,17 @@ class JoinedExperts(Experts):
 
 
 class MoE(nn.Module):
-    """A feed-forward layer of experts."""
+    """A feed-forward layer of experts; see `titancli.models.shape.Experts`."""
 
     expert_bias: Tensor | None
 
-    def __init__(
-        self,
-        dim: int,
-        config: MoEConfig,
-        experts: Callable[[int, int, int], Experts] = Experts,
-        *,
-        shared_gate: bool = False,
-    ) -> None:
-        """
-        Args:
-            experts: makes them out of dim, hidden_dim and num_experts.
-            shared_gate: whether what the shared experts make of a token is multiplied by a sigmoid of it.
-        """
+    def __init__(self, spec: shape.Experts) -> None:
         super().__init__()
-        self.config = config
-        self.router = Router(dim, config)
-        self.experts = experts(dim, config.hidden_dim, config.num_experts)
-        shared = config.num_shared_experts
-        self.shared_experts = FeedForward(dim, shared * config.hidden_dim) if shared else None
-        self.shared_gate = nn.Linear(dim, 1, bias=False) if shared_gate else None
+        config = self.config = spec.routing
+        self.router = Router(spec.dim, config)
+        self.experts = load_target(spec.stacks)(spec)
+        self.shared_experts = None if spec.shared is None else spec.shared.build()
+        self.shared_gate = nn.Linear(spec.dim, 1, bias=False) if spec.shared_gate else None
         balanced = bool(config.load_balance_coeff)
         # A buffer: it moves without gradients, and is no parameter that an optimizer might decay.
         self.register_buffer("expert_bias", torch.zeros(config.num_experts) if balanced else None)

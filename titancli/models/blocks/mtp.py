@@ -7,7 +7,7 @@ and the embedding stands first in the product's input. Embedding and output are 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -15,19 +15,22 @@ from torch.nn.functional import pad
 
 from titancli.data.batch import IGNORE, Batch
 from titancli.models.blocks.block import Block
+from titancli.models.blocks.norm import norm_of
+
+if TYPE_CHECKING:
+    from titancli.models.shape import MTPBlock as Spec
 
 
 class MTPBlock(Block):
     """A block over hidden states and the embeddings of tokens ahead, followed by a norm of its own."""
 
-    def __init__(
-        self, dim: int, norm_eps: float, attention: nn.Module, feed_forward: Any, norm: type[nn.RMSNorm]
-    ) -> None:
-        super().__init__(dim, norm_eps, attention, feed_forward, norm)
-        self.enorm = norm(dim, eps=norm_eps)
-        self.hnorm = norm(dim, eps=norm_eps)
+    def __init__(self, spec: Spec) -> None:
+        super().__init__(spec)
+        dim = spec.dim
+        self.enorm = norm_of(spec.norm, dim)
+        self.hnorm = norm_of(spec.norm, dim)
         self.eh_proj = nn.Linear(2 * dim, dim, bias=False)
-        self.head_norm = norm(dim, eps=norm_eps)
+        self.head_norm = norm_of(spec.norm, dim)
 
     def forward(  # type: ignore[override]
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, *, embedded: Tensor

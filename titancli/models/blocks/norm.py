@@ -1,16 +1,26 @@
-"""A norm whose weights count from 1."""
+"""Norms, from their spec."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import rms_norm
+from torch.nn.functional import layer_norm, rms_norm
 
 from titancli.distributed.local import local
 from titancli.models.blocks.init import zeros_
+
+if TYPE_CHECKING:
+    from titancli.models.shape import Norm
+
+
+def norm_of(spec: Norm, width: int) -> nn.Module:
+    """Return the module of a norm over so many numbers."""
+    if spec.kind == "layer":
+        return LayerNorm(width, spec.eps, bias=spec.bias)
+    return (ZeroCentredRMSNorm if spec.zero_centred else nn.RMSNorm)(width, eps=spec.eps)
 
 
 class ZeroCentredRMSNorm(nn.RMSNorm):
@@ -31,3 +41,14 @@ class ZeroCentredRMSNorm(nn.RMSNorm):
         return rms_norm(x.to(wide), self.normalized_shape, 1 + local(self.weight).to(wide), self.eps).to(
             x.dtype
         )
+
+
+class LayerNorm(nn.LayerNorm):
+    """LayerNorm with parameters that may be DTensors, as under tensor parallelism."""
+
+    takes_local_parameters = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., dim] -> [..., dim] in the same dtype."""
+        bias = None if self.bias is None else local(self.bias)
+        return layer_norm(x, self.normalized_shape, local(self.weight), bias, self.eps)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from titancli.models.sections import Yarn
+from titancli.models.sections import LinearScaling, Yarn
 
 if TYPE_CHECKING:
     from titancli.models.sections import RopeScaling
@@ -24,6 +24,8 @@ def frequencies(rope: Rope) -> Tensor:
     """[dim / 2] fp32 on the CPU: radians per position of each pair."""
     if isinstance(rope.scaling, Yarn):
         return yarn_frequencies(rope.dim, rope.theta, rope.scaling)
+    if isinstance(rope.scaling, LinearScaling):
+        return inverse_frequencies(rope.dim, rope.theta, None) / rope.scaling.factor
     return inverse_frequencies(rope.dim, rope.theta, rope.scaling)
 
 
