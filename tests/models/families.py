@@ -11,8 +11,10 @@ import torch
 from titancli.checkpoint.hf.which import hf_form
 from titancli.models import (
     DeepSeekV3,
+    Gemma3,
     Glm4Moe,
     GptOss,
+    Granite,
     Llama3,
     Llama4,
     Mixtral,
@@ -23,7 +25,7 @@ from titancli.models import (
 )
 from titancli.models.blocks.state import named_state
 from titancli.models.deepseek_v3 import LatentYarn
-from titancli.models.sections import AttnTemperature, MoE, Yarn
+from titancli.models.sections import AttnTemperature, LinearScaling, MoE, Yarn
 from titancli.registry import current
 from titancli.registry.binding import bind
 from titancli.registry.component import build
@@ -592,4 +594,76 @@ GLM4_MOE = Family(
     ),
 )
 
-FAMILIES = (LLAMA3, QWEN3, QWEN3_NEXT, GPT_OSS, LLAMA4, DEEPSEEK, MIXTRAL, OLMO3, GLM4_MOE)
+GEMMA3 = Family(
+    name="gemma3",
+    config=Gemma3,
+    # The releases' own, without what sees images.
+    sizes={
+        "debugmodel": 5_250_048,
+        "270M": 268_098_176,
+        "1B": 999_885_952,
+        "4B": 3_880_263_168,
+        "12B": 11_766_034_176,
+        "27B": 27_009_346_304,
+    },
+    flops={},
+    counted=(),  # torch counts what windows are computed in: see test_gpt_oss.py
+    small=dict(DENSE, n_layers=7, head_dim=24, hidden_dim=96, sliding_window=16),
+    variants={
+        "as released": {},
+        "stretched": dict(rope_scaling=LinearScaling(factor=4.0), query_pre_attn_scalar=40, n_kv_heads=1),
+        "capped, untied": dict(logit_cap=2.0, tied=False, sliding_window=300, rope_local_theta=500.0),
+    },
+    caches=("as released", "stretched"),
+    refused=(
+        ("1B", {"attention_bias": True}),
+        ("1B", {"attn_logit_softcapping": 50.0}),
+        ("1B", {"hidden_activation": "gelu"}),
+        ("1B", {"sliding_window_pattern": 2}),
+        ("1B", {"layer_types": ["full_attention"] * 26}),
+        ("1B", {"use_bidirectional_attention": True}),
+        ("4B", {"rope_scaling": {"rope_type": "yarn", "factor": 8.0}}),
+    ),
+    unfit=(
+        ("mesh.cp=2 parallelize.context_parallel=ring", "that of the model has sliding windows"),
+        ("model.n_kv_heads=3", "n_heads 4 is not divisible by n_kv_heads 3"),
+    ),
+)
+GRANITE = Family(
+    name="granite",
+    config=Granite,
+    sizes={
+        "debugmodel": 3_541_248,
+        "3.3-2B": 2_533_539_840,
+        "3.3-8B": 8_170_864_640,
+        "4.1-3B": 3_402_836_480,
+        "4.1-8B": 8_380_551_168,
+        "4.1-30B": 28_865_728_512,
+    },
+    flops={},
+    counted=("debugmodel",),
+    small=dict(DENSE, n_layers=2, hidden_dim=96, rope_theta=10000.0),
+    variants={
+        "as released": dict(
+            embedding_multiplier=12.0,
+            residual_multiplier=0.22,
+            attention_multiplier=0.0625,
+            logits_scaling=8.0,
+            tied=True,
+        ),
+        "no multipliers, head_dim": dict(head_dim=24),
+    },
+    caches=("as released",),
+    refused=(
+        ("3.3-2B", {"attention_bias": True}),
+        ("3.3-2B", {"mlp_bias": True}),
+        ("3.3-2B", {"hidden_act": "gelu"}),
+        ("3.3-2B", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
+    ),
+    unfit=(("model.n_kv_heads=3", "n_heads 16 is not divisible by n_kv_heads 3"),),
+)
+
+FAMILIES = (
+    *(LLAMA3, QWEN3, QWEN3_NEXT, GPT_OSS, LLAMA4, DEEPSEEK, MIXTRAL, OLMO3, GLM4_MOE),
+    *(GEMMA3, GRANITE),
+)

@@ -34,6 +34,8 @@ GATE = {"layers.*.moe.router.gate.weight": "router"}
 BUNDLED: dict[str, dict[str, str]] = {
     "llama3": ENDS,
     "olmo3": ENDS,
+    "gemma3": ENDS,
+    "granite": ENDS,
     "qwen3": ENDS | GATE,
     "mixtral": ENDS | GATE,
     "llama4": ENDS | GATE,

@@ -246,7 +246,7 @@ BOUND = 0.08
 """What docs/plan.md promises for every family, whatever is recomputed, in every dtype."""
 FAMILIES = (
     *("llama3", "qwen3", "qwen3_moe", "llama4", "deepseek_v3", "gpt_oss"),
-    *("qwen3_next", "mixtral", "olmo3", "glm4_moe"),
+    *("qwen3_next", "mixtral", "olmo3", "glm4_moe", "gemma3", "granite"),
 )
 RECOMPUTED = {
     "nothing": "activation_checkpoint.mode=none",

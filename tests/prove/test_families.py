@@ -11,7 +11,7 @@ from titancli.registry import current
 
 RECIPES = [
     *("llama3_debug", "qwen3_debug", "qwen3_moe_debug", "deepseek_v3_debug", "gpt_oss_debug", "llama4_debug"),
-    *("mixtral_debug", "olmo3_debug", "glm4_moe_debug"),
+    *("mixtral_debug", "olmo3_debug", "glm4_moe_debug", "gemma3_debug", "granite_debug"),
     *("qwen3_next_debug", "hf_causal_lm_debug", "titan-flux:flux_debug", "dpo_debug", "sft_debug"),
 ]
 COMPONENTS = [("optimizer", "muon"), ("converter", "lora"), ("converter", "float8_linear"), ("loss", "gspo")]

@@ -10,9 +10,20 @@ from tests.models import hf_configs
 from titan_float8 import Float8Linear
 from titancli.layout.stages import SCHEDULES
 from titancli.losses import CrossEntropyFull
-from titancli.models import DeepSeekV3, Glm4Moe, GptOss, Llama4, Mixtral, Olmo3, Qwen3, Qwen3Next
+from titancli.models import (
+    DeepSeekV3,
+    Gemma3,
+    Glm4Moe,
+    GptOss,
+    Granite,
+    Llama4,
+    Mixtral,
+    Olmo3,
+    Qwen3,
+    Qwen3Next,
+)
 from titancli.models.deepseek_v3 import LatentYarn
-from titancli.models.sections import AttnTemperature, MoE, Yarn
+from titancli.models.sections import AttnTemperature, LinearScaling, MoE, Yarn
 
 TOLERANCE = 1e-5
 
@@ -350,7 +361,30 @@ GLM = Glm4Moe(
     moe=MoE(num_experts=4, top_k=2, hidden_dim=16, num_shared_experts=1, score_before_experts=False),
 )
 MIXTRAL = Mixtral(**SIZES, sliding_window=6, moe=MoE(num_experts=4, top_k=2, hidden_dim=16, **ROUTING))
+# A window, soft caps, and norms on both sides; multipliers.
+GEMMA3 = Gemma3(
+    **SIZES, hidden_dim=48, sliding_window=4, rope_scaling=LinearScaling(factor=4.0), logit_cap=3.0, tied=True
+)
+UNTIED_GEMMA3 = replace(GEMMA3, n_layers=4, tied=False)
+GRANITE = Granite(
+    **{**SIZES, "n_layers": 4},
+    hidden_dim=48,
+    embedding_multiplier=12.0,
+    residual_multiplier=0.22,
+    attention_multiplier=0.125,
+    logits_scaling=8.0,
+)
 OTHERS = {
+    "gemma3, TP2": case(2, config=GEMMA3, tp=2),
+    "gemma3, FSDP2xTP2, documents": case(4, config=GEMMA3, dp_shard=2, tp=2, documents=True),
+    "gemma3, CP2, documents": case(2, config=UNTIED_GEMMA3, cp=2, documents=True),
+    "gemma3, PP2xFSDP2": case(4, config=UNTIED_GEMMA3, pp=2, dp_shard=2),
+    "gemma3, TP2, compiled, AC by op": case(
+        2, config=UNTIED_GEMMA3, tp=2, compile="aot_eager", activation_checkpoint=BY_OP
+    ),
+    "granite, FSDP2xTP2": case(4, config=GRANITE, dp_shard=2, tp=2),
+    "granite, CP2xTP2, documents": case(4, config=GRANITE, cp=2, tp=2, documents=True),
+    "granite, PP2, compiled": case(2, config=GRANITE, pp=2, compile="aot_eager"),
     "olmo3, TP2": case(2, config=OLMO3, tp=2),
     "olmo3, CP2xTP2, documents": case(4, config=OLMO3, cp=2, tp=2, documents=True),
     "olmo3, PP2xFSDP2": case(4, config=OLMO3, pp=2, dp_shard=2),
@@ -420,6 +454,7 @@ SLOW = {
     *("transformers, experts, TP2", "transformers, experts, PP2xTP2", "transformers, gemma3, PP2, documents"),
     *("transformers, experts, FSDP2", "transformers, gemma3, CP2, documents"),
     "TP2, compiled",
+    *("gemma3, PP2xFSDP2", "gemma3, TP2, compiled, AC by op", "granite, PP2, compiled"),
     *("olmo3, CP2xTP2, documents", "olmo3, PP2xFSDP2", "olmo3, TP2, compiled, AC by op"),
     "mixtral, EP2 of FSDP2xCP2",
     *("mtp, EP2 of FSDP2xCP2, documents", "mtp, EP2xTP2, AC full, tied", "mtp, FSDP2, compiled"),

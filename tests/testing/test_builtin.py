@@ -35,6 +35,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt_oss": {**SIZES, "head_dim": 8, "sliding_window": 4, "moe": {**OWN, "gate_bias": True}},
     "llama4": {**SIZES, "head_dim": 8, "moe": {**ROUTING, "top_k": 1}},
     "mixtral": {**SIZES, "moe": OWN},
+    "gemma3": {**SIZES, "head_dim": 8, "n_layers": 6, "hidden_dim": 48, "sliding_window": 4},
+    "granite": {**SIZES, "hidden_dim": 48},
     "olmo3": {**SIZES, "n_layers": 4, "hidden_dim": 48, "sliding_window": 4},
     "glm4_moe": {**SIZES, "hidden_dim": 48, "moe": {**ROUTING, "score_before_experts": False}},
     "deepseek_v3": {
