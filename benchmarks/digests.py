@@ -18,7 +18,8 @@ from pathlib import Path
 import torch
 
 from titancli import Batch, Engine
-from titancli.engine.digest import Digests, row_hashes, sums
+from titancli.engine.digest import Digests
+from titancli.engine.step import Backward
 from titancli.losses import CrossEntropy
 from titancli.models import Llama3
 from titancli.observe.digests import DigestWriter
@@ -56,17 +57,19 @@ def measured(steps: int, rows: int, length: int) -> tuple[torch.device, float, f
                 torch.cuda.synchronize()
             return time.perf_counter()
 
-        for step in range(1, steps + 1):
+        for _ in range(steps):
             tokens = torch.randint(0, 2048, (rows, length + 1))
             batch = Batch({"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()})
             began = wait()
             engine.forward_backward(batch)
-            gradients = [(name, parameter.grad) for name, parameter in named]
             whole.append(wait() - began)
-            began = wait()
-            found, hashes = sums(gradients, step), row_hashes(batch.to(engine.device)).sum()
-            scalar = torch.zeros((), device=engine.device)
-            digests.record(step, hashes, found, scalar, scalar, None)
+            began, pending = wait(), engine.pending
+            assert pending is not None
+            backward = Backward(pending, [batch.to(engine.device)], None, True, print, print)
+            with digests.around_backward(backward):
+                pass
+            digests.gradients_ready(pending)
+            digests.step_applied(pending)
             hashing.append(wait() - began)
             began = wait()
             engine.optim_step()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -150,6 +151,26 @@ def test_no_file_imports_itself_by_way_of_others():
     }
     found = circles(imported)
     assert not found, "\n".join(" <-> ".join(circle) for circle in found)
+
+
+PLUGINS = PACKAGE.parent / "plugins"
+OF_ENGINES = re.compile(r"(^|[._])engine$")
+
+
+@pytest.mark.parametrize("path", [*FILES.values(), *sorted(PLUGINS.glob("*/titan_*/**/*.py"))], ids=str)
+def test_only_the_engine_looks_into_engines(path: Path) -> None:
+    """Features take part in steps as hooks (`titancli.engine.step`): elsewhere nothing reads an engine's
+    names that begin with an underscore, and no class is made of it."""
+    if path.is_relative_to(PACKAGE / "engine"):
+        return
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+            assert not OF_ENGINES.search(ast.unparse(node.value)), (
+                f"{path}:{node.lineno}: {ast.unparse(node)}"
+            )
+        if isinstance(node, ast.ClassDef):
+            bases = {ast.unparse(base).rpartition(".")[2] for base in node.bases}
+            assert not bases & {"Engine", "EngineCore"}, f"{path}:{node.lineno}: a subclass of Engine"
 
 
 CONFIGS = [

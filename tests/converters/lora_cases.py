@@ -35,7 +35,7 @@ def steps(layout: Layout, base: Path, count: int = 3, lora: LoRA = LORA) -> dict
     found = {f"first {name}": t for name, t in wholes(engine.named_parameters()).items()}
     for step in range(count):
         metrics = engine.forward_backward(my_batches(engine, step))
-        gradients = wholes((n, p.grad / engine._accumulated.weight) for n, p in engine.trained_parameters())
+        gradients = wholes((n, p.grad / engine.pending.weight) for n, p in engine.trained_parameters())
         metrics |= engine.optim_step()
         found |= {f"{name} {step}": metrics[name].clone() for name in ("loss", "grad_norm")}
     found |= {f"gradient {name}": t for name, t in gradients.items()}

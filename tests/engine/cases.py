@@ -160,7 +160,7 @@ def gradients(layout: Layout) -> dict[str, torch.Tensor]:
     """Gradients of one step, divided as the optimizer step would, and the loss."""
     engine = Engine.build(recipe(layout))
     metrics = engine.forward_backward(my_batches(engine))
-    result = wholes((name, p.grad / engine._accumulated.weight) for name, p in engine.named_parameters())
+    result = wholes((name, p.grad / engine.pending.weight) for name, p in engine.named_parameters())
     return {**result, "loss": metrics["loss"].clone(), "loss_max": metrics["loss_max"].clone()}
 
 

@@ -170,7 +170,7 @@ def step(engine: Engine, batches: list[Batch], loss: Any) -> Any:
     except TitanError as error:
         assert bits(engine) == before and engine.status["accumulated"] == 0
         return error.message
-    accumulated = engine._accumulated
+    accumulated = engine.pending
     assert accumulated is not None
     weight = accumulated.weight.clone()
     gradients = wholes((name, p.grad / weight) for name, p in engine.named_parameters() if p.grad is not None)

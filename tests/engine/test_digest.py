@@ -105,7 +105,7 @@ def stepped(layout: Layout, folder: Path, flip: int = -1) -> None:
     header = {"attempt": 1, "restart": 0, "rank": rank, "world": torch.distributed.get_world_size()}
     header |= {"dp_rank": engine.mesh.dp_rank, "mesh": vars(engine.mesh.degrees)}
     writer = DigestWriter(folder, {**header, "names": [name for name, _ in named]})
-    engine.digests = Digests(writer, named, engine.converters)
+    engine.hooks.add(digests := Digests(writer, named, engine.converters))
     dp, count = engine.mesh.degrees.dp, engine.settings.accumulation
     pieces = cases.whole_batch().split(cases.ROWS // dp // count)
     for step in range(2):
@@ -116,7 +116,7 @@ def stepped(layout: Layout, folder: Path, flip: int = -1) -> None:
             local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
             local.view(torch.int32).view(-1)[0] ^= 1
         engine.optim_step()
-    engine.digests.write(wait=True)
+    digests.write(wait=True)
     writer.close()
     engine.close()
 

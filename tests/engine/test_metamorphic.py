@@ -354,7 +354,7 @@ def step(engine: Engine, loss: Any, given: Calls, unit: int) -> dict[str, Tensor
     }
     for call in calls:
         engine.forward_backward(call, loss)
-    found |= {"loss": engine._accumulated.loss, "weight": engine._accumulated.weight}  # type: ignore[dict-item]
+    found |= {"loss": engine.pending.loss, "weight": engine.pending.weight}  # type: ignore[dict-item]
     gradients = wholes(
         (f"gradient of {name}", p.grad) for name, p in engine.named_parameters() if p.grad is not None
     )

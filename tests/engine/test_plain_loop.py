@@ -143,7 +143,7 @@ def two_steps(layout: Layout, kind: str) -> dict[str, Tensor]:
         if others[1:]:
             made.append(engine.forward_backward(others[1:], loss))
         assert engine.status["accumulated"] == 1 + len(others)
-        weight = engine._accumulated.weight
+        weight = engine.pending.weight
         evaluated = engine.evaluate(mine(engine, step), loss)
         torch.testing.assert_close(evaluated["weight"], weight)
         numbers = {name: value for name, value in evaluated.items() if name != "weight"}

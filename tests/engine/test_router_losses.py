@@ -74,8 +74,8 @@ def mine(engine: Engine, batch: Batch) -> list[Batch]:
 
 
 def divided(engine: Engine) -> dict[str, Tensor]:
-    assert engine._accumulated is not None
-    weight = engine._accumulated.weight
+    assert engine.pending is not None
+    weight = engine.pending.weight
     return wholes((name, p.grad / weight) for name, p in engine.named_parameters() if p.grad is not None)
 
 

@@ -119,7 +119,7 @@ def clip():
     result = []
     for engine in (loose, tight):
         engine.forward_backward(cases.my_batches(engine))
-        reference = [cases.whole(p.grad) / engine._accumulated.weight for _, p in engine.named_parameters()]
+        reference = [cases.whole(p.grad) / engine.pending.weight for _, p in engine.named_parameters()]
         before = torch.nn.utils.get_total_norm(reference)
         captured = []
         engine.optimizer.register_step_pre_hook(

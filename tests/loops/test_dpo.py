@@ -35,9 +35,7 @@ def steps(layout: Layout) -> dict[str, torch.Tensor]:
     mine = [pieces[k * dp + engine.mesh.dp_rank] for k in range(accumulation)]
     metrics = engine.forward_backward(mine)
     found = {name: metrics[name].clone() for name in ("loss", "reward_margin", "reward_accuracy")}
-    return found | wholes(
-        (name, p.grad / engine._accumulated.weight) for name, p in engine.named_parameters()
-    )
+    return found | wholes((name, p.grad / engine.pending.weight) for name, p in engine.named_parameters())
 
 
 LAYOUTS = {

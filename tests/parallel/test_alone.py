@@ -25,7 +25,7 @@ from titancli.converters import LoRA
 from titancli.distributed.local import local
 from titancli.engine import Engine
 from titancli.engine.dry_run import local as here
-from titancli.engine.weights import weights_changed
+from titancli.engine.weights import Renewal
 from titancli.models.blocks.decoder import Decoder as Model
 from titancli.parallel import decoder
 from titancli.parallel.alone import summed_in_float32, summed_over_ranks, whole_on_ranks
@@ -288,10 +288,10 @@ def test_what_fills_parameters_as_attributes_fills_them(monkeypatch: pytest.Monk
     with Engine.build(cases.recipe(small(dtype="bfloat16", tied=True))) as engine:
         weights = dict(engine.named_parameters())
         assert all(bool((p == 0.5).all()) for p in weights.values())
-        weights_changed(engine.parts, [Halves()])  # type: ignore[list-item]
+        Renewal(engine.parts, [Halves()]).weights_loaded()  # type: ignore[list-item]
         assert bool((weights["tok_embeddings.weight"] == 0.25).all())
         with pytest.raises(ZeroDivisionError):
-            weights_changed(engine.parts, [Fails()])  # type: ignore[list-item]
+            Renewal(engine.parts, [Fails()]).weights_loaded()  # type: ignore[list-item]
         assert engine.model.output.weight.dtype == torch.bfloat16  # casts again
 
 

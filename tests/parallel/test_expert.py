@@ -161,7 +161,7 @@ def _after_a_layer_raised(case: Layout) -> tuple[dict[str, torch.Tensor], dict[s
         engine.forward_backward(my_batches(engine))
     hook.remove()
     engine.forward_backward(my_batches(engine))
-    found = {name: whole(p.grad / engine._accumulated.weight) for name, p in engine.named_parameters()}
+    found = {name: whole(p.grad / engine.pending.weight) for name, p in engine.named_parameters()}
     return found, gradients(case)
 
 

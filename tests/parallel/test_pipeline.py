@@ -147,7 +147,7 @@ def in_calls(layout: Layout, pieces: list[int]) -> dict[str, Tensor]:
             losses.append(engine.forward_backward(mine)["loss"].clone())
         result[f"loss {step}"] = losses[-1]
         result |= {
-            f"gradient {step} {n}": whole(p.grad) / engine._accumulated.weight
+            f"gradient {step} {n}": whole(p.grad) / engine.pending.weight
             for n, p in engine.named_parameters()
         }
         result[f"norm {step}"] = engine.optim_step()["grad_norm"].clone()

@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor
 from titancli import LossResult
 from titancli.engine import Engine, grad_clip, pipelined, runners, sampling
 from titancli.engine import engine as engine_module
-from titancli.engine.experts import RouterLosses
+from titancli.engine.experts import Balancing, RouterLosses
+from titancli.engine.step import Step
 from titancli.models.blocks.cache import KVCache
 from titancli.models.blocks.decoder import Decoder
 from titancli.models.blocks.feed_forward import FeedForward
@@ -347,9 +348,12 @@ def experts_swapped() -> Iterator[None]:
 @bug
 def experts_balanced_by_local_tokens() -> Iterator[None]:
     """The bias that evens out experts moves by the tokens of one rank."""
-    with wrapped(
-        engine_module, "move_biases", lambda original, parts, groups, wrong: original(parts, [], wrong)
-    ):
+
+    def step_applied(original: Any, self: Balancing, step: Step) -> None:
+        self._groups = []
+        original(self, step)
+
+    with wrapped(Balancing, "step_applied", step_applied):
         yield
 
 

@@ -64,7 +64,7 @@ def steps(layout: Layout, optimizer: str) -> dict[str, torch.Tensor]:
         result[f"loss {step}"] = metrics["loss"].clone()
         for name, parameter in trained(engine):
             shape, place, values = part(parameter.grad)
-            parts[f"gradient {step} {name}"] = shape, place, values / float(engine._accumulated.weight)
+            parts[f"gradient {step} {name}"] = shape, place, values / float(engine.pending.weight)
         result[f"norm {step}"] = engine.optim_step(lr)["grad_norm"].clone()
         parts |= {f"weight {step} {name}": part(parameter) for name, parameter in trained(engine)}
     tensors = assembled(parts)

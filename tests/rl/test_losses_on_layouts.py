@@ -42,7 +42,7 @@ def gradients(layout: Layout) -> dict[str, torch.Tensor]:
         told = {key: value for key, value in metrics.items() if key not in ("tokens", "loss_max")}
         found |= {f"{name} {key}": torch.as_tensor(value).clone() for key, value in told.items()}
         found |= wholes(
-            (f"{name} {key}", p.grad / engine._accumulated.weight) for key, p in engine.named_parameters()
+            (f"{name} {key}", p.grad / engine.pending.weight) for key, p in engine.named_parameters()
         )
         engine.clear_gradients()
     return found

@@ -23,9 +23,9 @@ from titancli.distributed.local import RowCut
 from titancli.distributed.mesh import Mesh
 from titancli.distributed.process_group import groups_wait_as_the_default_one
 from titancli.engine.experts import (
+    Balancing,
     RouterLosses,
     begins_unbalanced,
-    hold_biases,
     report_frozen,
     router_losses,
 )
@@ -33,11 +33,12 @@ from titancli.engine.first_weights import FirstWeights, awaited_checkpoint, firs
 from titancli.engine.inputs import loss_of
 from titancli.engine.optimizer_state import keep_peaks, remember
 from titancli.engine.pipelined import PipelinedModel
-from titancli.engine.recheck import refuse_on_device
+from titancli.engine.recheck import Rechecks, refuse_on_device
 from titancli.engine.runners import Runner, WholeModel
 from titancli.engine.skip_step import Guard
 from titancli.engine.status import EngineSettings, Unusable
-from titancli.engine.weights import adapters_of
+from titancli.engine.step import Hooks
+from titancli.engine.weights import Renewal, adapters_of
 from titancli.errors import PluginError, Problem, RecipeError, TitanError
 from titancli.layout.degrees import Degrees
 from titancli.models.blocks.kernels import prefer_fast_kernels
@@ -108,14 +109,17 @@ def build_engine(
         fill(parts)
     else:
         first = first_weights(recipe, parts, converters, device, mesh, placement, hf_form, awaited)
-    optimizer = guard = None
-    unbalanced = holds_biases = False
+    optimizer, hooks = None, Hooks()
     if not frozen:
         optimizer, guard = trainer_of(recipe, parts, roles, device)
         report_frozen(recipe)
-        if fill is None and begins_unbalanced(hf_form, recipe, start_from(recipe)):
-            # Of a checkpoint that is still to be loaded, `Engine.load` says it.
-            unbalanced, holds_biases = True, awaited is None and hold_biases(parts, device, False)
+        unbalanced = fill is None and begins_unbalanced(hf_form, recipe, start_from(recipe))
+        balancing = Balancing(parts, mesh.token_groups, device, begins_unbalanced=unbalanced)
+        if unbalanced and awaited is None:  # else when the checkpoint is loaded
+            balancing.weights_loaded()
+        every, compiled = recipe.stability.recheck_every, recipe.compile.enable
+        rechecks = Rechecks(every, parts, placement, device, compiled=compiled)
+        hooks = Hooks([rechecks, balancing, Renewal(parts, converters)], last=guard)
     return made(
         parts=parts,
         runner=runner,
@@ -124,15 +128,13 @@ def build_engine(
         placement=placement,
         loss=loss,
         optimizer=optimizer,
-        guard=guard,
+        hooks=hooks,
         settings=_settings(recipe, degrees, row_cut_of(parts[0], degrees)),
         converters=converters,
         hf_form=hf_form,
         flops_per_token=flops,
         parameter_count=count,
         config=plain_config(recipe, degrees, device, count),
-        begins_unbalanced=unbalanced,
-        holds_biases=holds_biases,
         unusable=None if awaited is None else Unusable(f"{awaited} is not loaded yet", "weights"),
         **first._asdict(),
     )
@@ -358,8 +360,6 @@ def _settings(recipe: Recipe, degrees: Degrees, row_cut: RowCut | None) -> Engin
         accumulation=recipe.accumulation(degrees),
         lr_factor=lambda step: lr_factor(recipe.lr_scheduler, step, training.steps),
         limits=limits_of(recipe, degrees, row_cut),
-        recheck_every=recipe.stability.recheck_every,
-        compiled=recipe.compile.enable,
     )
 
 

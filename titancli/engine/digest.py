@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,7 @@ from titancli.engine.skip_step import Copy
 
 if TYPE_CHECKING:
     from titancli.data.batch import Batch
+    from titancli.engine.step import Backward, Step
     from titancli.observe.digests import DigestWriter
     from titancli.protocols import Converter
 
@@ -35,7 +37,8 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Digests:
-    """Makes the digests of an engine's steps and hands them to a writer, in order, without waiting."""
+    """Makes the digests of an engine's steps and hands them to a writer, in order, without waiting; a hook
+    (`titancli.engine.step`)."""
 
     def __init__(
         self, writer: DigestWriter, named: Iterable[tuple[str, Tensor]], converters: Sequence[Converter] = ()
@@ -46,6 +49,8 @@ class Digests:
         """
         self._writer, self._named, self._converters = writer, list(named), converters
         self._pending: deque[tuple[int, Copy]] = deque()
+        self._rows = self._gradients = torch.zeros(())
+        """Of the step under way: the sum of the hashes of this rank's rows, and those of its gradients."""
 
     @torch.no_grad()
     def begin(self, step: int) -> None:
@@ -54,28 +59,25 @@ class Digests:
         sampled = any(_local(parameter).numel() > most for _, parameter in self._named)
         self._writer.start_with([n % 2**32 for n in self._of_weights(step).tolist()], sampled=sampled)
 
-    @torch.no_grad()
-    def of_gradients(self, step: int) -> Tensor:
-        """Hash the gradients of a step, as they are before clipping."""
-        return sums([(name, parameter.grad) for name, parameter in self._named], step)
+    @contextmanager
+    def around_backward(self, backward: Backward) -> Iterator[None]:
+        yield
+        rows = torch.stack([row_hashes(batch).sum() for batch in backward.batches]).sum()
+        self._rows = rows if backward.is_first else self._rows + rows
 
     @torch.no_grad()
-    def record(
-        self, step: int, rows: Tensor, gradients: Tensor, loss: Tensor, norm: Tensor, skipped: Tensor | None
-    ) -> None:
-        """Hash the weights after a step, and write what has arrived on the host.
+    def gradients_ready(self, step: Step) -> None:
+        self._gradients = sums([(name, parameter.grad) for name, parameter in self._named], step.number)
 
-        Args:
-            rows: the sum of `row_hashes`.
-            gradients: from `of_gradients`.
-            loss: the average of the step, and `norm` that of its gradients: fp32 scalars.
-            skipped: 1.0 where the step was not applied.
-        """
-        weights = self._of_weights(step)
-        numbers = torch.stack((loss.float(), norm.float())).view(torch.int32).long()
-        whether = torch.zeros_like(rows) if skipped is None else skipped.long()
-        hashes = (gradients.to(norm.device), weights.to(norm.device))
-        self._pending.append((step, Copy(torch.cat((numbers, torch.stack((whether, rows)), *hashes)))))
+    @torch.no_grad()
+    def step_applied(self, step: Step) -> None:
+        """Hash the weights after a step, and write what has arrived on the host."""
+        weights = self._of_weights(step.number)
+        numbers = torch.stack((step.average.float(), step.norm.float())).view(torch.int32).long()
+        whether = torch.zeros_like(self._rows) if step.skipped is None else step.skipped.long()
+        hashes = (self._gradients.to(step.norm.device), weights.to(step.norm.device))
+        told = torch.cat((numbers, torch.stack((whether, self._rows)), *hashes))
+        self._pending.append((step.number, Copy(told)))
         self.write()
 
     def write(self, *, wait: bool = False) -> None:

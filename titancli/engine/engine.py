@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from titancli.checkpoint import load_checkpoint, save_checkpoint
+from titancli.checkpoint import save_checkpoint
 from titancli.checkpoint.exclude import NOTHING, Exclusion
-from titancli.checkpoint.format.manifest import DamagedCheckpoint, names_and_sizes
-from titancli.checkpoint.hf.kept import kept_of
-from titancli.checkpoint.hf.likeness import refuse_other_model
-from titancli.checkpoint.load import on_every_rank
-from titancli.checkpoint.start_from import start_from
 from titancli.distributed import process_group
-from titancli.distributed.private import forget_iteration
-from titancli.engine import recipes
+from titancli.engine import checkpoints, exchange, recipes
 from titancli.engine.agreement import Call
-from titancli.engine.build import build_engine
-from titancli.engine.digest import Digests, row_hashes
-from titancli.engine.experts import hold_biases, move_biases
+from titancli.engine.core import EngineCore
 from titancli.engine.grad_clip import norm_and_scale
 from titancli.engine.inputs import (
     Given,
@@ -38,62 +30,29 @@ from titancli.engine.inputs import (
     name_of,
     tokens_of,
 )
-from titancli.engine.optimizer_state import counters_of, optimizer_tensors, set_rates
-from titancli.engine.ranks import RankGroup, rank_group
-from titancli.engine.recheck import Recheck
+from titancli.engine.opening import opened, take_over
+from titancli.engine.optimizer_state import set_rates
 from titancli.engine.rng import Stream
-from titancli.engine.runners import Runner, largest, marked, quotient, summed
 from titancli.engine.sampling import gathered, not_training, refuse_layout
-from titancli.engine.skip_step import Guard, step_with
-from titancli.engine.status import (
-    Accumulated,
-    EngineSettings,
-    MendedBy,
-    Status,
-    Turn,
-    Unusable,
-    Watched,
-    refuse_modes,
-)
-from titancli.engine.weights import (
-    Intake,
-    Known,
-    NamedTensor,
-    Target,
-    adapters_of,
-    all_known,
-    base_parameters,
-    plain_parameters,
-    push,
-    saved_parameters,
-    take_weights,
-    told_adapters,
-    weights_changed,
-    whole_tensors,
-)
+from titancli.engine.skip_step import step_with
+from titancli.engine.status import EngineSettings, Watched
+from titancli.engine.step import Backward, Hooks, Metrics, Step
+from titancli.engine.sums import largest, marked, quotient, summed
+from titancli.engine.weights import NamedTensor, Target, push
 from titancli.errors import TitanError
 from titancli.observe.phases import phase
-from titancli.parallel.fsdp import reshard
-from titancli.process import determinism
-from titancli.protocols import LossDefaults, ModelDefaults
+from titancli.protocols import LossDefaults
 from titancli.registry.defaults import with_defaults
 
 if TYPE_CHECKING:
     from titancli.checkpoint.format.manifest import Verify
     from titancli.data.batch import Batch
-    from titancli.distributed.mesh import Mesh
-    from titancli.parallel.pipeline import Placement
-    from titancli.protocols import Converter, HFForm, Loss
     from titancli.recipe.schema import Recipe
 
 __all__ = ["Engine", "EngineSettings", "Metrics"]
 
-Metrics = dict[str, Any]
-"""Names to scalars on the device (or plain numbers). Nothing is read to the host until a logger reads it."""
 
-
-@dataclass(eq=False)
-class Engine:
+class Engine(EngineCore):
     """A sharded model, its optimizer, and the verbs that work on them.
 
     Created by `build`, `frozen` or `of`; `close` it, or use it as a context manager. An engine without an
@@ -101,69 +60,6 @@ class Engine:
     those of this data-parallel rank: the ranks of tp, cp and pp must pass the same ones (see
     `titancli.Batch`).
     """
-
-    parts: list[Any]
-    """The model, cut: whole, or under a pipeline the stages that this rank has, in their order."""
-    runner: Runner
-    mesh: Mesh
-    device: torch.device
-    loss: Loss
-    optimizer: torch.optim.Optimizer | None
-    settings: EngineSettings
-    converters: Sequence[Converter] = ()
-    hf_form: HFForm | None = None
-    placement: Placement | None = None
-    """Where the stages of a pipeline are; None where there is none."""
-    flops_per_token: float = 0.0
-    """Forward and backward of the whole model, for rows of the recipe's seq_len."""
-    parameter_count: int = 0
-    """Of the whole model; a tied one counts once."""
-    config: dict[str, Any] = field(default_factory=dict)
-    """Plain data: `model` (its `type` and fields), `mesh` (as written), `degrees` (as they are on these
-    ranks), `world`, `device`, `parameters`, `dtype` and `compute_dtype`."""
-    guard: Guard | None = None
-    """Which steps are not applied; None: all are."""
-    digests: Digests | None = None
-    """Where the digest of each step goes; None: nowhere."""
-    step: int = 0
-    """Optimizer steps done, those that were skipped for their numbers included."""
-    version: int = 0
-    """See `Status`. Saved and loaded with the optimizer's state."""
-    tokens_seen: int = 0
-    """Input tokens of all steps, over all ranks."""
-    base: dict[str, str] | None = None
-    """`path` and `digest` of the weights that adapters were put beside."""
-    begins_as_base: bool = False
-    """Whether adapters began at zero, so that without them the model is what training began with."""
-    kept: Mapping[str, bytes] = field(default_factory=dict)
-    """What the Hugging Face folder that the weights once came from had beside them, for checkpoints."""
-    begins_unbalanced: bool = False
-    """See `titancli.engine.experts`."""
-    holds_biases: bool = False
-    """Whether the biases that would balance experts stay at zero."""
-    busy: str | None = None
-    """Why no verb can be called now, if so."""
-    ranks: RankGroup = field(default_factory=rank_group, repr=False)
-    """Those of the process group that this engine was built in."""
-    number: int = field(init=False)
-    """Which of the group's engines it is, the same on every rank."""
-    unusable: Unusable | None = None
-    """Why no verb but `load` may be called any more, if so."""
-    adapters_from: Path | None = None
-    """A checkpoint of adapters that is to be loaded before any verb is called."""
-    watched: Watched = field(init=False, repr=False)
-    """The parameters that it was built with."""
-    turn: Turn = field(default_factory=Turn, repr=False)
-    """Whether a verb is running."""
-    _accumulated: Accumulated | None = field(default=None, repr=False)
-    _given: tuple[Any, Any] | None = field(default=None, repr=False)
-    """The loss that was given last, and what was made of it."""
-    _ends: ExitStack = field(default_factory=ExitStack, repr=False)
-    """What `close` undoes."""
-
-    def __post_init__(self) -> None:
-        self.number = self.ranks.enlist()
-        self.watched = Watched(self.parts)
 
     # ---------------------------------------------------------------------------------------- building
 
@@ -203,11 +99,11 @@ class Engine:
         """
         chosen = process_group.join(device, recipes.JOIN_SECONDS)
         try:
-            engine, found = cls._built(
-                lambda: recipes.recipe_from(recipe, overrides), chosen, frozen, checkpoint
+            engine, found = opened(
+                cls, lambda: recipes.recipe_from(recipe, overrides), chosen, frozen, checkpoint
             )
             if found is not recipe and not frozen:
-                engine._take_over(found)
+                take_over(engine, found)
             return engine
         finally:
             process_group.leave()  # nothing is ended where an engine stands now
@@ -247,63 +143,12 @@ class Engine:
         """
         chosen = process_group.join(device, recipes.JOIN_SECONDS)
         try:
-            engine, _ = cls._built(lambda: (recipes.recipe_of(model, parts, chosen), None), chosen, frozen)
+            engine, _ = opened(cls, lambda: (recipes.recipe_of(model, parts, chosen), None), chosen, frozen)
             if "training" not in parts:  # nobody has said how long rows are
                 engine.settings = replace(engine.settings, limits=engine.settings.limits.of_model())
             return engine
         finally:
             process_group.leave()
-
-    @classmethod
-    def _built(
-        cls,
-        recipe_here: Callable[[], tuple[Recipe, Path | None]],
-        device: torch.device,
-        frozen: bool,
-        checkpoint: Path | None = None,
-    ) -> tuple[Engine, Recipe]:
-        """The engine, and its recipe as it was read here: all ranks must have read the same."""
-        call = recipes.call()
-        with call.shared():
-            found, run = recipe_here()
-        with call.agreed():
-            recipes.compare(call, found, frozen, checkpoint)
-        recipe = recipes.weights_alone(found) if frozen else found
-        with ExitStack() as ends, call.shared():
-            if recipe.debug.deterministic:
-                ends.enter_context(determinism(recipe.debug.deterministic))
-            recipes.limit(recipe.comm)
-            damaged: dict[Path, str] = {}
-            while True:
-                try:
-                    engine = build_engine(cls, recipe, device=device, frozen=frozen, checkpoint=checkpoint)
-                    break
-                except DamagedCheckpoint as error:  # found on the way into the tensors
-                    if run is None or error.folder != recipe.weights:
-                        raise
-                    damaged[error.folder] = error.why
-                    verify = names_and_sizes(recipe.checkpoint.verify)
-                    recipe = replace(
-                        recipe, weights=recipes.checkpoint_of(run, verify=verify, damaged=damaged)
-                    )
-            process_group.enlist(engine)
-            ends.callback(process_group.leave, engine)
-            if engine.adapters_from is not None:
-                adapters = run or engine.adapters_from
-                engine.load(adapters, optimizer=False, verify=recipe.checkpoint.verify)
-            engine._ends = ends.pop_all()
-        return engine, found
-
-    def _take_over(self, recipe: Recipe) -> None:
-        """Load all of the state of the checkpoint that the recipe names, where it says so."""
-        start = start_from(recipe)
-        if start.kind == "state":
-
-            def look() -> Exclusion:
-                refuse_other_model(recipe, start.folder)
-                return start.exclusion
-
-            self.load(start.folder, exclude=on_every_rank(f"reading {start.folder}", look))
 
     # ------------------------------------------------------------------------------------------- state
 
@@ -318,93 +163,6 @@ class Engine:
         if self.mesh.degrees.pp > 1:
             raise TitanError("this rank has only some stages of the model: mesh.pp is not 1")
         return self.parts[0]
-
-    @property
-    def status(self) -> Status:
-        return Status(
-            step=self.step,
-            version=self.version,
-            accumulated=0 if self._accumulated is None else self._accumulated.batches,
-            tokens_seen=self.tokens_seen,
-        )
-
-    def ready(self, verb: str, mends: MendedBy | None = None) -> None:
-        """Check that a verb can be called.
-
-        Args:
-            mends: what the verb does for an engine that is unusable, if anything.
-
-        Raises:
-            TitanError: the engine is closed, in the middle of `sampling` or another verb, or unusable; its
-                ranks have lost contact; or a script has replaced or unfrozen parameters of the model.
-        """
-        self._usable(verb, mends)
-        refuse_modes(verb, self.device)
-        self.turn.require(verb)
-        self.watched.check(verb, self.parts, self.optimizer)
-
-    def _usable(self, verb: str, mends: MendedBy | None = None) -> None:
-        if self.busy is not None:
-            raise TitanError(f"{verb}: the engine {self.busy}")
-        self.ranks.require(verb)
-        if self.unusable is not None and not self.unusable.mended_by_this(mends):
-            raise self.unusable.error(verb)
-
-    @contextmanager
-    def _verb(self, name: str, mends: MendedBy | None = None) -> Iterator[Call]:
-        """Run a verb inside the block: one at a time, of all threads, and on every rank; see `ready`."""
-        with self.turn.of(name):
-            self.ready(name, mends)
-            yield self.call(name)
-
-    def call(self, verb: str) -> Call:
-        """Begin a verb that every rank calls."""
-        return Call(self.ranks, verb, self.number, self.mesh.degrees)
-
-    def spoil(self, why: str, mended_by: MendedBy = "load") -> None:
-        """Have each later verb refused: something has raised where nothing can be put back. Of several
-        reasons the worst stays, or the first of them."""
-        found = Unusable(why, mended_by)
-        if self.unusable is None or found.worse_than(self.unusable.mended_by):
-            self.unusable = found
-            self.version += 1  # weights may have changed
-
-    def _trained(self, verb: str) -> torch.optim.Optimizer:
-        """The optimizer.
-
-        Raises:
-            TitanError: there is none.
-        """
-        if self.optimizer is None:
-            raise TitanError(f"{verb} on a frozen engine", hint="build the engine with frozen=False")
-        return self.optimizer
-
-    # --------------------------------------------------------------------------------------- parameters
-
-    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Return the parameters by their names in the plain model on one device."""
-        return [named for part in self.parts for named in part.named_parameters()]
-
-    def trained_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Return the parameters that the optimizer trains."""
-        return [(name, parameter) for name, parameter in self.named_parameters() if parameter.requires_grad]
-
-    def plain_parameters(self) -> list[tuple[str, Tensor]]:
-        """Return the plain model's parameters; see `titancli.engine.weights.plain_parameters`."""
-        return plain_parameters(self.parts, self.converters)
-
-    @property
-    def adapters(self) -> Any:
-        """The converter whose parameters are not part of the plain model, or None."""
-        return adapters_of(self.converters)
-
-    @contextmanager
-    def as_base(self) -> Iterator[None]:
-        """Disable the adapters of the model inside the block; only for computing."""
-        if self.adapters is None:
-            raise TitanError("as_base: this engine has no adapters (such as those of the converter lora)")
-        with self.adapters.disabled(self.parts):
-            yield
 
     # ----------------------------------------------------------------------------------------- forward
 
@@ -513,7 +271,7 @@ class Engine:
                     raise TitanError(
                         "forward_backward under torch.no_grad()", hint="call it outside that block"
                     )
-                if self._accumulated is not None:
+                if self.pending is not None:
                     self.runner.router_losses.refuse(
                         "forward_backward for the second time in a step",
                         hint="pass all micro-batches of the step to one call: "
@@ -521,44 +279,40 @@ class Engine:
                     )
                 loss, own, poison = self._taken(call, batches, loss)
                 placed = [batch.to(self.device) for batch in own]
-            accumulated, recheck = self._accumulated, None
-            if accumulated is None:
-                optimizer.zero_grad(set_to_none=True)
-                stream = Stream(self.device, self.settings.seed, self.step, self.mesh.dp_rank)
-                nothing = torch.zeros((), dtype=torch.float32, device=self.device)
-                accumulated = self._accumulated = Accumulated(stream, nothing, nothing, nothing.long())
-                recheck = self._rehearse(call, placed, loss, stream.copy())
-            accumulated.steady = accumulated.steady and with_defaults(LossDefaults, loss).steady
+            is_first = self.pending is None
+            step = self.pending = self.pending or self._begun(optimizer)
+            step.steady = step.steady and with_defaults(LossDefaults, loss).steady
             # Some micro-batches' gradients may be there by then, and nobody knows which.
-            with self._aborted("forward_backward", forget=True), accumulated.stream.drawn(), call.shared():
-                with nullcontext() if recheck is None else recheck.recorded():
+            with self._aborted("forward_backward", forget=True), call.shared():
+                backward = self._backward(step, placed, loss, is_first=is_first)
+                with self.hooks.around_backward(backward, self.turn.lent), step.stream.drawn():
                     found = self.runner.forward_backward(placed, loss)
                 sums = marked(call.in_order(found), poison)
                 worst = largest(quotient(sums["loss"], sums["weight"]), self.mesh.dp_group)
                 totals = summed(sums, self.mesh.dp_group)
                 weight = totals.pop("weight")
-                accumulated.weight = accumulated.weight + weight
-                accumulated.loss = accumulated.loss + totals["loss"]
+                step.weight = step.weight + weight
+                step.loss = step.loss + totals["loss"]
                 averages = {name: quotient(value, weight) for name, value in totals.items()}
-                if self.digests is not None:
-                    accumulated.rows += sum(row_hashes(batch).sum() for batch in placed)
-            if recheck is not None:
-                with self._aborted("forward_backward", forget=True), phase("recheck"):
-                    recheck.compare(self.ranks, self.step + 1, self.device)
-            accumulated.tokens += call.all_tokens
-            accumulated.batches += len(placed)
+            step.tokens += call.all_tokens
+            step.batches += len(placed)
             return {**averages, "loss_max": worst, "tokens": call.all_tokens}
 
-    def _rehearse(self, call: Call, batches: list[Batch], loss: Any, stream: Stream) -> Recheck | None:
-        """The first of two passes, where the step is one that is computed twice; see `Recheck`."""
-        every = self.settings.recheck_every
-        if not every or (self.step + 1) % every:
-            return None
-        recheck = Recheck(self.parts, self.placement, compiled=self.settings.compiled)
-        aborted = self._aborted("forward_backward", forget=True)
-        with aborted, stream.drawn(), call.shared(), phase("recheck"), recheck.rehearsed():
-            self.runner.forward_backward(batches, loss)
-        return recheck
+    def _begun(self, optimizer: torch.optim.Optimizer) -> Step:
+        """The next step, without gradients."""
+        optimizer.zero_grad(set_to_none=True)
+        stream = Stream(self.device, self.settings.seed, self.step, self.mesh.dp_rank)
+        nothing = torch.zeros((), dtype=torch.float32, device=self.device)
+        return Step(self.step + 1, stream, loss=nothing, weight=nothing, norm=nothing)
+
+    def _backward(self, step: Step, batches: Sequence[Batch], loss: Any, *, is_first: bool) -> Backward:
+        """What hooks see of a backward pass."""
+
+        def compute(some: Sequence[Batch]) -> None:
+            with step.stream.copy().drawn():
+                self.runner.forward_backward(some, loss)
+
+        return Backward(step, batches, loss, is_first, compute, self._drop_gradients)
 
     def optim_step(self, lr: float | None = None) -> Metrics:
         """Divide the gradients by the total weight of the loss, clip them, step, and advance the
@@ -585,8 +339,8 @@ class Engine:
         with self._verb("optim_step") as call:
             optimizer = self._trained("optim_step")
             with call.agreed():
-                accumulated = self._accumulated
-                if accumulated is None:
+                step = self.pending
+                if step is None:
                     raise TitanError("optim_step without gradients", hint="call forward_backward first")
                 trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
                 if trained and all(parameter.grad is None for parameter in trained):
@@ -595,43 +349,34 @@ class Engine:
                         hint="call engine.clear_gradients() to start over; optim_step clears them itself",
                     )
                 rate = set_rates(optimizer, lr, self.settings.lr_factor(self.step))
+                step.lr, step.lr_given = rate, lr
                 call.given("with the recipe's rate" if lr is None else f"with lr={rate!r}")
             try:
                 with call.shared():
-                    norm = self._step(optimizer, accumulated)
+                    reported = self._apply(optimizer, step)
             except BaseException:
                 self.spoil("optim_step raised an error after it had started")
                 raise
-            told = {"grad_norm": norm, "lr": rate, "version": self.version}
-            if self.guard is None:
-                return told
-            self.guard.check()
-            return told | {"skipped_steps": self.guard.skipped}
+            if self.guard is not None:
+                self.guard.check()
+            return {"grad_norm": step.norm, "lr": rate, "version": self.version, **reported}
 
-    def _step(self, optimizer: torch.optim.Optimizer, accumulated: Accumulated) -> Tensor:
-        """Everything that `optim_step` does to the engine; the gradients' norm before clipping."""
+    def _apply(self, optimizer: torch.optim.Optimizer, step: Step) -> Metrics:
+        """Everything that `optim_step` does to the engine; the metrics of the hooks."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        wrong = None
-        gradients = None if self.digests is None else self.digests.of_gradients(self.step + 1)
         with phase("clip"):
             max_norm, stages = self.settings.max_norm, self.mesh.pp_group
-            norm, scale = norm_and_scale(parameters, accumulated.weight, max_norm, stages)
-            if self.guard is not None:
-                average = quotient(accumulated.loss, accumulated.weight)
-                given = (self.step + 1, norm, average, accumulated.weight)
-                wrong = self.guard.judge(*given, steady=accumulated.steady)
-        with phase("optimizer"), accumulated.stream.drawn():
-            step_with(optimizer, scale, wrong)
-            move_biases(self.parts, self.mesh.token_groups, wrong)
-            weights_changed(self.parts, self.converters)
-        if self.digests is not None and gradients is not None:
-            average = quotient(accumulated.loss, accumulated.weight)
-            self.digests.record(self.step + 1, accumulated.rows, gradients, average, norm, wrong)
-        self.step += 1
-        self.version += 1
-        self.tokens_seen += accumulated.tokens
+            step.norm, scale = norm_and_scale(parameters, step.weight, max_norm, stages)
+            with self.turn.lent():
+                self.hooks.gradients_ready(step)
+        with phase("optimizer"), step.stream.drawn():
+            step_with(optimizer, scale, step.skipped)
+            self.step, self.version = self.step + 1, self.version + 1
+            self.tokens_seen += step.tokens
+            with self.turn.lent():
+                reported = self.hooks.step_applied(step)
         self._forget_gradients()
-        return norm
+        return reported
 
     def clear_gradients(self) -> None:
         """Discard the gradients added by `forward_backward` since the last step.
@@ -643,13 +388,6 @@ class Engine:
             self._trained("clear_gradients")
             self._forget_gradients()
 
-    def _forget_gradients(self) -> None:
-        if self.optimizer is not None:
-            self.optimizer.zero_grad(set_to_none=True)
-        for part in self.parts:
-            with_defaults(ModelDefaults, part).forget_token_counts()
-        self._accumulated = None
-
     # ------------------------------------------------------------------------------------- checkpoints
 
     def save_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -660,19 +398,7 @@ class Engine:
 
     def live_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return the state of an engine that may be unusable, to load into it."""
-        tensors = self._live_tensors(optimizer=True)
-        more: dict[str, Any] = {"guard": self.guard.state()} if self.guard else {}
-        if self.adapters is not None:
-            more["adapters"] = {**self.adapters.facts, "base": self.base}
-        counters = {"step": self.step, "version": self.version, "tokens_seen": self.tokens_seen}
-        return tensors, {**counters, **more}
-
-    def _live_tensors(self, *, optimizer: bool) -> dict[str, Tensor]:
-        saved = saved_parameters(self.parts, self.converters)
-        tensors = {f"model.{name}": tensor for name, tensor in saved}
-        if optimizer and self.optimizer is not None:
-            tensors |= optimizer_tensors(self.optimizer, self.named_parameters())
-        return tensors
+        return checkpoints.live_state(self)
 
     def save(self, folder: str | Path, *, lock_text: str = "", run_id: str = "") -> None:
         """Save a checkpoint of this engine, complete or not at all: safetensors and JSON. Collective.
@@ -729,66 +455,7 @@ class Engine:
             TitanError: it belongs to another model, or `exclude` matches nothing in it; or the engine is
                 frozen and the optimizer's state was requested.
         """
-        wanted = self.optimizer is not None if optimizer is None else optimizer
-        everything = wanted or self.optimizer is None
-        mends: MendedBy | None = "load" if everything else "weights"
-        if exclude.patterns:
-            mends = None if exclude.may_have_weights else "weights"
-        with self.turn.of("load"):
-            self.ready("load" if everything else "load(optimizer=False)", mends)
-            if wanted:
-                self._trained("load(optimizer=True)")
-            before, call = self.version, self.call("load")
-            with call.agreed():
-                call.given(f"of {Path(folder).name}, {'the whole state' if wanted else 'only its weights'}")
-            with call.shared():
-                state = self._load_newest(Path(folder), optimizer=wanted, verify=verify, exclude=exclude)
-            if self.begins_unbalanced:
-                self.holds_biases = hold_biases(self.parts, self.device, self.holds_biases)
-            self._has_new_weights(max(self.version, before + 1))
-            self.unusable = None
-            return state
-
-    def _load_newest(self, folder: Path, *, verify: Verify, **how: Any) -> dict[str, Any]:
-        """Load a checkpoint, or of a run the newest that turns out to be good: ranks hash what they read."""
-        damaged: dict[Path, str] = {}
-        while True:
-            found = recipes.checkpoint_of(folder, verify=names_and_sizes(verify), damaged=damaged)
-            try:
-                return self._load_state(found, verify=verify, **how)
-            except DamagedCheckpoint as error:
-                if error.folder != found or found == folder.absolute():
-                    raise
-                damaged[found] = error.why
-
-    def _load_state(
-        self, folder: Path, *, optimizer: bool, verify: Verify, exclude: Exclusion
-    ) -> dict[str, Any]:
-        """Fill the engine's tensors from a checkpoint and set its counters; see `load`."""
-
-        def look() -> dict[str, bytes]:
-            told_adapters(self.adapters, folder, base=self.base)
-            return kept_of(folder)
-
-        kept = on_every_rank(f"reading {folder}", look)
-        tensors = self._live_tensors(optimizer=optimizer)
-
-        def begin() -> None:
-            self.spoil(f"loading {folder} failed after it had started", "load" if optimizer else "weights")
-
-        state = load_checkpoint(folder, tensors, verify=verify, exclude=exclude, begin=begin)
-        weights_changed(self.parts, self.converters)
-        if optimizer:
-            counters = counters_of(state, folder, self.guard, exclude)
-            if counters is not None:
-                self.step, self.tokens_seen = counters.step, counters.tokens_seen
-                self.version = max(self.version, counters.version)
-        self.kept = kept or self.kept
-        return state
-
-    def _has_new_weights(self, version: int) -> None:
-        self.version = version
-        self._forget_gradients()
+        return checkpoints.load(self, Path(folder), optimizer=optimizer, verify=verify, exclude=exclude)
 
     # ----------------------------------------------------------------------------------------- weights
 
@@ -803,30 +470,7 @@ class Engine:
         Raises:
             TitanError: the model has no Hugging Face form.
         """
-        self.ready("weights")
-        call, version = self.call("weights"), self.version
-        with call.agreed():
-            form = self._form()
-        with call.shared():
-            mine = dict(self.plain_parameters())
-            home = with_defaults(ModelDefaults, self.parts[0]).parameter_device or self.device
-            wholes = whole_tensors(mine, self._all_known(mine), self.mesh, home)
-        parameters = iter(wholes if self.adapters is None else self.adapters.merged(wholes))
-        while True:
-            if self.busy is not None:
-                raise TitanError(f"weights: the engine {self.busy}")
-            if self.version != version and self.turn.verb != "load_weights":  # which may be fed from here
-                raise TitanError(
-                    f"weights: the weights have changed since the first was sent (version {version}, now "
-                    f"{self.version})",
-                    hint="call weights() again, and send all of them before the next step",
-                )
-            with call.shared():
-                parameter = next(parameters, None)
-            if parameter is None:
-                return
-            for hf_name, value in form.to_hf(*parameter):
-                yield hf_name, value if dist.get_rank() == 0 else None
+        return exchange.weights(self)
 
     def push_weights(self, target: Target) -> int:
         """Send all weights to a target that samples from them, scores with them or stores them.
@@ -846,7 +490,7 @@ class Engine:
         self.ready("push_weights")
         call = self.call("push_weights")
         with call.agreed():
-            self._form()
+            exchange.hf_form(self)
         with call.shared():
             push(self.weights(), target)
         return self.version
@@ -865,36 +509,7 @@ class Engine:
                 until weights are loaded again. Or the model has no Hugging Face form, or has adapters (which
                 `weights` merges).
         """
-        with self._verb("load_weights", mends="weights") as call:
-            if self.adapters is not None:
-                raise TitanError(
-                    "load_weights: this engine has adapters in addition to its base and cannot load whole "
-                    "weights",
-                    hint="build an engine without adapters, or load a checkpoint of adapters",
-                )
-            before = self.version
-            with call.agreed():
-                form = self._form()
-            with call.shared():
-                own = base_parameters(self.parts, self.converters)
-                shapes = {one.name: one.shape for one in self._all_known(own)}
-
-                def begin() -> None:
-                    self.spoil("load_weights failed after it had started", "weights")
-
-                intake = Intake(dict(self.plain_parameters()), shapes, form, begin)
-                take_weights(intake, weights, self.device)
-            self._has_new_weights(before + 1)
-            weights_changed(self.parts, self.converters)
-            self.unusable = None
-
-    def _all_known(self, tensors: dict[str, Tensor]) -> list[Known]:
-        return all_known(tensors.items(), self.parts, self.mesh, self.placement)
-
-    def _form(self) -> HFForm:
-        if self.hf_form is None:
-            raise TitanError("this model has no Hugging Face form, so its weights have no Hugging Face names")
-        return self.hf_form
+        exchange.load_weights(self, weights)
 
     # --------------------------------------------------------------------------------------------- end
 
@@ -904,7 +519,7 @@ class Engine:
         if self.busy == CLOSED:
             return
         self.busy = CLOSED
-        self.parts, self.optimizer, self._accumulated = [], None, None
+        self.parts, self.optimizer, self.pending, self.hooks = [], None, None, Hooks()
         self.watched = Watched([])
         self.runner = None  # type: ignore[assignment]
         self._ends.close()
@@ -942,35 +557,6 @@ class Engine:
         if self._given is None or self._given[0] is not given:
             self._given = (given, loss_of(given))
         return self._given[1]
-
-    @contextmanager
-    def _no_gradients(self, verb: str) -> Iterator[None]:
-        # no_grad, never inference_mode: parameters gathered inside it would poison the next training step.
-        stream = Stream(self.device, self.settings.seed, self.step, self.mesh.dp_rank, "no gradients")
-        with self._aborted(verb), torch.no_grad(), not_training(self.parts), stream.drawn():
-            yield
-        for part in self.parts:
-            reshard(part)
-
-    @contextmanager
-    def _aborted(self, verb: str, *, forget: bool = False) -> Iterator[None]:
-        """Where something raises inside, have the parts as they are between two verbs.
-
-        Args:
-            forget: the gradients of the step so far, too.
-        """
-        try:
-            yield
-        except BaseException:
-            if forget:
-                self._forget_gradients()
-            if self.ranks.lost is None:  # else it would wait for ranks that are gone
-                for part in self.parts:
-                    forget_iteration(part)
-                if self.runner.exchanging:
-                    why = f"{verb} raised an error while the ranks of its pipeline were exchanging tensors"
-                    self.spoil(why, "nothing")
-            raise
 
 
 CLOSED = "is closed"

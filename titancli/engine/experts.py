@@ -23,6 +23,7 @@ from titancli.registry.defaults import with_defaults
 if TYPE_CHECKING:
     from titancli.checkpoint.start_from import StartFrom
     from titancli.data.batch import Batch
+    from titancli.engine.step import Step
     from titancli.recipe.schema import Recipe
 
 TINY = torch.finfo(torch.float32).tiny
@@ -170,31 +171,48 @@ def hold_biases(parts: Iterable[Any], device: torch.device, held_before: bool) -
     return held
 
 
-def move_biases(
-    parts: Sequence[Any], groups: Iterable[dist.ProcessGroup | None], wrong: Tensor | None
-) -> None:
-    """Let the model move what moves without gradients, by the tokens that all ranks' experts had. Collective.
+class Balancing:
+    """Moves what a model moves without gradients, by the tokens that all ranks' experts had in a step."""
 
-    Args:
-        groups: as for `RouterLosses`.
-        wrong: 1.0 where the step is not applied; None: it is.
-    """
-    models = [with_defaults(ModelDefaults, part) for part in parts]
-    counts = {name: count for model in models for name, count in model.token_counts().items()}
-    if not counts:
-        return
-    total = torch.cat(list(counts.values()))
-    for group in groups:
-        dist.all_reduce(total, group=group)
-    sizes = [len(count) for count in counts.values()]
-    _report_load(dict(zip(counts, total.split(sizes), strict=True)))
-    if wrong is not None:  # counts of nothing move nothing
-        total = torch.where(wrong > 0, torch.zeros_like(total), total)
-    sums = dict(zip(counts, total.split(sizes), strict=True))
-    for part, model in zip(parts, models, strict=True):
-        if names := model.token_counts():
-            with as_stored(part):
-                model.after_step({name: sums[name] for name in names})
+    def __init__(
+        self,
+        parts: Sequence[Any],
+        groups: Sequence[dist.ProcessGroup | None],
+        device: torch.device,
+        *,
+        begins_unbalanced: bool = False,
+    ) -> None:
+        """
+        Args:
+            groups: as for `RouterLosses`.
+            begins_unbalanced: whether biases that are zero stay so; see `hold_biases`.
+        """
+        self._parts, self._groups, self._device = parts, groups, device
+        self._begins_unbalanced, self._holds = begins_unbalanced, False
+
+    def weights_loaded(self) -> None:
+        """Collective."""
+        if self._begins_unbalanced:
+            self._holds = hold_biases(self._parts, self._device, self._holds)
+
+    def step_applied(self, step: Step) -> None:
+        """Collective."""
+        models = [with_defaults(ModelDefaults, part) for part in self._parts]
+        counts = {name: count for model in models for name, count in model.token_counts().items()}
+        if not counts:
+            return
+        total = torch.cat(list(counts.values()))
+        for group in self._groups:
+            dist.all_reduce(total, group=group)
+        sizes = [len(count) for count in counts.values()]
+        _report_load(dict(zip(counts, total.split(sizes), strict=True)))
+        if step.skipped is not None:  # counts of nothing move nothing
+            total = torch.where(step.skipped > 0, torch.zeros_like(total), total)
+        sums = dict(zip(counts, total.split(sizes), strict=True))
+        for part, model in zip(self._parts, models, strict=True):
+            if names := model.token_counts():
+                with as_stored(part):
+                    model.after_step({name: sums[name] for name in names})
 
 
 def _report_load(sums: dict[str, Tensor]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -20,14 +20,14 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from titancli.distributed import process_group
-from titancli.engine.ranks import RankGroup, name_ranks
+from titancli.engine.ranks import RankGroup, name_ranks, rank_group
 from titancli.errors import RecipeError, TitanError
 from titancli.observe.metrics import collector
+from titancli.observe.phases import phase
 from titancli.parallel.wrapped import is_wrapped
-from titancli.protocols import ModelDefaults
-from titancli.registry.defaults import with_defaults
 
 if TYPE_CHECKING:
+    from titancli.engine.step import Backward
     from titancli.parallel.pipeline import Placement
     from titancli.recipe.schema import Recipe
 
@@ -53,6 +53,42 @@ class Finding(NamedTuple):
     name: str
 
 
+class Rechecks:
+    """Computes every so many steps twice; a hook (`titancli.engine.step`)."""
+
+    def __init__(
+        self,
+        every: int,
+        parts: Sequence[Any],
+        placement: Placement | None,
+        device: torch.device,
+        *,
+        compiled: bool,
+    ) -> None:
+        """
+        Args:
+            every: 0: none.
+            compiled: whether blocks are.
+        """
+        self._every, self._device, self._ranks = every, device, rank_group()
+        self._parts, self._placement, self._compiled = parts, placement, compiled
+
+    def around_backward(self, backward: Backward) -> AbstractContextManager[None] | None:
+        due = self._every and backward.is_first and backward.step.number % self._every == 0
+        return self._twice(backward) if due else None
+
+    @contextmanager
+    def _twice(self, backward: Backward) -> Iterator[None]:
+        recheck = Recheck(self._parts, self._placement, compiled=self._compiled)
+        with phase("recheck"), recheck.rehearsed():
+            backward.compute()
+        backward.forget()
+        with recheck.recorded():
+            yield
+        with phase("recheck"):
+            recheck.compare(self._ranks, backward.step.number, self._device)
+
+
 class Recheck:
     """Two passes over the same batches, from the same weights, generators and buffers."""
 
@@ -63,8 +99,7 @@ class Recheck:
 
     @contextmanager
     def rehearsed(self) -> Iterator[None]:
-        """Compute inside for the first time; afterwards all is as before, but for the parameters' gradients,
-        of which there were none."""
+        """Compute inside for the first time; afterwards all is as before but for gradients."""
         with ExitStack() as stack:
             stack.enter_context(collector.muted())
             buffers = [(b, b.detach().clone()) for part in self._parts for b in part.buffers()]
@@ -73,10 +108,6 @@ class Recheck:
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)
-        for part in self._parts:
-            for parameter in part.parameters():
-                parameter.grad = None
-            with_defaults(ModelDefaults, part).forget_token_counts()
 
     @contextmanager
     def recorded(self) -> Iterator[None]:

@@ -16,8 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from titancli.checkpoint.exclude import NOTHING
 from titancli.engine.optimizer_state import counters_of
-from titancli.engine.runners import quotient
-from titancli.engine.weights import weights_changed
+from titancli.engine.step import PART
 from titancli.errors import TitanError
 from titancli.protocols import ModelDefaults
 from titancli.registry.defaults import with_defaults
@@ -46,8 +45,8 @@ def reduce_gradients(engine: Engine, add: Callable[[Sequence[Tensor]], None]) ->
     with engine._verb("reduce_gradients") as call:
         optimizer = engine._trained("reduce_gradients")
         with call.agreed():
-            accumulated = engine._accumulated
-            if accumulated is None:
+            step = engine.pending
+            if step is None:
                 raise TitanError("reduce_gradients without gradients", hint="call forward_backward first")
             engine.runner.router_losses.refuse(
                 "reduce_gradients over engines that have counted their own tokens alone",
@@ -60,12 +59,12 @@ def reduce_gradients(engine: Engine, add: Callable[[Sequence[Tensor]], None]) ->
                     parameter.grad = torch.zeros_like(parameter)
             models = [with_defaults(ModelDefaults, part) for part in engine.parts]
             counts = [count for model in models for count in model.token_counts().values()]
-            own = [accumulated.loss, accumulated.weight, torch.tensor(accumulated.tokens)]
+            own = [step.loss, step.weight, torch.tensor(step.tokens)]
             sums = torch.stack([number.to(engine.device, torch.float64) for number in own])
             add([*(local(parameter.grad) for parameter in trained), *counts, sums])
-            accumulated.loss, accumulated.weight = sums[0].float(), sums[1].float()
-            accumulated.tokens = int(sums[2])
-        return {"loss": quotient(accumulated.loss, accumulated.weight), "tokens": sums[2]}
+            step.loss, step.weight = sums[0].float(), sums[1].float()
+            step.tokens = int(sums[2])
+        return {"loss": step.average, "tokens": sums[2]}
 
 
 def take_state(engine: Engine, tensors: Mapping[str, Tensor], counters: Mapping[str, Any]) -> None:
@@ -91,7 +90,7 @@ def take_state(engine: Engine, tensors: Mapping[str, Tensor], counters: Mapping[
             for name, tensor in mine.items():
                 tensor.copy_(tensors[name])
             found = counters_of({"engine": dict(counters)}, Path("the other engine"), engine.guard, NOTHING)
-            weights_changed(engine.parts, engine.converters)
+            engine.hooks.weights_loaded(counters.get(PART))
         if found is not None:
             engine.step, engine.tokens_seen = found.step, found.tokens_seen
         engine._has_new_weights(max(engine.version, before + 1))

@@ -1,7 +1,8 @@
 """Skipped steps: which steps are not applied, decided on the device.
 
 A step is judged by two numbers that all ranks share, its gradient norm and its loss. It is skipped where both
-are to be divided by nothing, since no rank had a target; where one of them is not finite; or where one lies
+are to be divided by nothing, since no rank had a target; where a hook of any rank has vetoed it; where one of
+them is not finite; or where one lies
 above what the last steps lead to expect: their mean plus `sigma` standard deviations. (That it helps to leave
 out the data of a spike is the experience of PaLM, arXiv 2204.02311.)
 Skipped steps leave the weights as they are; so where several in a row agree on a number, it is no spike but a
@@ -23,6 +24,7 @@ from titancli.engine.grad_clip import divide
 from titancli.errors import TitanError
 
 if TYPE_CHECKING:
+    from titancli.engine.step import Step
     from titancli.recipe.schema import Stability
 
 logger = logging.getLogger(__name__)
@@ -37,7 +39,7 @@ NAMES = ("the loss", "the gradient norm")
 
 
 class Guard:
-    """Judges steps. Every rank has one, and all decide alike."""
+    """Judges steps. Every rank has one, and all decide alike; the last hook (`titancli.engine.step`)."""
 
     def __init__(self, section: Stability, device: torch.device) -> None:
         self._section = section
@@ -52,7 +54,7 @@ class Guard:
         """Skipped steps in all and in a row; of the last one its number, which of the two numbers were not
         finite, both numbers, and what they should have stayed below. How many new levels there were; of the
         last one the step's number, both means before and both since. And whether the last skipped step had no
-        weight."""
+        weight (1), or was vetoed (2)."""
         self._copies: deque[Copy] = deque(maxlen=16)
         self._lag = LAG if device.type == "cuda" else 0
         self._reads = type(self._values) is Tensor and device.type == "cpu"
@@ -62,9 +64,24 @@ class Guard:
         self._told = [0.0, 0.0]
         """Skipped steps and new levels that the user has heard of."""
 
+    def gradients_ready(self, step: Step) -> Tensor:
+        """Return 1.0 if a step must be skipped, else 0.0. Collective."""
+        told = (step.number, step.norm, step.average, step.weight)
+        return self.judge(*told, steady=step.steady, vetoed=step.vetoed)
+
+    def step_applied(self, step: Step) -> dict[str, Tensor]:
+        return {"skipped_steps": self.skipped}
+
     @torch.no_grad()
     def judge(
-        self, step: int, norm: Tensor, loss: Tensor, weight: Tensor | None = None, *, steady: bool = True
+        self,
+        step: int,
+        norm: Tensor,
+        loss: Tensor,
+        weight: Tensor | None = None,
+        *,
+        steady: bool = True,
+        vetoed: Tensor | bool | None = None,
     ) -> Tensor:
         """Return 1.0 if a step must be skipped, else 0.0: an fp32 scalar, the same on every rank. Collective.
 
@@ -72,25 +89,29 @@ class Guard:
             weight: what loss and gradients are to be divided by; None: it is above zero.
             steady: whether the loss is one that keeps to a level; another is judged by what is not finite
                 alone, and is not remembered.
+            vetoed: whether a hook of this rank wants it skipped; None, on all ranks alike: none can.
         """
         mine = torch.stack((loss, norm)).float()
         empty = torch.zeros_like(mine[:1]) if weight is None else (weight <= 0).float().reshape(1)
+        veto = () if vetoed is None else (torch.zeros_like(empty) + vetoed,)
         # What is not finite is replaced before ranks compare: a maximum over NaN is whatever comes first.
-        shared = torch.cat(((~mine.isfinite()).float(), mine.nan_to_num(0.0, 0.0, 0.0), empty))
+        shared = torch.cat(((~mine.isfinite()).float(), mine.nan_to_num(0.0, 0.0, 0.0), empty, *veto))
         if dist.get_world_size() > 1:
             # The same bits on every rank, or replicas whose sums differ in the last one would part for ever.
             dist.all_reduce(shared, op=dist.ReduceOp.MAX)
-        broken, numbers, is_empty = shared[:2] > 0, shared[2:4], shared[4] > 0
+        broken, numbers, (is_empty, *vetoes) = shared[:2] > 0, shared[2:4], shared[4:] > 0
+        is_vetoed = vetoes[0] if vetoes else torch.zeros_like(is_empty)
+        is_void = is_empty | is_vetoed
         limits = self._limits() if steady else torch.full_like(numbers, torch.inf)
         is_broken, above = broken.any(), (numbers > limits).any()
-        if self._reads and not (is_broken | above | is_empty):
+        if self._reads and not (is_broken | above | is_void):
             self._go_on(numbers if steady else None)
             return numbers.new_zeros(())
-        is_level = self._is_level(numbers, limits, above & ~is_broken & ~is_empty)
-        wrong = (above & ~is_level) | is_empty
+        is_level = self._is_level(numbers, limits, above & ~is_broken & ~is_void)
+        wrong = (above & ~is_level) | is_void
         if self._section.skip_nonfinite:
             wrong = wrong | is_broken
-        self._count(step, wrong, broken, numbers, limits, is_empty)
+        self._count(step, wrong, broken, numbers, limits, torch.where(is_empty, 1.0, 2.0 * is_vetoed))
         self._count_level(step, is_level)
         if steady:
             self._remember(numbers, is_level, keep=~(wrong | is_broken))
@@ -156,12 +177,12 @@ class Guard:
         self._above_count = torch.where(is_level, 0, self._above_count)
 
     def _count(
-        self, step: int, wrong: Tensor, broken: Tensor, numbers: Tensor, limits: Tensor, is_empty: Tensor
+        self, step: int, wrong: Tensor, broken: Tensor, numbers: Tensor, limits: Tensor, void: Tensor
     ) -> None:
         total, in_a_row = self._record[0], self._record[1]
         head = torch.stack((total + 1, in_a_row + 1, torch.full_like(total, step)))
         found = (broken.double(), numbers.double(), limits.double(), self._record[9:15])
-        skipped = torch.cat((head, *found, is_empty.double().reshape(1)))
+        skipped = torch.cat((head, *found, void.double().reshape(1)))
         applied = self._record.clone()
         applied[1].zero_()
         self._record = torch.where(wrong, skipped, applied)
@@ -290,8 +311,10 @@ class Copy:
 
 def reason(record: list[float]) -> str:
     """Describe what was wrong with the last skipped step."""
-    if record[15]:
+    if record[15] == 1:
         return "the weight of its loss is not above 0, as where no token is a target"
+    if record[15] == 2:
+        return "a callback has vetoed it"
     broken, numbers, limits = record[3:5], record[5:7], record[7:9]
     infinite = [name for name, is_broken in zip(NAMES, broken, strict=True) if is_broken]
     told = (

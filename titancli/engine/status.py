@@ -7,14 +7,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from operator import is_
-from threading import Lock
+from threading import Lock, get_ident
 from typing import Any, Literal, TypedDict
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from titancli.data.values import Limits
-from titancli.engine.rng import Stream
 from titancli.errors import TitanError
 
 
@@ -44,27 +43,6 @@ class EngineSettings:
     """What the peak learning rate is multiplied by at a step, counted from 0."""
     limits: Limits = Limits()  # noqa: RUF009 - a tuple
     """What a batch may hold."""
-    recheck_every: int = 0
-    """Every so many steps are computed twice; 0: none."""
-    compiled: bool = False
-    """Whether blocks are compiled."""
-
-
-@dataclass
-class Accumulated:
-    """What `forward_backward` has added since the last step, beside the gradients."""
-
-    stream: Stream
-    """The random numbers of the step."""
-    weight: Tensor
-    loss: Tensor
-    """The sum that is to be divided by the weight."""
-    rows: Tensor
-    """The sum of the hashes of this rank's rows, where digests are made."""
-    steady: bool = True
-    """Whether all losses keep to a level (`titancli.protocols.Loss`)."""
-    tokens: int = 0
-    batches: int = 0
 
 
 # --------------------------------------------------------------------------------------------------- unusable
@@ -108,6 +86,8 @@ class Unusable:
 
 COMPUTING = frozenset(("forward", "evaluate", "forward_backward", "optim_step"))
 """The verbs in whose middle no other may be called, not even those that take no turn (such as `weights`)."""
+IN_HOOKS = frozenset(("forward", "evaluate"))
+"""The verbs that hooks may call in the middle of another."""
 
 
 class Turn:
@@ -119,6 +99,8 @@ class Turn:
     def __init__(self) -> None:
         self._lock = Lock()
         self._verb: str | None = None
+        self._lent_to: int | None = None
+        """The thread in which hooks may call verbs."""
 
     @property
     def verb(self) -> str | None:
@@ -131,21 +113,39 @@ class Turn:
         Raises:
             TitanError: another verb that takes a turn is running, in this thread or another.
         """
+        if self._lent_to == get_ident() and verb in IN_HOOKS:
+            with self._as(verb, None):
+                yield
+            return
         if not self._lock.acquire(blocking=False):
             raise self._refusal(verb)
         try:
-            self._verb = verb
+            with self._as(verb, None):
+                yield
+        finally:
+            self._lock.release()
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Let hooks that are called inside the block call the verbs that change nothing."""
+        with self._as(self._verb, get_ident()):
+            yield
+
+    @contextmanager
+    def _as(self, verb: str | None, lent_to: int | None) -> Iterator[None]:
+        before = self._verb, self._lent_to
+        self._verb, self._lent_to = verb, lent_to
+        try:
             yield
         finally:
-            self._verb = None
-            self._lock.release()
+            self._verb, self._lent_to = before
 
     def require(self, verb: str) -> None:
         """
         Raises:
             TitanError: another verb is computing.
         """
-        if self._verb in COMPUTING and self._verb != verb:
+        if self._verb in COMPUTING and self._verb != verb and self._lent_to != get_ident():
             raise self._refusal(verb)
 
     def _refusal(self, verb: str) -> TitanError:

@@ -25,6 +25,7 @@ from titancli.registry.defaults import with_defaults
 
 if TYPE_CHECKING:
     from titancli.distributed.mesh import Mesh
+    from titancli.engine.step import Step
     from titancli.parallel.pipeline import Placement
     from titancli.protocols import Converter, HFForm
 
@@ -70,12 +71,20 @@ def base_parameters(parts: Iterable[Any], converters: Sequence[Converter]) -> di
     return {n: t for n, t in plain_parameters(parts, converters) if adapters is None or not adapters.owns(n)}
 
 
-def weights_changed(parts: Iterable[Any], converters: Iterable[Converter]) -> None:
-    """Let converters renew what they have made of the weights."""
-    for converter in converters:
-        for part in parts:
-            with as_stored(part):
-                converter.after_step(part)
+class Renewal:
+    """Lets converters renew what they have made of the weights, whenever these have changed."""
+
+    def __init__(self, parts: Iterable[Any], converters: Iterable[Converter]) -> None:
+        self._parts, self._converters = parts, converters
+
+    def step_applied(self, step: Step) -> None:
+        self.weights_loaded()
+
+    def weights_loaded(self) -> None:
+        for converter in self._converters:
+            for part in self._parts:
+                with as_stored(part):
+                    converter.after_step(part)
 
 
 # ------------------------------------------------------------------------------- over a pipeline's stages

@@ -5,9 +5,17 @@ kind's Protocol; it gets nothing else from the recipe. Required members are in t
 members are declared in classes of defaults, which `titancli.registry.defaults.with_defaults` reads.
 
 Import the names from here. The files: `model`, `hf` (its Hugging Face form), `data`, `transforms`
-(converters, parallelize), `training` (losses, optimizers), `run` (loops, launchers, loggers), `rl`.
+(converters, parallelize), `training` (losses, optimizers), `run` (loops, launchers, loggers), `callback`,
+`rl`.
 """
 
+from titancli.protocols.callback import (
+    Callback,
+    CallbackBuilder,
+    RunHook,
+    StepHook,
+    StepHookDefaults,
+)
 from titancli.protocols.data import (
     Dataset,
     DatasetBuilder,
@@ -51,6 +59,8 @@ __all__ = [
     "Advantage",
     "AdvantageBuilder",
     "Cache",
+    "Callback",
+    "CallbackBuilder",
     "Converter",
     "ConverterBuilder",
     "ConverterDefaults",
@@ -82,6 +92,9 @@ __all__ = [
     "Reward",
     "RewardBuilder",
     "Role",
+    "RunHook",
+    "StepHook",
+    "StepHookDefaults",
     "Task",
     "TaskBuilder",
     "TaskDefaults",

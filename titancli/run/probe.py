@@ -1,8 +1,8 @@
 """One step of a run looked at from inside, on every rank: what `titan replay` starts.
 
-The ranks do the run's own loop on a `ProbedEngine`, which looks at one step before it does it. What it looks
-with (`forward`, and `forward_backward` with the gradients cleared again) leaves nothing behind, so that the
-step comes to what it came to.
+The ranks do the run's own loop with a hook that looks at one step before it is done. What it looks with (the
+verb `forward`, and gradients that are discarded again) leaves nothing behind, so that the step comes to what
+it came to.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from titancli.data.batch import IGNORE, Batch
 from titancli.engine import Engine
 from titancli.engine.digest import row_hashes
 from titancli.engine.grad_clip import norm_of, total_norm
-from titancli.engine.inputs import batches_of
-from titancli.engine.weights import weights_changed
+from titancli.engine.step import PART, Backward, Step
 from titancli.errors import TitanError, UsageError
 from titancli.files import read_json
 from titancli.observe.events import plain
@@ -64,86 +63,49 @@ class Asked:
     def write(self, folder: Path) -> None:
         write_atomically(folder / REPLAY_REQUEST, json.dumps(asdict(self)))
 
-
-class ProbedEngine(Engine):
-    """An engine that shows one of its steps to a probe."""
-
-    probe: Probe | None = None
-
-    def forward_backward(self, batches: Any, loss: Any = None) -> dict[str, Any]:
-        if self.probe is not None and self.probe.is_due(self):
-            self.probe.look(self, batches_of(batches), loss)
-        metrics = super().forward_backward(batches, loss)
-        if self.probe is not None and self.probe.is_due(self):
-            self.probe.found["loss"] = float(metrics["loss"])
-        return metrics
-
-    def optim_step(self, lr: float | None = None) -> dict[str, Any]:
-        probe = self.probe if self.probe is not None and self.probe.is_due(self) else None
-        if probe is not None and self._accumulated is not None:
-            probe.before_step(self, float(self._accumulated.weight), lr)
-        metrics = super().optim_step(lr)
-        if probe is not None:
-            probe.after_step(self, metrics)
-        if self.probe is not None:
-            self.probe.position = position(self.probe.data)
-        return metrics
+    @classmethod
+    def read(cls, folder: Path) -> Asked:
+        """Return what the folder of a replay asks for."""
+        return cls(**read_json(folder / REPLAY_REQUEST))
 
 
 class Probe:
-    """Looks at one step; every rank has one."""
+    """Looks at one step; every rank has one. A hook (`titancli.engine.step`)."""
 
-    engine = ProbedEngine
-    """The kind of engine that it looks into."""
-
-    def __init__(self, asked: Asked) -> None:
+    def __init__(self, asked: Asked, engine: Engine, tokenizer: Any, data: Any) -> None:
+        """
+        Raises:
+            UsageError: nothing has the name that is asked for.
+        """
         self.asked = asked
         self.found: dict[str, Any] = {}
-        self.data: Any = None
-        self.position: dict[str, Any] | None = None
+        self._engine, self._tokenizer, self._data = engine, tokenizer, data
+        self._position = position(data)
         """Where in the data the next step begins."""
-        self._tokenizer: Any = None
-        self._names: list[str] = []
+        self._names = modules_of(engine, asked.layer)
         self._rows: list[Row] = []
-        self._batches: list[Batch] = []
+        self._batches: Sequence[Batch] = []
         self._loss: Any = None
         self._lr: float | None = None
         self._began: dict[str, Any] | None = None
         self._state: tuple[dict[str, Tensor], dict[str, Any]] | None = None
-        self._skipped = 0.0
 
-    @classmethod
-    def asked_for(cls, folder: Path) -> Probe:
-        """Return the probe that the folder of a replay asks for."""
-        return cls(Asked(**read_json(folder / REPLAY_REQUEST)))
-
-    def attach(self, engine: Engine, tokenizer: Any, data: Any) -> None:
-        """Begin to watch an engine of the probe's own kind, before its first step.
+    def around_backward(self, backward: Backward) -> None:
+        """Look at what the step is about to be computed from. Collective.
 
         Raises:
-            UsageError: nothing has the name that is asked for.
-        """
-        self._tokenizer, self.data = tokenizer, data
-        vars(engine)["probe"] = self
-        self._names = modules_of(engine, self.asked.layer)
-        self.position = position(data)
-
-    def is_due(self, engine: Engine) -> bool:
-        return engine.step + 1 == self.asked.step
-
-    def look(self, engine: Engine, batches: list[Batch], loss: Any) -> None:
-        """Look at what the step's `forward_backward` is about to be given. Collective.
-
-        Raises:
-            TitanError: the loop calls it more than once in a step.
+            TitanError: the loop calls `forward_backward` more than once in a step.
             UsageError: the step is to be tried without a row that it does not have.
         """
+        if backward.step.number != self.asked.step:
+            return
         if self._batches:
             raise TitanError(
                 "the loop calls forward_backward more than once in a step, which replay cannot show",
                 hint="pass all micro-batches of a step in one call; the step's digest can still be compared",
             )
-        self._batches, self._loss, self._began = batches, loss, self.position
+        engine, batches = self._engine, backward.batches
+        self._batches, self._loss, self._began = batches, backward.loss, self._position
         if self.asked.varies:
             self._state = _state_of(engine)
         with watched(engine, self._names, plainly=bool(self.asked.layer)) as activations:
@@ -154,18 +116,21 @@ class Probe:
         rows = [row for own in by_rank.values() for row in own]
         rows.sort(key=lambda row: (row["micro_batch"], row["dp_rank"], row["place"]))
         self._rows = [{"row": number, **row} for number, row in enumerate(rows, 1)]
-        if self.asked.without and "targets" not in batches[0]:
+        self._check_rows()
+        self.found["activations"] = added([numbers for _, _, numbers in gathered])
+        self._gradients(backward)
+
+    def _check_rows(self) -> None:
+        if self.asked.without and "targets" not in self._batches[0]:
             raise UsageError("--without: the rows of this run have no targets to leave out")
-        if any(row > len(rows) for row in self.asked.without):
+        if any(row > len(self._rows) for row in self.asked.without):
             raise UsageError(
-                f"the step has the rows 1 to {len(rows)}", hint="use --without with one of these"
+                f"the step has the rows 1 to {len(self._rows)}", hint="use --without with one of these"
             )
         unit = self._batches[0].unit
         gone = {(row - 1) // unit for row in self.asked.without}
         if gone and not any(row["targets"] for row in self._rows if (row["row"] - 1) // unit not in gone):
             raise UsageError("--without: nothing to learn from would be left of the step")
-        self.found["activations"] = added([numbers for _, _, numbers in gathered])
-        self._gradients(engine)
 
     def _rows_of(self, engine: Engine, number: int, batch: Batch) -> Iterator[Row]:
         """The rows of this rank in one micro-batch."""
@@ -194,10 +159,10 @@ class Probe:
     def _text(self, ids: list[int]) -> str:
         return " ".join(map(str, ids)) if self._tokenizer is None else str(self._tokenizer.decode(ids))
 
-    def _gradients(self, engine: Engine) -> None:
+    def _gradients(self, backward: Backward) -> None:
         """The norm of the gradient of each row's loss, those with the highest loss first; rows that belong
         together have one. Of the sum, for now: the divisor is that of the step."""
-        unit = self._batches[0].unit
+        unit, engine = self._batches[0].unit, self._engine
         if "targets" not in self._batches[0]:
             return
         units = [self._rows[i : i + unit] for i in range(0, len(self._rows), unit)]
@@ -205,15 +170,18 @@ class Probe:
         parameters = [parameter for _, parameter in engine.trained_parameters()]
         for own in units[: self.asked.gradients]:
             alone = _masked(self._batches[own[0]["micro_batch"]], keep=_places(own, engine))
-            Engine.forward_backward(engine, [alone], self._loss)
+            backward.compute([alone])
             norm = float(total_norm(parameters, engine.device, engine.mesh.pp_group))
-            engine.clear_gradients()
+            backward.forget()
             for row in own:
                 row["gradient_norm"] = norm
 
-    def before_step(self, engine: Engine, weight: float, lr: float | None) -> None:
+    def gradients_ready(self, step: Step) -> None:
         """Look at the gradients of the step, and at what the guard judges by. Collective."""
-        self._lr = lr
+        if step.number != self.asked.step:
+            return
+        engine, weight = self._engine, float(step.weight)
+        self._lr = step.lr_given
         for row in self._rows:
             if row["gradient_norm"] is not None and weight:
                 row["gradient_norm"] /= weight
@@ -225,18 +193,22 @@ class Probe:
         dist.all_gather_object(gathered, mine)
         self.found["parameters"] = {name: norms for own in gathered for name, norms in own.items()}
         self.found["guard"] = None if engine.guard is None else engine.guard.view()
-        self._skipped = _skipped(engine)
 
-    def after_step(self, engine: Engine, metrics: dict[str, Any]) -> None:
+    def step_applied(self, step: Step) -> None:
         """Take the step's numbers, and what it has changed. Collective."""
-        self.found["done"] = {"loss": self.found.pop("loss"), **self._numbers_after(engine, metrics)}
+        if step.number == self.asked.step:
+            numbers: dict[str, Any] = {"loss": step.average, "grad_norm": step.norm, "lr": step.lr}
+            self.found["done"] = {
+                **{name: float(value) for name, value in numbers.items()},
+                "skipped": step.skipped is not None and bool(step.skipped > 0),
+                "loss_after": self._loss_after(self._engine),
+            }
+        self._position = position(self._data)
 
-    def _numbers_after(self, engine: Engine, metrics: dict[str, Any]) -> dict[str, Any]:
-        numbers = {name: float(metrics[name]) for name in ("grad_norm", "lr")}
-        after = engine.evaluate(self._tried(engine), self._loss)
-        return {**numbers, "skipped": _skipped(engine) > self._skipped, "loss_after": float(after["loss"])}
+    def _loss_after(self, engine: Engine) -> float:
+        return float(engine.evaluate(self._tried(engine), self._loss)["loss"])
 
-    def _tried(self, engine: Engine) -> list[Batch]:
+    def _tried(self, engine: Engine) -> Sequence[Batch]:
         """The step's batches without the rows that it is tried without, and those that belong to them."""
         unit = self._batches[0].unit
         if not self.asked.without:
@@ -274,10 +246,15 @@ class Probe:
             write_atomically(folder.path / REPLAY_RESULT, json.dumps(found))
 
     def _try(self, engine: Engine) -> dict[str, Any]:
-        self._skipped = _skipped(engine)
-        metrics = engine.forward_backward(self._tried(engine), self._loss)
-        loss = float(metrics["loss"])
-        return {"loss": loss, **self._numbers_after(engine, engine.optim_step(self._lr))}
+        before = _skipped(engine)
+        loss = engine.forward_backward(self._tried(engine), self._loss)["loss"]
+        metrics = engine.optim_step(self._lr)
+        numbers = {"loss": loss, "grad_norm": metrics["grad_norm"], "lr": metrics["lr"]}
+        return {
+            **{name: float(value) for name, value in numbers.items()},
+            "skipped": _skipped(engine) > before,
+            "loss_after": self._loss_after(engine),
+        }
 
     def _find_sources(self, recipe: Recipe) -> None:
         """Where in the data each row begins: read once more, row by row, from where the step began."""
@@ -312,9 +289,10 @@ def position(data: Any) -> dict[str, Any] | None:
 
 
 def _state_of(engine: Engine) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """A copy of all that the engine has, on the host."""
+    """A copy of all that the engine has, on the host, but for what callbacks keep."""
     tensors, counters = engine.live_state()
-    return {name: _local(tensor).detach().cpu().clone() for name, tensor in tensors.items()}, counters
+    own = {name: tensor for name, tensor in tensors.items() if not name.startswith(f"{PART}.")}
+    return {name: _local(tensor).detach().cpu().clone() for name, tensor in own.items()}, counters
 
 
 @torch.no_grad()
@@ -338,7 +316,7 @@ def _restore(engine: Engine, kept: dict[str, Tensor], counters: dict[str, Any]) 
         )
     for name, tensor in mine.items():
         tensor.copy_(kept[name])
-    weights_changed(engine.parts, engine.converters)
+    engine.hooks.weights_loaded()
     engine.step, engine.tokens_seen = counters["step"], counters["tokens_seen"]
     if engine.guard is not None and "guard" in counters:
         engine.guard.load_state(counters["guard"])

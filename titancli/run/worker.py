@@ -273,16 +273,15 @@ class Rank:
             logger.info("loading weights from %s", url_of(first.source) or first.source)
         loop = with_defaults(LoopConfigDefaults, recipe.loop)
         checkpoint = start.checkpoint or loop.checkpoint
-        probe = self._probe()
-        kind = Engine if probe is None else probe.engine
-        engine = kind.build(recipe, device=start.device, checkpoint=checkpoint, frozen=not loop.trains)
+        engine = Engine.build(recipe, device=start.device, checkpoint=checkpoint, frozen=not loop.trains)
         self._engine = engine
         allow_drift = start.record["attempts"][-1].get("allow_drift", False)
         data = open_data(recipe, tokenizer, engine, start.checkpoint, allow_drift=allow_drift)
         copied = self._copies is not None and self._copies.loaded()
         observers = self._observers = self._observe(start, engine, loggers, data)
+        digests = None
         if recipe.debug.digests and loop.trains:
-            engine.digests = self._digests(start, engine)
+            engine.hooks.add(digests := self._digests(start, engine))
         run = self._run_of(start, engine, tokenizer, stop)
         if start.checkpoint is not None and not copied:
             run.saved_step = engine.step
@@ -303,9 +302,10 @@ class Rank:
             )
             if self._copies is not None or recipe.checkpoint.async_mode == "async_with_pinned_mem":
                 run.checkpoints.reserve(engine.live_state()[0])
+        probe = self._probe(engine, tokenizer, data)
         if probe is not None:
             run.steps = probe.asked.step
-            probe.attach(engine, tokenizer, data)
+            engine.hooks.add(probe)
         go = build(recipe.loop, engine=engine, data=data, tokenizer=tokenizer, observers=observers, run=run)
         if recipe.checkpoint.create_seed_checkpoint and data is not None:
             go = partial(run.save_seed, engine, data)
@@ -313,8 +313,8 @@ class Rank:
         closed = closing(data) if data else nullcontext()
         with closed, _garbage_between_steps(), saving.settled(uploads), run.profiler:
             go()
-            if engine.digests is not None:
-                engine.digests.write(wait=True)
+            if digests is not None:
+                digests.write(wait=True)
             saving.leave_behind(recipe, engine, run, self.folder)
         if self._copies is not None:
             self._copies.end()
@@ -508,13 +508,13 @@ class Rank:
         observers.run_start({"step": engine.step})
         return observers
 
-    def _probe(self) -> Probe | None:
+    def _probe(self, engine: Engine, tokenizer: Any, data: Any) -> Probe | None:
         """What looks at a step, in the folder of a replay."""
         if not (self.folder.path / REPLAY_REQUEST).is_file():
             return None
-        from titancli.run.probe import Probe
+        from titancli.run.probe import Asked, Probe
 
-        return Probe.asked_for(self.folder.path)
+        return Probe(Asked.read(self.folder.path), engine, tokenizer, data)
 
     def _digests(self, start: Start, engine: Engine) -> Digests:
         from titancli.engine.digest import Digests

@@ -1,0 +1,242 @@
+"""What an engine is made of, and what each of its verbs begins with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from titancli.distributed.private import forget_iteration
+from titancli.engine.agreement import Call
+from titancli.engine.ranks import RankGroup, rank_group
+from titancli.engine.rng import Stream
+from titancli.engine.runners import Runner
+from titancli.engine.sampling import not_training
+from titancli.engine.skip_step import Guard
+from titancli.engine.status import (
+    EngineSettings,
+    MendedBy,
+    Status,
+    Turn,
+    Unusable,
+    Watched,
+    refuse_modes,
+)
+from titancli.engine.step import Hooks, Step
+from titancli.engine.weights import adapters_of, plain_parameters
+from titancli.errors import TitanError
+from titancli.parallel.fsdp import reshard
+from titancli.protocols import ModelDefaults
+from titancli.registry.defaults import with_defaults
+
+if TYPE_CHECKING:
+    from titancli.distributed.mesh import Mesh
+    from titancli.parallel.pipeline import Placement
+    from titancli.protocols import Converter, HFForm, Loss
+
+
+@dataclass(eq=False)
+class EngineCore:
+    """The parts, counters and state of an engine; `titancli.engine.Engine` adds the verbs."""
+
+    parts: list[Any]
+    """The model, cut: whole, or under a pipeline the stages that this rank has, in their order."""
+    runner: Runner
+    mesh: Mesh
+    device: torch.device
+    loss: Loss
+    optimizer: torch.optim.Optimizer | None
+    settings: EngineSettings
+    converters: Sequence[Converter] = ()
+    hf_form: HFForm | None = None
+    placement: Placement | None = None
+    """Where the stages of a pipeline are; None where there is none."""
+    flops_per_token: float = 0.0
+    """Forward and backward of the whole model, for rows of the recipe's seq_len."""
+    parameter_count: int = 0
+    """Of the whole model; a tied one counts once."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """Plain data: `model` (its `type` and fields), `mesh` (as written), `degrees` (as they are on these
+    ranks), `world`, `device`, `parameters`, `dtype` and `compute_dtype`."""
+    hooks: Hooks = field(default_factory=Hooks, repr=False)
+    """What takes part in steps."""
+    step: int = 0
+    """Optimizer steps done, those that were skipped for their numbers included."""
+    version: int = 0
+    """See `Status`. Saved and loaded with the optimizer's state."""
+    tokens_seen: int = 0
+    """Input tokens of all steps, over all ranks."""
+    base: dict[str, str] | None = None
+    """`path` and `digest` of the weights that adapters were put beside."""
+    begins_as_base: bool = False
+    """Whether adapters began at zero, so that without them the model is what training began with."""
+    kept: Mapping[str, bytes] = field(default_factory=dict)
+    """What the Hugging Face folder that the weights once came from had beside them, for checkpoints."""
+    busy: str | None = None
+    """Why no verb can be called now, if so."""
+    ranks: RankGroup = field(default_factory=rank_group, repr=False)
+    """Those of the process group that this engine was built in."""
+    number: int = field(init=False)
+    """Which of the group's engines it is, the same on every rank."""
+    unusable: Unusable | None = None
+    """Why no verb but `load` may be called any more, if so."""
+    adapters_from: Path | None = None
+    """A checkpoint of adapters that is to be loaded before any verb is called."""
+    watched: Watched = field(init=False, repr=False)
+    """The parameters that it was built with."""
+    turn: Turn = field(default_factory=Turn, repr=False)
+    """Whether a verb is running."""
+    pending: Step | None = field(default=None, repr=False)
+    """The step whose gradients wait for `optim_step`."""
+    _given: tuple[Any, Any] | None = field(default=None, repr=False)
+    """The loss that was given last, and what was made of it."""
+    _ends: ExitStack = field(default_factory=ExitStack, repr=False)
+    """What `close` undoes."""
+
+    def __post_init__(self) -> None:
+        self.number = self.ranks.enlist()
+        self.watched = Watched(self.parts)
+
+    @property
+    def guard(self) -> Guard | None:
+        """Which steps are not applied; None: all are."""
+        return self.hooks.last
+
+    # ------------------------------------------------------------------------------------------- verbs
+
+    @property
+    def status(self) -> Status:
+        return Status(
+            step=self.step,
+            version=self.version,
+            accumulated=0 if self.pending is None else self.pending.batches,
+            tokens_seen=self.tokens_seen,
+        )
+
+    def ready(self, verb: str, mends: MendedBy | None = None) -> None:
+        """Check that a verb can be called.
+
+        Args:
+            mends: what the verb does for an engine that is unusable, if anything.
+
+        Raises:
+            TitanError: the engine is closed, in the middle of `sampling` or another verb, or unusable; its
+                ranks have lost contact; or a script has replaced or unfrozen parameters of the model.
+        """
+        self._usable(verb, mends)
+        refuse_modes(verb, self.device)
+        self.turn.require(verb)
+        self.watched.check(verb, self.parts, self.optimizer)
+
+    def _usable(self, verb: str, mends: MendedBy | None = None) -> None:
+        if self.busy is not None:
+            raise TitanError(f"{verb}: the engine {self.busy}")
+        self.ranks.require(verb)
+        if self.unusable is not None and not self.unusable.mended_by_this(mends):
+            raise self.unusable.error(verb)
+
+    @contextmanager
+    def _verb(self, name: str, mends: MendedBy | None = None) -> Iterator[Call]:
+        """Run a verb inside the block: one at a time, of all threads, and on every rank; see `ready`."""
+        with self.turn.of(name):
+            self.ready(name, mends)
+            yield self.call(name)
+
+    def call(self, verb: str) -> Call:
+        """Begin a verb that every rank calls."""
+        return Call(self.ranks, verb, self.number, self.mesh.degrees)
+
+    def spoil(self, why: str, mended_by: MendedBy = "load") -> None:
+        """Have each later verb refused: something has raised where nothing can be put back. Of several
+        reasons the worst stays, or the first of them."""
+        found = Unusable(why, mended_by)
+        if self.unusable is None or found.worse_than(self.unusable.mended_by):
+            self.unusable = found
+            self.version += 1  # weights may have changed
+
+    def _trained(self, verb: str) -> torch.optim.Optimizer:
+        """The optimizer.
+
+        Raises:
+            TitanError: there is none.
+        """
+        if self.optimizer is None:
+            raise TitanError(f"{verb} on a frozen engine", hint="build the engine with frozen=False")
+        return self.optimizer
+
+    # ----------------------------------------------------------------------------------- parameters
+
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Return the parameters by their names in the plain model on one device."""
+        return [named for part in self.parts for named in part.named_parameters()]
+
+    def trained_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Return the parameters that the optimizer trains."""
+        return [(name, parameter) for name, parameter in self.named_parameters() if parameter.requires_grad]
+
+    def plain_parameters(self) -> list[tuple[str, Tensor]]:
+        """Return the plain model's parameters; see `titancli.engine.weights.plain_parameters`."""
+        return plain_parameters(self.parts, self.converters)
+
+    @property
+    def adapters(self) -> Any:
+        """The converter whose parameters are not part of the plain model, or None."""
+        return adapters_of(self.converters)
+
+    @contextmanager
+    def as_base(self) -> Iterator[None]:
+        """Disable the adapters of the model inside the block; only for computing."""
+        if self.adapters is None:
+            raise TitanError("as_base: this engine has no adapters (such as those of the converter lora)")
+        with self.adapters.disabled(self.parts):
+            yield
+
+    # ------------------------------------------------------------------------------------ inside verbs
+
+    def _forget_gradients(self) -> None:
+        self._drop_gradients()
+        self.pending = None
+
+    def _drop_gradients(self) -> None:
+        if self.optimizer is not None:
+            self.optimizer.zero_grad(set_to_none=True)
+        for part in self.parts:
+            with_defaults(ModelDefaults, part).forget_token_counts()
+
+    def _has_new_weights(self, version: int) -> None:
+        self.version = version
+        self._forget_gradients()
+
+    @contextmanager
+    def _no_gradients(self, verb: str) -> Iterator[None]:
+        # no_grad, never inference_mode: parameters gathered inside it would poison the next training step.
+        stream = Stream(self.device, self.settings.seed, self.step, self.mesh.dp_rank, "no gradients")
+        with self._aborted(verb), torch.no_grad(), not_training(self.parts), stream.drawn():
+            yield
+        for part in self.parts:
+            reshard(part)
+
+    @contextmanager
+    def _aborted(self, verb: str, *, forget: bool = False) -> Iterator[None]:
+        """Where something raises inside, have the parts as they are between two verbs.
+
+        Args:
+            forget: the gradients of the step so far, too.
+        """
+        try:
+            yield
+        except BaseException:
+            if forget:
+                self._forget_gradients()
+            if self.ranks.lost is None:  # else it would wait for ranks that are gone
+                for part in self.parts:
+                    forget_iteration(part)
+                if self.runner.exchanging:
+                    why = f"{verb} raised an error while the ranks of its pipeline were exchanging tensors"
+                    self.spoil(why, "nothing")
+            raise

@@ -1,0 +1,81 @@
+"""How an engine comes to be from a recipe: agreed on among the ranks, built, and given its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from titancli.checkpoint.exclude import Exclusion
+from titancli.checkpoint.format.manifest import DamagedCheckpoint, names_and_sizes
+from titancli.checkpoint.hf.likeness import refuse_other_model
+from titancli.checkpoint.load import on_every_rank
+from titancli.checkpoint.start_from import start_from
+from titancli.distributed import process_group
+from titancli.engine import recipes
+from titancli.engine.build import build_engine
+from titancli.engine.checkpoints import load
+from titancli.engine.core import EngineCore
+from titancli.process import determinism
+from titancli.recipe.schema import Recipe
+
+E = TypeVar("E", bound=EngineCore)
+
+
+def opened(
+    made: type[E],
+    recipe_here: Callable[[], tuple[Recipe, Path | None]],
+    device: torch.device,
+    frozen: bool,
+    checkpoint: Path | None = None,
+) -> tuple[E, Recipe]:
+    """Return the engine, and its recipe as it was read here: all ranks must have read the same. Collective.
+
+    Args:
+        made: the engine's class.
+        recipe_here: reads the recipe, and which run it was taken from.
+        checkpoint: see `titancli.Engine.build`.
+    """
+    call = recipes.call()
+    with call.shared():
+        found, run = recipe_here()
+    with call.agreed():
+        recipes.compare(call, found, frozen, checkpoint)
+    recipe = recipes.weights_alone(found) if frozen else found
+    with ExitStack() as ends, call.shared():
+        if recipe.debug.deterministic:
+            ends.enter_context(determinism(recipe.debug.deterministic))
+        recipes.limit(recipe.comm)
+        damaged: dict[Path, str] = {}
+        while True:
+            try:
+                engine = build_engine(made, recipe, device=device, frozen=frozen, checkpoint=checkpoint)
+                break
+            except DamagedCheckpoint as error:  # found on the way into the tensors
+                if run is None or error.folder != recipe.weights:
+                    raise
+                damaged[error.folder] = error.why
+                verify = names_and_sizes(recipe.checkpoint.verify)
+                recipe = replace(recipe, weights=recipes.checkpoint_of(run, verify=verify, damaged=damaged))
+        process_group.enlist(engine)
+        ends.callback(process_group.leave, engine)
+        if engine.adapters_from is not None:
+            load(engine, run or engine.adapters_from, optimizer=False, verify=recipe.checkpoint.verify)
+        engine._ends = ends.pop_all()
+    return engine, found
+
+
+def take_over(engine: EngineCore, recipe: Recipe) -> None:
+    """Load all of the state of the checkpoint that the recipe names, where it says so. Collective."""
+    start = start_from(recipe)
+    if start.kind == "state":
+
+        def look() -> Exclusion:
+            refuse_other_model(recipe, start.folder)
+            return start.exclusion
+
+        load(engine, start.folder, exclude=on_every_rank(f"reading {start.folder}", look))

@@ -1,0 +1,86 @@
+"""What takes part in the steps of an engine, and in a run: hooks. A callback of a recipe may be both.
+
+All methods are optional. Every rank has the same hooks and calls them in the same order; so a hook may call
+collectives, as long as it does so on every rank. `step` is a `titancli.engine.step.Step`, `backward` a
+`titancli.engine.step.Backward`, `run` a `titancli.loops.run.Run`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class StepHook(Protocol):
+    """Takes part in optimizer steps.
+
+    What it raises ends the verb on every rank: in `around_backward` the gradients of the step are discarded,
+    later the engine is unusable until `load`. `engine.forward` and `engine.evaluate` can be called in it.
+    Random numbers drawn in `step_applied` are those of the step.
+    """
+
+    def around_backward(self, backward: Any) -> AbstractContextManager[None] | None:
+        """Return what is entered before a backward pass and left after it, or None. `backward.batches` and
+        `backward.loss` are what the step is computed from; `backward.compute()` computes it once more."""
+
+    def gradients_ready(self, step: Any) -> bool | Tensor | None:
+        """Look at the gradients of a step: sums, to be divided by `step.weight`, not clipped yet; leave them
+        as they are. True, or a tensor that is not 0, on any rank vetoes the step on all of them: it is then
+        counted, but skipped."""
+
+    def step_applied(self, step: Any) -> Mapping[str, Tensor | float] | None:
+        """Look at a step after its end, and return metrics: names with numbers, the same on every rank.
+        `step.skipped` is 1.0 if it was skipped."""
+
+
+class StepHookDefaults:
+    """What a hook keeps in checkpoints, under its `name` (by default that of its class)."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the live tensors to save and to load into; those that are sharded like a parameter are put
+        on any other layout as parameters are."""
+        return {}
+
+    def state(self) -> dict[str, Any]:
+        """Return the rest as plain JSON."""
+        return {}
+
+    def load_state(self, state: dict[str, Any] | None) -> None:
+        """Continue from `state`, after `tensors` were filled. None: other weights were loaded, and no state
+        of this hook came with them."""
+
+
+class RunHook(Protocol):
+    """Takes part in a run, in the thread of its loop. What it raises ends the run."""
+
+    def run_start(self, run: Any) -> None:
+        """The loop is about to begin; the engine is at `run.engine.step`."""
+
+    def step_done(self, step: int) -> None:
+        """A step is done and its metrics are reported. Any verb of the engine can be called.
+        `run.end_early("why")` on any rank lets it be the last one."""
+
+    def checkpoint_saved(self, step: int, path: Path) -> None:
+        """A checkpoint is complete."""
+
+    def stop_requested(self, signal: str) -> None:
+        """A signal has come, on any rank: the run saves and ends."""
+
+    def run_end(self, why: str) -> None:
+        """The loop has ended without an error, and its last checkpoint is complete: `finished`, `stopped`,
+        `interrupted` or `data_ended`."""
+
+
+class Callback(StepHook, RunHook, Protocol):
+    """Takes part in steps and in the run, by any of these methods."""
+
+
+class CallbackBuilder(Protocol):
+    def __call__(self, config: Any, *, engine: Any, run: Any) -> Callback:
+        """Build the callback of this rank, before the first step; a checkpoint is loaded after it."""
+        ...
