@@ -9,7 +9,7 @@
     rollouts/           of a run that learns from samples: what these were
     profile_traces/  memory_snapshot/
     rendezvous/         of several nodes: where they meet
-    slurm/              of a run that was submitted as a Slurm job, see titancli/launchers/slurm.py
+    slurm/              of a run that was submitted as a Slurm job, by the plugin titan-slurm
     logs/  checkpoints/
 
 Commands look at run folders, so nothing here imports torch.

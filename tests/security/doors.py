@@ -62,7 +62,7 @@ DOORS = [
     Door("the event log", "observe.events titan_wandb.logger", SHOWN, LISTED, "events.jsonl"),
     Door(
         "logs and reports of ranks",
-        "observe.logs observe.failures cli.launch launchers.local launchers.agent prove.pool"
+        "observe.logs observe.failures titan_slurm.command launchers.local launchers.agent prove.pool"
         " titan_sweep.command titan_sweep.jobs distributed.process_group",
         LINKS,
         SMALL,
@@ -85,7 +85,7 @@ DOORS = [
     ),
     Door(
         "requests and answers: profiles, replays, evaluations, rollouts, sweeps, jobs",
-        "observe.profile_request run.probe titan_report.view rl.rollouts launchers.slurm run.verification"
+        "observe.profile_request run.probe titan_report.view rl.rollouts titan_slurm.jobs run.verification"
         " titan_eval.command",
         SMALL,
         SMALL,
@@ -201,7 +201,7 @@ DOORS = [
     ),
     Door(
         "programs that titan starts, and what they answer",
-        "doctor launchers.devices launchers.slurm launchers.torchrun prove.pool provenance titan_sweep.jobs",
+        "doctor launchers.devices titan_slurm.jobs launchers.torchrun prove.pool provenance titan_sweep.jobs",
         "tests/docs/test_security.py::test_nothing_unpickles_or_evaluates",
         f"{RUN}test_failures.py::test_an_error_that_echoes_another_ranks_is_never_the_cause",
     ),

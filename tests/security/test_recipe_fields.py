@@ -72,9 +72,9 @@ CLASSES: dict[str, tuple[list[str], str]] = {
     # what torch, or a package that is installed, has registered under this name
     "installed": ([], "compile.backend"),
     # words for a scheduler
-    "words": (["a\n#SBATCH --wrap=x", "", "\x1b]0;x\x07"], "launcher/titan/slurm.[paqt]*"),
+    "words": (["a\n#SBATCH --wrap=x", "", "\x1b]0;x\x07"], "launcher/titan-slurm/slurm.[paqt]*"),
     # tables whose keys are on a list of what chooses neither code nor a program nor a file
-    "listed": (EVERYTHING, "env launcher/titan/slurm.sbatch"),
+    "listed": (EVERYTHING, "env launcher/titan-slurm/slurm.sbatch"),
     # tasks of the harness, and files of them, which are data
     "tasks": (["evil.yaml", "./evil.yaml"], "loop/titan-eval/lm_eval.tasks"),
     # folders of such files

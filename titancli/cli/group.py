@@ -38,7 +38,7 @@ ROWS = [
     Row("Train", {"train": "train"}, "Train a model from a recipe, or resume a run"),
     Row("Train", {"generate": "generate", "plan": "plan"}, "Generate text; estimate memory and speed"),
     Row("Train", {"eval": "evaluate", "lm-eval": None}, "Measure loss, perplexity; run benchmarks"),
-    Row("Train", {"sweep": None, "launch": "launch"}, "Train all combinations; as jobs of a cluster"),
+    Row("Train", {"sweep": None, "launch": None}, "Train all combinations; as jobs of a cluster"),
     Row("Look", {"runs": "runs", "report": None}, "List, watch, compare, remove runs; as a page"),
     Row("Look", {"profile": "profile", "rollouts": "rollouts"}, "Trace steps; samples and rewards"),
     Row("Look", {"checkpoint": HERE}, "List, show, verify and convert checkpoints"),

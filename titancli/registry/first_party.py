@@ -8,6 +8,7 @@ from pathlib import Path
 
 COMMANDS = {
     "flux-encode": "titan-flux",
+    "launch": "titan-slurm",
     "lm-eval": "titan-eval",
     "recipe from-torchtitan": "titan-torchtitan",
     "report": "titan-report",
@@ -19,6 +20,7 @@ COMPONENTS = {
     "dataset/grain": "titan-grain",
     "dataset/latents": "titan-flux",
     "dataset/random_latents": "titan-flux",
+    "launcher/slurm": "titan-slurm",
     "logger/trackio": "titan-trackio",
     "logger/wandb": "titan-wandb",
     "loop/ft": "titan-ft",

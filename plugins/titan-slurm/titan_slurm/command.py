@@ -10,17 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from titancli.cli.common import Common
-from titancli.cli.completion import RunName
-from titancli.cli.output import note, out, print_json, short_path
-from titancli.cli.train import Nodes, check_flags, environment_of, one_recipe, start_options
+from titancli.commands import Common, RunName, clean, note, out, print_json, short_path
+from titancli.commands.starting import Nodes, check_flags, environment_of, one_recipe, start_options
 from titancli.errors import EXIT_INTERRUPTED, EXIT_OK, EnvironmentProblem, UsageError
 from titancli.runs import RunFolder
-from titancli.terminal import clean
 
 if TYPE_CHECKING:
-    from titancli.launchers.slurm import JobState, SlurmFiles
-    from titancli.run.prepare import Plan
+    from titan_slurm.jobs import JobState, SlurmFiles
+    from titancli.commands.starting import Plan
 
 RUN = RunName()
 JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
@@ -78,15 +75,15 @@ def slurm(
     Partition, account, time limit and other options of sbatch are fields of the launcher `slurm`, in the
     recipe or as launcher.KEY=VALUE. Follows the job, whose exit code it returns; Ctrl-C leaves the job alone.
     """
-    from titancli.launchers import slurm as jobs
-    from titancli.run.prepare import Request, make_plan
+    from titan_slurm import jobs
+    from titancli.commands.starting import Request, make_plan
 
     recipe, overrides = one_recipe(arguments, "launch slurm")
     check_flags(run_dir, resume, None, allow_drift, from_scratch, nnodes=1)
     env = environment_of(variables)
     sbatch = _options_of(options)
     files = list(common.plugin_files)
-    overrides = ["launcher=titan/slurm", *overrides]
+    overrides = ["launcher=titan-slurm/slurm", *overrides]
     again = "titan launch slurm --nodes N"
     plan = make_plan(
         Request(
@@ -133,7 +130,7 @@ def _options_of(given: tuple[str, ...]) -> dict[str, str | bool]:
     Raises:
         UsageError: an option that titan sets itself, or that sbatch does not have in this form.
     """
-    from titancli.launchers import wrong_option
+    from titan_slurm.config import wrong_option
 
     found: dict[str, str | bool] = {}
     for text in given:
@@ -148,7 +145,7 @@ def _options_of(given: tuple[str, ...]) -> dict[str, str | bool]:
 
 def _submit(plan: Plan, found: dict[str, Any], *, detach: bool, as_json: bool) -> int:
     """Submit the job, and follow it unless `detach`; return its exit code, and add to what was found."""
-    from titancli.launchers import slurm as jobs
+    from titan_slurm import jobs
 
     for line in [*plan.notes, *(f"changed: {change}" for change in plan.drift)]:
         note(line)
@@ -168,7 +165,7 @@ def _submit(plan: Plan, found: dict[str, Any], *, detach: bool, as_json: bool) -
 
 
 def _launcher(plan: Plan) -> Any:
-    from titancli.launchers import Slurm
+    from titan_slurm.config import Slurm
 
     if isinstance(plan.loaded.recipe.launcher, Slurm):
         return plan.loaded.recipe.launcher
@@ -186,7 +183,7 @@ def _ranks_per_node(
         RecipeError: it does not fit them.
         UsageError: nodes may be lost, but the ranks may not be restarted; or one node alone has a spare one.
     """
-    from titancli.run.fit import check_worlds
+    from titancli.commands.starting import check_worlds
 
     if nodes[0] is not None and config.max_restarts == 0:
         raise UsageError(
@@ -210,7 +207,7 @@ def _ranks_per_node(
 @JSON
 def status(run: Path, as_json: bool) -> None:
     """Show the state of RUN's newest job, and that of the run."""
-    from titancli.launchers import slurm as jobs
+    from titan_slurm import jobs
     from titancli.observe.summary import state_line, summarize
 
     files = _files(run)
@@ -267,7 +264,7 @@ def logs(run: Path, follow: bool, node: int, as_json: bool) -> int:
 @JSON
 def cancel(run: Path, now: bool, as_json: bool) -> None:
     """Stop the newest job of RUN. The run finishes its step, saves and ends; it is not requeued."""
-    from titancli.launchers import slurm as jobs
+    from titan_slurm import jobs
 
     files = _files(run)
     job = files.newest()
@@ -281,7 +278,7 @@ def cancel(run: Path, now: bool, as_json: bool) -> None:
 
 
 def _files(run: Path) -> SlurmFiles:
-    from titancli.launchers.slurm import SlurmFiles
+    from titan_slurm.jobs import SlurmFiles
 
     if not run.is_dir():
         raise EnvironmentProblem(
@@ -304,7 +301,7 @@ def _follow(
     files: SlurmFiles, job: str, *, node: int = 0, to_stderr: bool = False
 ) -> tuple[JobState | None, int]:
     """Print a job's logs until it has ended; its last state, and the exit code that follows from it."""
-    from titancli.launchers.slurm import job_state
+    from titan_slurm.jobs import job_state
     from titancli.observe.logs import Lines
 
     readers = [Lines(path) for path in files.outputs(job, node)]

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import slurm_cluster as cluster
 
-from tests.launchers import cluster
 from tests.run.conftest import furnish
 from titancli.observe.events import read_events
 

@@ -14,9 +14,9 @@ from types import SimpleNamespace
 import pytest
 
 from tests.cli.conftest import Titan
-from titancli.cli import launch
-from titancli.launchers import seconds_of
-from titancli.launchers.slurm import SlurmFiles
+from titan_slurm import command as launch
+from titan_slurm.config import seconds_of
+from titan_slurm.jobs import SlurmFiles
 from titancli.run.prepare import Plan
 from titancli.runs import RunFolder, hold_file
 
@@ -270,7 +270,7 @@ def test_a_job_that_cannot_be_recorded_is_named(
         if path.name == "jobs.json":
             raise EnvironmentProblem("cannot write: No space left on device")
 
-    monkeypatch.setattr("titancli.launchers.slurm.write_atomically", full)
+    monkeypatch.setattr("titan_slurm.jobs.write_atomically", full)
     assert "job 41 is submitted, but cannot write" in submit(titan, "--run-dir", "r").err
 
 

@@ -25,9 +25,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from titan_slurm.config import FIELDS, Slurm
 from titancli.errors import EXIT_FAILED, EXIT_OK, EnvironmentProblem
 from titancli.files import read_json
-from titancli.launchers import FIELDS, Slurm
 from titancli.runs import RunFolder, hold_file, timestamp, write_atomically
 
 ENDED = ["BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY"]
