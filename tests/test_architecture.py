@@ -173,6 +173,36 @@ def test_only_the_engine_looks_into_engines(path: Path) -> None:
             assert not bases & {"Engine", "EngineCore"}, f"{path}:{node.lineno}: a subclass of Engine"
 
 
+THEIR_TYPES = {
+    "titancli.checkpoint.hf.peft_names": {"llama4", "llama4_text"},
+    "titancli.checkpoint.hf.quantise": {"gpt_oss"},
+}
+"""What other libraries do with a model_type of theirs."""
+EXAMPLES = {"titancli.models", "titancli.testing.behaviour.engines"}
+"""The list of families, and a model to try components on."""
+
+
+def test_no_shared_room_names_a_family():
+    """What is peculiar to a family is a value of its specs: nothing asks which one it is."""
+    from titancli.models import COMPONENTS
+    from titancli.registry.component import component_info
+
+    own = tuple(cls.__module__ for cls in COMPONENTS)  # `qwen3_next_hf` belongs to `qwen3_next`
+    names = {cls.__name__ for cls in COMPONENTS} | {component_info(cls).name for cls in COMPONENTS}
+    names |= {model_type for cls in COMPONENTS for model_type in getattr(cls, "model_types", ())}
+    for here, path in FILES.items():
+        if here in EXAMPLES or here.startswith(own):
+            continue
+        assert not {module for _, module in imports(path) if module.startswith(own)}, here
+        found = {
+            word
+            for node in ast.walk(ast.parse(path.read_text()))
+            for word in (getattr(node, "id", None), getattr(node, "attr", None), getattr(node, "value", None))
+            if isinstance(word, str) and word in names
+        }
+        assert found == THEIR_TYPES.get(here, set()), here
+
+
 CONFIGS = [
     "titancli",
     "titancli.builtin",

@@ -23,11 +23,15 @@ REACHES = {
 }
 
 
-def written_out(q, k, v, seen: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
+def written_out(
+    q, k, v, seen: Tensor, scale: float, sinks: Tensor | None, cap: float | None = None
+) -> Tensor:
     """[B, S, heads, value_dim] in fp64, by a matrix of all queries and keys."""
     q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    logits = (scale * q @ k.transpose(2, 3)).masked_fill(~seen, float("-inf"))
+    logits = scale * q @ k.transpose(2, 3)
+    logits = logits if cap is None else torch.tanh(logits / cap) * cap
+    logits = logits.masked_fill(~seen, float("-inf"))
     if sinks is not None:
         column = sinks.double()[None, :, None, None].expand(*logits.shape[:3], 1)
         logits = torch.cat((logits, column), -1)
@@ -54,7 +58,7 @@ def who_sees_whom(documents: Tensor, reach: Reach) -> Tensor:
 @pytest.mark.parametrize("length", [7, 24, 29])
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("reach", REACHES.values(), ids=REACHES)
-@pytest.mark.parametrize("kind", ["plain", "sinks", "narrow values"])
+@pytest.mark.parametrize("kind", ["plain", "sinks", "narrow values", "capped", "capped, sinks"])
 def test_attention_and_its_gradients_are_those_of_softmax_written_out(kind, reach, documents, length):
     draw = torch.Generator().manual_seed(length)
     ids = torch.zeros(2, length, dtype=torch.int64)
@@ -65,12 +69,12 @@ def test_attention_and_its_gradients_are_those_of_softmax_written_out(kind, reac
     given = [torch.randn(shape, generator=draw).requires_grad_() for shape in shapes]
     q, k, v, sinks = given
     weights = torch.randn(2, length, 4, width, generator=draw)
-    scale = 0.3
-    expected = written_out(q, k, v, who_sees_whom(ids, reach), scale, sinks if kind == "sinks" else None)
+    scale, cap = 0.3, 0.7 if "capped" in kind else None
+    given_sinks = sinks if "sinks" in kind else None
+    expected = written_out(q, k, v, who_sees_whom(ids, reach), scale, given_sinks, cap)
     wanted = torch.autograd.grad((expected * weights).sum(), given, allow_unused=True)
     mask = document_mask(ids, reach) if documents else None
-    given_sinks = sinks if kind == "sinks" else None
-    found = attend(q, k, v, mask, reach=reach, scale=scale, grouped=True, sinks=given_sinks)
+    found = attend(q, k, v, mask, reach=reach, scale=scale, grouped=True, sinks=given_sinks, cap=cap)
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
     gradients = torch.autograd.grad((found * weights).sum(), given, allow_unused=True)
     for mine, theirs in zip(gradients, wanted, strict=True):

@@ -13,6 +13,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.models.by_spec import BY_SPEC
 from tests.models.families import FAMILIES, LENGTH, LLAMA3, Family
 from titancli.checkpoint import export_hf, read_hf
 from titancli.checkpoint.hf.which import hf_form
@@ -25,12 +26,13 @@ from titancli.registry import current
 from titancli.registry.binding import bind
 from titancli.registry.component import build
 
+ALL = (*FAMILIES, *BY_SPEC)
 TOKENS = torch.randint(0, 128, (2, LENGTH), generator=torch.Generator().manual_seed(1))
 
 
 def each(rows: Callable[[Family], Any]) -> pytest.MarkDecorator:
     """A test for each row of each family."""
-    found = [(family, row) for family in FAMILIES for row in rows(family)]
+    found = [(family, row) for family in ALL for row in rows(family)]
     return pytest.mark.parametrize(
         ("family", "row"), found, ids=[f"{family.name}-{i}" for i, (family, _) in enumerate(found)]
     )
@@ -38,7 +40,7 @@ def each(rows: Callable[[Family], Any]) -> pytest.MarkDecorator:
 
 def named(names: Callable[[Family], Any]) -> pytest.MarkDecorator:
     """The same of names."""
-    found = [(family, name) for family in FAMILIES for name in names(family)]
+    found = [(family, name) for family in ALL for name in names(family)]
     return pytest.mark.parametrize(
         ("family", "name"), found, ids=[f"{family.name}-{name}" for family, name in found]
     )
@@ -81,7 +83,7 @@ def test_transformers_takes_a_flavors_config_for_its_own_model(family: Family, n
     assert sum(p.numel() for p in theirs.parameters()) == family.sizes[name]
 
 
-VARIANTS = [(family, name) for family in FAMILIES for name in family.variants]
+VARIANTS = [(family, name) for family in ALL for name in family.variants]
 
 
 @pytest.fixture(scope="module", params=VARIANTS, ids=[f"{family.name}-{name}" for family, name in VARIANTS])

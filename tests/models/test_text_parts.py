@@ -31,9 +31,26 @@ EXPERTS: dict[str, Any] = {
     "moe_intermediate_size": 16,
     "first_k_dense_replace": 1,
 }
-MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "qwen3_vl": ("Qwen3VL", "titan/qwen3", {"mrope_section": [4, 2, 2], "mrope_interleaved": True}),
-    "glm4v_moe": ("Glm4vMoe", "titan/glm4_moe", {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}),
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+SIGLIP = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
+    "qwen3_vl": (
+        "Qwen3VL",
+        "titan/qwen3",
+        {**TEXT, "rope_parameters": {**ROPE, "mrope_section": [4, 2, 2], "mrope_interleaved": True}},
+        {**EYES, "deepstack_visual_indexes": []},
+    ),
+    "glm4v_moe": (
+        "Glm4vMoe",
+        "titan/glm4_moe",
+        {
+            **TEXT,
+            **EXPERTS,
+            "rope_parameters": {**ROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5},
+        },
+        EYES,
+    ),
+    "gemma3": ("Gemma3", "titan/gemma3", TEXT, {**SIGLIP, "image_size": 28, "patch_size": 14}),
 }
 
 
@@ -42,12 +59,10 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 def test_the_text_model_of_a_folder_computes_what_transformers_does(kind: str, tmp_path: Path) -> None:
     import transformers
 
-    name, family, rope = MODELS[kind]
-    text = {**TEXT, **EXPERTS} if kind == "glm4v_moe" else TEXT
-    eyes = {**EYES, "deepstack_visual_indexes": []} if kind == "qwen3_vl" else EYES
-    positions = {"rope_type": "default", "rope_theta": 10000.0, **rope}
+    name, family, text, eyes = MODELS[kind]
+    tied = kind == "gemma3"
     config = getattr(transformers, f"{name}Config")(
-        text_config={**text, "rope_parameters": positions}, vision_config=eyes, tie_word_embeddings=False
+        text_config=dict(text, tie_word_embeddings=tied), vision_config=eyes, tie_word_embeddings=tied
     )
     theirs = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
     drawn = torch.Generator().manual_seed(0)

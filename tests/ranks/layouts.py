@@ -7,6 +7,7 @@ from typing import Any
 
 from tests.engine.cases import VOCABULARY, Layout
 from tests.models import hf_configs
+from tests.models.by_spec import Gemma2, Phi, StarCoder2
 from titan_float8 import Float8Linear
 from titancli.layout.stages import SCHEDULES
 from titancli.losses import CrossEntropyFull
@@ -374,7 +375,20 @@ GRANITE = Granite(
     attention_multiplier=0.125,
     logits_scaling=8.0,
 )
+SPEC_SIZES: dict[str, Any] = {**SIZES, "hidden_dim": 48}
 OTHERS = {
+    "starcoder2, FSDP2xTP2, tied": case(
+        4, config=StarCoder2(**SPEC_SIZES, sliding_window=4, tied=True), dp_shard=2, tp=2
+    ),
+    "phi, TP2, documents": case(2, config=Phi(**SPEC_SIZES), tp=2, documents=True),
+    "gemma2, CP2xTP2, documents": case(
+        4,
+        config=Gemma2(**SPEC_SIZES, sliding_window=4, attn_logit_softcapping=2.0),
+        cp=2,
+        tp=2,
+        documents=True,
+    ),
+    "gemma2, CP2, allgather": case(2, config=Gemma2(**SPEC_SIZES, sliding_window=4), cp=2),
     "gemma3, TP2": case(2, config=GEMMA3, tp=2),
     "gemma3, FSDP2xTP2, documents": case(4, config=GEMMA3, dp_shard=2, tp=2, documents=True),
     "gemma3, CP2, documents": case(2, config=UNTIED_GEMMA3, cp=2, documents=True),

@@ -322,7 +322,6 @@ _DECODER = {
     "n_heads": "num_attention_heads",
     "vocab_size": "vocab_size",
     "max_seq_len": "max_position_embeddings",
-    "norm_eps": "rms_norm_eps",
     "tied": "tie_word_embeddings",
 }
 
@@ -332,6 +331,7 @@ def decoder(
     norm_eps: float = 1e-6,
     *,
     activation: tuple[str, str] = ("hidden_act", "silu"),
+    eps: str = "rms_norm_eps",
     **usual: Any,
 ) -> tuple[Key, ...]:
     """The rows of every decoder.
@@ -339,10 +339,12 @@ def decoder(
     Args:
         max_seq_len, norm_eps, usual: what its transformers' class takes for granted, by our names.
         activation: key and value.
+        eps: key of the norms' epsilon.
     """
     usual = {"max_seq_len": max_seq_len, "norm_eps": norm_eps, "tied": False, **usual}
     key, value = activation
-    rows = [Key(ours, theirs, usual.get(ours, _UNSET)) for ours, theirs in _DECODER.items()]
+    names = {**_DECODER, "norm_eps": eps}
+    rows = [Key(ours, theirs, usual.get(ours, _UNSET)) for ours, theirs in names.items()]
     return (*rows, Key(None, key, only=value))
 
 
@@ -367,7 +369,7 @@ GROUPED = (
 )
 """Of grouped-query attention."""
 NO_BIAS = Key(None, "attention_bias", only=False)
-LLAMA3_ROPE = tuple(
+ROPE_SCALING = tuple(
     Key(f"rope_scaling.{ours}", theirs)
     for ours, theirs in {
         "factor": "factor",

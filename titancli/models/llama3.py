@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar
 
 from annotated_types import Gt
 
-from titancli.models.config_json import GROUPED, LLAMA3_ROPE, NO_BIAS, Key, RopeKeys, Table, decoder
+from titancli.models.config_json import GROUPED, NO_BIAS, ROPE_SCALING, Key, RopeKeys, Table, decoder
 from titancli.models.sections import BUILD, FORM, DecoderConfig, RopeScaling
 from titancli.models.shape import Block
 from titancli.registry.component import component
@@ -32,7 +32,7 @@ class Llama3(DecoderConfig):
             *decoder(2048),
             *GROUPED,
             Key("hidden_dim", "intermediate_size"),
-            RopeKeys(10000.0, "rope_scaling", "llama3", LLAMA3_ROPE),
+            RopeKeys(10000.0, "rope_scaling", "llama3", ROPE_SCALING),
             NO_BIAS,
             Key(None, "mlp_bias", only=False),
         )

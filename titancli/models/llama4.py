@@ -13,8 +13,8 @@ from annotated_types import Gt
 
 from titancli.models.config_json import (
     GROUPED,
-    LLAMA3_ROPE,
     NO_BIAS,
+    ROPE_SCALING,
     ConfigJSON,
     Key,
     Ours,
@@ -122,7 +122,7 @@ _TABLE = Table(
     "Llama4ForCausalLM",
     *decoder(131072, 1e-5),
     *GROUPED,
-    RopeKeys(500000.0, "rope_scaling", "llama3", LLAMA3_ROPE),
+    RopeKeys(500000.0, "rope_scaling", "llama3", ROPE_SCALING),
     NO_BIAS,
     Key("qk_norm", "use_qk_norm", True),
     Key("moe.num_experts", "num_local_experts"),

@@ -120,7 +120,7 @@ _IGNORED = (
 )
 
 
-@component("model", "qwen3_next", target=BUILD, hf="titancli.models.blocks.hf_delta:GatedDeltaHF")
+@component("model", "qwen3_next", target=BUILD, hf="titancli.models.qwen3_next_hf:GatedDeltaHF")
 class Qwen3Next(DecoderConfig):
     """Qwen3-Next, and the text model of Qwen 3.5: gated DeltaNet, and attention in every few blocks.
 

@@ -25,12 +25,12 @@ class FeedForward(nn.Module):
 
     def __init__(self, spec: Spec) -> None:
         super().__init__()
-        self.activation = ACTIVATIONS[spec.activation]
+        self.activation = spec.activation
         self.w1 = nn.Linear(spec.dim, spec.hidden, bias=spec.bias)
         self.w2 = nn.Linear(spec.hidden, spec.dim, bias=spec.bias)
         self.w3 = nn.Linear(spec.dim, spec.hidden, bias=spec.bias) if spec.gated else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, S, dim] -> [B, S, dim]."""
-        hidden = self.activation(self.w1(x))
+        hidden = ACTIVATIONS[self.activation](self.w1(x))
         return self.w2(hidden if self.w3 is None else hidden * self.w3(x))

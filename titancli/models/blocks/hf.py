@@ -31,18 +31,19 @@ class DecoderHF:
     def __init__(self, config: Sizes) -> None:
         self.config: Any = config
         self.model_type = config.model_type
+        names = TOP | dict(config.hf_names())
         self._layer = {
-            ours: Source(theirs) if isinstance(theirs, str) else theirs
-            for ours, theirs in config.hf_names().items()
+            ours: Source(theirs) if isinstance(theirs, str) else theirs for ours, theirs in names.items()
         }
+        self._top = {ours: self._layer.pop(ours).theirs for ours in TOP}
         self._told: set[str] = set()
 
     # ------------------------------------------------------------------------------------------ tensors
 
     def source(self, name: str) -> Source:
         """What a parameter is made from, its name within the model and theirs within the folder's."""
-        if name in TOP:
-            return Source(TOP[name])
+        if name in self._top:
+            return Source(self._top[name])
         _, layer, rest = name.split(".", 2)
         found = self._layer[rest]
         return Source(f"model.layers.{layer}.{found.theirs}", found.steps)
@@ -137,14 +138,14 @@ class DecoderHF:
         return "tok_embeddings.weight" if self.config.tied and name == "output.weight" else name
 
     def copy_of(self, hf_name: str) -> str | None:
-        if self.config.tied and hf_name == TOP["output.weight"]:
-            return TOP["tok_embeddings.weight"]
+        if self.config.tied and hf_name == self._top["output.weight"]:
+            return self._top["tok_embeddings.weight"]
         layer = _LAYER.match(hf_name)
         number = -1 if layer is None else int(layer[1]) - self.config.n_layers
         if layer is None or not 0 <= number < (self._mtp_layers or 0):
             return None
         original = MTP_COPIES.get(hf_name.removeprefix(layer[0]))
-        return None if original is None else TOP[self._stored(original)]
+        return None if original is None else self._top[self._stored(original)]
 
     def known_as(self, hf_name: str) -> str:
         """The name in a folder of the text model alone."""

@@ -1,4 +1,4 @@
-"""The Hugging Face form of models with gated DeltaNet, whose parameters are in other groups there."""
+"""The Hugging Face form of Qwen3-Next, where the parameters of gated DeltaNet are in other groups."""
 
 from __future__ import annotations
 
