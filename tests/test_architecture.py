@@ -37,7 +37,7 @@ FLOORS = [
     {"launchers"},
     {"run"},
     {"doctor", "prove"},
-    {"cli", "commands", "testing"},
+    {"cli", "commands"},
     {"builtin", "__init__", "__main__"},
 ]
 """From the ground up. A file may stand apart from its room: what all kinds exchange is below `protocols`."""
@@ -75,12 +75,10 @@ def lazy_imports() -> dict[str, set[str]]:
     """What modules import by name when it is first asked for, as their tables say. (Commands are
     named by one, too, as components are by the registry, which need not know them.)"""
     from titancli import _WHERE, checkpoint
-    from titancli.testing.behaviour import ROOMS
 
     return {
         "titancli": set(_WHERE.values()),
         "titancli.checkpoint": {f"titancli.checkpoint.{module}" for module in checkpoint._HOME.values()},
-        "titancli.testing.behaviour": {f"titancli.testing.behaviour.{room}" for room in ROOMS.values()},
     }
 
 

@@ -18,6 +18,10 @@ _WHERE = {
     "Recipe": "titancli.recipe.schema",
     "TitanError": "titancli.errors",
     "Batch": "titancli.data.batch",
+    "IGNORE": "titancli.data.batch",
+    "build": "titancli.registry.component",
+    "section": "titancli.registry.component",
+    "with_defaults": "titancli.registry.defaults",
     "LossResult": "titancli.losses.result",
     "report": "titancli.observe.metrics",
     "phase": "titancli.observe.phases",
@@ -30,6 +34,7 @@ TYPE_CHECKING = False  # as in typing, whose import takes longer than all else h
 if TYPE_CHECKING:
     from typing import Any
 
+    from titancli.data.batch import IGNORE as IGNORE
     from titancli.data.batch import Batch as Batch
     from titancli.engine import Engine as Engine
     from titancli.errors import TitanError as TitanError
@@ -39,7 +44,10 @@ if TYPE_CHECKING:
     from titancli.recipe import load_recipe as load_recipe
     from titancli.recipe.schema import Recipe as Recipe
     from titancli.registry.command import Command as Command
+    from titancli.registry.component import build as build
     from titancli.registry.component import component as component
+    from titancli.registry.component import section as section
+    from titancli.registry.defaults import with_defaults as with_defaults
     from titancli.registry.fields import Component as Component
     from titancli.registry.fields import LocalPath as LocalPath
     from titancli.registry.fields import Slot as Slot

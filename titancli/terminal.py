@@ -46,7 +46,7 @@ GROUPS = {
 }
 COMMANDS = """
 bisect config convert-checkpoint doctor download eval flux-encode generate list-components list-recipes
-lm-eval new-plugin new-recipe plan plugins profile prove replay report reproduce rollouts schema show sweep
+lm-eval new-recipe plan plugins profile prove replay report reproduce rollouts schema show sweep
 tokenize train validate
 """
 """titan's commands, and those of its groups, without which one may be prose: `titan runs on torch 2.11`."""

@@ -20,6 +20,8 @@ from tests.engine.test_guard import bits
 from tests.engine.test_router_losses import BOTH, own_losses
 from tests.ranks import Ranks
 from tests.ranks.layouts import EIGHT, FURTHER
+from titan_testing.behaviour.losses import example, log_probs
+from titan_testing.behaviour.subject import Subject
 from titancli import registry
 from titancli.data.batch import IGNORE, Batch
 from titancli.engine import Engine
@@ -31,8 +33,6 @@ from titancli.protocols import LossDefaults
 from titancli.recipe.schema import Stability
 from titancli.registry.component import build
 from titancli.registry.defaults import with_defaults
-from titancli.testing.behaviour.losses import example, log_probs
-from titancli.testing.behaviour.subject import Subject
 
 pytestmark = pytest.mark.ranks
 PLAIN, ROUTED = (replace(c, n_layers=1, moe=replace(c.moe, load_balance_coeff=None)) for c in (EIGHT, BOTH))

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from tests.engine.cases import Layout, recipe
 from tests.ranks.layouts import MIXTRAL
+from titan_testing.behaviour.engines import weights
 from titancli.checkpoint.hf.likeness import refuse_other_model
 from titancli.checkpoint.hf.which import hf_form
 from titancli.checkpoint.load import everywhere
@@ -21,7 +22,6 @@ from titancli.engine import Engine
 from titancli.engine.first_weights import _same_on_all, load_weights
 from titancli.errors import EnvironmentProblem, RecipeError, TitanError
 from titancli.models.blocks.hf import DecoderHF
-from titancli.testing.behaviour.engines import weights
 
 
 @pytest.mark.parametrize(

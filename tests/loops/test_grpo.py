@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from tests.ranks import Ranks
 from tests.run.conftest import Finished, here, train, train_on
+from titan_testing import run_cli
 from titancli.cli import main
 from titancli.errors import RecipeError
 from titancli.loops import Grpo
@@ -23,7 +24,6 @@ from titancli.observe.digests import read_digests
 from titancli.observe.events import read_events
 from titancli.rl import Digit, ExactMatch
 from titancli.rl.scoring import Scorer
-from titancli.testing import run_cli
 
 __all__ = ["here", "train", "train_on"]
 

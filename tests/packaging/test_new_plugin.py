@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.packaging.conftest import Environment, checked, run
+from tests.packaging.conftest import CHECKOUT, Environment, checked, run, wheel_of
 
 pytestmark = pytest.mark.e2e
 KINDS = (
@@ -32,7 +32,8 @@ def kinds(request: pytest.FixtureRequest) -> tuple[str, ...]:
 def made(titan_wheel: Path, tmp_path_factory: pytest.TempPathFactory, kinds: tuple[str, ...]) -> Environment:
     """One environment with a new plugin of each kind."""
     environment = Environment(tmp_path_factory.mktemp("made") / "venv")
-    environment.install(titan_wheel)
+    testing = wheel_of(CHECKOUT / "plugins" / "titan-testing", tmp_path_factory.mktemp("wheel-testing"))
+    environment.install(titan_wheel, testing)
     for kind in kinds:
         done = environment.titan("plugin", "new", f"titan-new-{kind}", "--kind", kind)
         assert done.returncode == 0, done.stderr

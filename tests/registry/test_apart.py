@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.registry.distributions import Site, loss
+from titan_testing import recipe
 from titancli.registry import apart
 from titancli.registry.discover import load_plugins
-from titancli.testing import recipe
 
 PATCHES = """
 import torch

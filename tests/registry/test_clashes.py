@@ -8,6 +8,7 @@ import pytest
 
 from tests.cli.conftest import Titan, titan  # noqa: F401 - a fixture
 from tests.registry.distributions import Site
+from titan_testing import recipe
 from titancli import registry as registries
 from titancli.builtin import titan_components
 from titancli.errors import RecipeError
@@ -15,7 +16,6 @@ from titancli.recipe import load_recipe, lock_text
 from titancli.recipe.find import bundled_folder
 from titancli.registry.component import component_info
 from titancli.registry.discover import load_plugins
-from titancli.testing import recipe
 
 
 def everything(*only: str) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from titancli.testing import recipe
+from titan_testing import recipe
 
 pytestmark = pytest.mark.cold  # which libraries a plugin pulls in is seen only where none is there yet
 

@@ -53,11 +53,11 @@ def sources() -> Iterator[tuple[str, ast.Module]]:
     """The modules of titan and its plugins, by what a row calls them."""
     for path in sorted((ROOT / "titancli").rglob("*.py")):
         name = ".".join(path.relative_to(ROOT / "titancli").with_suffix("").parts)
-        if not name.startswith("testing."):
-            yield name.removesuffix(".__init__"), ast.parse(path.read_text())
+        yield name.removesuffix(".__init__"), ast.parse(path.read_text())
     for path in sorted((ROOT / "plugins").glob("titan-*/titan_*/**/*.py")):
         parts = path.relative_to(ROOT / "plugins").with_suffix("").parts[1:]
-        yield ".".join(parts).removesuffix(".__init__"), ast.parse(path.read_text())
+        if parts[0] != "titan_testing":  # it runs where plugins are written
+            yield ".".join(parts).removesuffix(".__init__"), ast.parse(path.read_text())
 
 
 MODULES = dict(sources())

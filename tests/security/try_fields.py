@@ -12,13 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_origin
 
+from titan_testing import recipe
 from titancli.errors import TitanError
 from titancli.recipe import load_recipe
 from titancli.recipe.schema import Recipe
 from titancli.registry import current
 from titancli.registry.component import component_info
 from titancli.registry.fields import Type, fields_of
-from titancli.testing import recipe
 
 _STARTS = (
     "subprocess.Popen os.system os.exec os.posix_spawn os.spawn os.fork os.forkpty os.startfile "

@@ -24,6 +24,7 @@ _HOME = {
     "export_hf": "hf.folder",
     "read_hf": "hf.folder",
     "load_hf_weights": "hf.load",
+    "reader_of": "hf.likeness",
 }
 __all__ = list(_HOME)
 

@@ -99,7 +99,6 @@ plugin = Lazy(
     places={
         "list": Place("List the plugins and their status.", "plugins", "list_"),
         "show": Place("Show one plugin: its components, its status and its error.", "plugins", "show"),
-        "new": Place("Create the package of a new plugin.", "new_plugin"),
     },
 )
 checkpoint = Lazy(
@@ -123,6 +122,5 @@ ALIASES = {
     "schema": ("recipe schema", recipe.places["schema"]),
     "tokenize": ("data tokenize", data.places["tokenize"]),
     "plugins": ("plugin list", Place("List the plugins and their status, or show one.", "plugins")),
-    "new-plugin": ("plugin new", plugin.places["new"]),
 }
 """Names that work and are not listed, with what is written now. `plugins NAME` is `plugin show NAME`."""

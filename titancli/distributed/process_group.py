@@ -371,17 +371,24 @@ def leave(engine: Any = None) -> None:
     """Record that the engine, if one was built, no longer uses the process group."""
     import torch.distributed as dist
 
-    from titancli.distributed.private import forget_meshes
-
     global _made_here
     if engine is not None:
         _members.discard(engine)
     if _made_here and not _members:
         _made_here = False
         if dist.is_initialized():
-            dist.destroy_process_group()
-            forget_meshes()
+            destroy()
         sys.excepthook = _excepthook
+
+
+def destroy() -> None:
+    """End the process group; a process may make another one after it."""
+    import torch.distributed as dist
+
+    from titancli.distributed.private import forget_meshes
+
+    dist.destroy_process_group()
+    forget_meshes()
 
 
 def made_here() -> bool:

@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titancli.data.batch import Batch
-from titancli.distributed.private import forget_meshes
+from titancli.distributed import process_group
 from titancli.engine import meter
 from titancli.engine.build import build_engine
 from titancli.engine.engine import Engine
@@ -264,8 +264,7 @@ def _process_group(rank: int, world: int) -> Iterator[None]:
     try:
         yield
     finally:
-        dist.destroy_process_group()
-        forget_meshes()
+        process_group.destroy()
         log.setLevel(level)
         sys.excepthook = hook
 

@@ -23,7 +23,7 @@ COMPUTES = {
 BASE = "titan:llama3_debug"
 """The recipe that a component is put into where its plugin has none."""
 WITHOUT_STEP = {
-    "dataset": "the rows of a proof are random; titancli.testing.check_plugin compares a dataset's rows on "
+    "dataset": "the rows of a proof are random; check_plugin of titan-testing compares a dataset's rows on "
     "several ranks with those on one",
     "loop": "a proof calls the engine itself, as every loop does",
 }

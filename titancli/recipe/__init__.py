@@ -8,13 +8,14 @@ Importing this imports no pydantic, and nothing here ever imports torch.
 from __future__ import annotations
 
 from titancli.recipe.find import LOCK_NAME, bundled_folder, find_recipe
-from titancli.recipe.load import Loaded, load_recipe, lock_text
+from titancli.recipe.load import Loaded, load_recipe, lock_text, resolved_data
 from titancli.recipe.problems import Problems, nearest, render_problems
 from titancli.recipe.read import read_file
-from titancli.recipe.toml import KeyPath, Node, Origin, dotted, inline
+from titancli.recipe.toml import DEFAULT, KeyPath, Node, Origin, dotted, inline
 from titancli.registry.first_party import install_command
 
 __all__ = [
+    "DEFAULT",
     "LOCK_NAME",
     "KeyPath",
     "Loaded",
@@ -31,4 +32,5 @@ __all__ = [
     "nearest",
     "read_file",
     "render_problems",
+    "resolved_data",
 ]

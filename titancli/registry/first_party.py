@@ -10,6 +10,7 @@ COMMANDS = {
     "flux-encode": "titan-flux",
     "launch": "titan-slurm",
     "lm-eval": "titan-eval",
+    "plugin new": "titan-testing",
     "recipe from-torchtitan": "titan-torchtitan",
     "report": "titan-report",
     "sweep": "titan-sweep",

@@ -16,12 +16,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tests.ranks import Ranks
 from tests.run.conftest import Finished, furnish, here, on_pool, train_here  # noqa: F401 - fixtures
 from titan_eval.lm import TitanLM
+from titan_testing import check_plugin
 from titancli import registry
 from titancli.cli import main
 from titancli.engine import Engine
 from titancli.errors import TitanError
 from titancli.registry.component import build
-from titancli.testing import check_plugin
 
 LENGTH = 32
 TASK = """\

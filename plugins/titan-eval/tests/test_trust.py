@@ -10,8 +10,8 @@ import pytest
 from tests.cli.conftest import Titan, titan  # noqa: F401 - a fixture
 from titan_eval import LmEval
 from titan_eval.trust import METRICS, TRUST, code_of
+from titan_testing import recipe
 from titancli.errors import EnvironmentProblem
-from titancli.testing import recipe
 
 GOOD = """\
 task: mine

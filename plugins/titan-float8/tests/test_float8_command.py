@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from titan_float8.ao import NOISE
-from titancli.testing import recipe, run_cli
+from titan_testing import recipe, run_cli
 
 FLOAT8 = """
 name = "float8"

@@ -16,12 +16,12 @@ from titan_float8 import Float8Linear
 from titan_float8.ao import Float8Linear as TorchaoLinear
 from titan_float8.linear import build
 from titan_float8.weight import GatheredWeight, plain
+from titan_testing import check_plugin
 from titancli.errors import EnvironmentProblem, RecipeError
 from titancli.layout.degrees import Degrees
 from titancli.models import Llama3
 from titancli.models.blocks.decoder import build as build_llama3
 from titancli.recipe import load_recipe
-from titancli.testing import check_plugin
 
 BLOCK = {"attention.wq", "attention.wk", "attention.wv", "attention.wo"}
 BLOCK |= {"feed_forward.w1", "feed_forward.w2", "feed_forward.w3"}

@@ -12,8 +12,8 @@ from safetensors import safe_open
 from tests.rows import rows
 from titan_flux import FlowMatching, RandomLatents
 from titan_flux.shards import write_shard
+from titan_testing import Example, check_plugin, run_cli
 from titancli.registry.component import build
-from titancli.testing import Example, check_plugin, run_cli
 
 RECIPE = "titan-flux:flux_debug"
 WHOLE = ["training.local_batch_size=8"]

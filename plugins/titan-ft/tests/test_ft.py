@@ -26,9 +26,9 @@ from tests.run.conftest import Command, Finished, furnish, losses
 from titan_ft import loop
 from titan_ft.replicas import BUCKET_BYTES, buckets, fingerprint, had_company
 from titan_ft.replicas import Replicas as ReplicasOfOne
+from titan_testing import check_plugin
 from titancli import TitanError
 from titancli.runs import REPLAY_REQUEST
-from titancli.testing import check_plugin
 
 pytestmark = pytest.mark.e2e
 

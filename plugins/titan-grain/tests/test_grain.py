@@ -12,12 +12,12 @@ from array_record.python.array_record_module import ArrayRecordWriter
 
 from tests.data.helpers import global_rows, make, rows_of
 from titan_grain import Grain
+from titan_testing import check_plugin
 from titancli.data import ByteTokenizer
 from titancli.data.loader import Loader
 from titancli.data.workers import Rebuild, Workers
 from titancli.errors import EnvironmentProblem
 from titancli.observe.metrics import collector
-from titancli.testing import check_plugin
 
 TEXTS = [f"record {number}: " + "x" * (number % 7) for number in range(23)]
 

@@ -15,12 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.engine.cases import Layout, small
 from tests.models.hf_configs import CONFIGS
 from tests.rows import rows
+from titan_testing import check_plugin, recipe, run_cli
 from titan_transformers.config import HFCausalLM
 from titancli import TitanError, load_recipe
 from titancli.models import Qwen3, Qwen3Next
 from titancli.models.sections import MoE
 from titancli.recipe.check import remarks
-from titancli.testing import check_plugin, recipe, run_cli
 
 FALLBACK = """
 [optimizer]

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torchtitan_jobs as jobs
 
+from titan_testing import check_plugin, run_cli
 from titancli import load_recipe
-from titancli.testing import check_plugin, run_cli
 
 
 @pytest.fixture

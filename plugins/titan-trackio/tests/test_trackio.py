@@ -13,12 +13,12 @@ import pytest
 from trackio import sqlite_storage
 from trackio.sqlite_storage import SQLiteStorage
 
+from titan_testing import check_plugin, recipe, run_cli
 from titan_trackio import Trackio
 from titan_trackio.logger import build
 from titancli import TitanError
 from titancli.errors import RecipeError
 from titancli.recipe import load_recipe
-from titancli.testing import check_plugin, recipe, run_cli
 
 
 @pytest.fixture(autouse=True)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.models.hf_configs import LLAMA
+from titan_testing import check_plugin, run_cli
 from titancli.registry.discover import load_plugins
-from titancli.testing import check_plugin, run_cli
 
 
 @pytest.mark.slow

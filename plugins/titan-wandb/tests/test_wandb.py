@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from wandb.proto import wandb_internal_pb2
 
+from titan_testing import check_plugin, recipe, run_cli
 from titan_wandb import WandB
 from titan_wandb.logger import build, last_step
 from titancli import TitanError
 from titancli.errors import RecipeError
 from titancli.recipe import load_recipe
-from titancli.testing import check_plugin, recipe, run_cli
 
 OFFLINE = '[[loggers]]\ntype = "wandb"\nmode = "offline"\n'
 

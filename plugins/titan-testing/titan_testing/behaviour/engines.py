@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titancli.data.batch import IGNORE, Batch
+from titancli import IGNORE, Batch
 from titancli.engine import Engine
 from titancli.losses import CrossEntropy
 from titancli.models import Llama3

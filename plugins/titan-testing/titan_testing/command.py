@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from titancli.cli.output import note
+from titancli.commands import note
 from titancli.registry.kinds import KINDS
 
 
@@ -28,7 +28,7 @@ def command(name: str, kinds: tuple[str, ...], folder: Path | None) -> None:
 
     NAME names both the package and the plugin, for example titan-lab.
     """
-    from titancli.testing.scaffold import new_plugin
+    from titan_testing.scaffold import new_plugin
 
     folder = folder or Path(name)
     for file in new_plugin(name, kinds, folder):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from titancli.testing.behaviour.subject import Check, Subject
+from titan_testing.behaviour.subject import Check, Subject
 
 STEPS: list[dict[str, float]] = [
     {"loss": 2.0, "lr": 0.1, "grad_norm": 1.0},

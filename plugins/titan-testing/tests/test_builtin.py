@@ -10,11 +10,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from titan_testing import check_plugin
+from titan_testing.behaviour import behaviour_faults, checks_of
+from titan_testing.behaviour.ranks import run_jobs, take_jobs
+from titan_testing.behaviour.subject import Subject
 from titancli import registry
-from titancli.testing import check_plugin
-from titancli.testing.behaviour import behaviour_faults, checks_of
-from titancli.testing.behaviour.ranks import run_jobs, take_jobs
-from titancli.testing.behaviour.subject import Subject
 
 SIZES: dict[str, Any] = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 64}
 ROUTING: dict[str, Any] = {"num_experts": 4, "top_k": 2, "hidden_dim": 16}

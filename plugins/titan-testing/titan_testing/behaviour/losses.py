@@ -9,14 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titancli.data.batch import IGNORE, Batch
-from titancli.engine.inputs import RESERVED, checked
+from titan_testing.behaviour.engines import LENGTH, VOCABULARY, batch_of, engine_of
+from titan_testing.behaviour.subject import Check, Example, Subject, first_difference
+from titancli import IGNORE, Batch, LossResult
+from titancli.engine import RESERVED, checked
 from titancli.errors import TitanError
-from titancli.losses.result import LossResult
 from titancli.protocols import LossDefaults
 from titancli.registry.defaults import LossConfigDefaults, with_defaults
-from titancli.testing.behaviour.engines import LENGTH, VOCABULARY, batch_of, engine_of
-from titancli.testing.behaviour.subject import Check, Example, Subject, first_difference
 
 KNOWN = {
     "weights": ("BS", 0.1, 1.0),
@@ -185,7 +184,7 @@ def on_an_engine(subject: Subject) -> Iterator[str]:
     """Through a model's head, in micro-batches and in one piece, the gradients are the same."""
     if subject.example is not None:
         return
-    from titancli.testing.behaviour.engines import gradients
+    from titan_testing.behaviour.engines import gradients
 
     batch = example(subject).batch
     batch = Batch({k: v for k, v in batch.items() if k != "entropy"}, unit=batch.unit)

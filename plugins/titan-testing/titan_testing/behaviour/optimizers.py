@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 
-from titancli.engine import Engine
-from titancli.engine.optimizer_state import outside_of_state
-from titancli.testing.behaviour.engines import batch_of, engine_of, step, weights, whole
-from titancli.testing.behaviour.ranks import Job, later
-from titancli.testing.behaviour.subject import Check, Subject, first_difference
+from titan_testing.behaviour.engines import batch_of, engine_of, step, weights, whole
+from titan_testing.behaviour.ranks import Job, later
+from titan_testing.behaviour.subject import Check, Subject, first_difference
+from titancli.engine import Engine, outside_of_state
 
 
 def moves(subject: Subject) -> Iterator[str]:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator
 
+from titan_testing.behaviour.subject import Check, Subject
 from titancli.errors import TitanError
 from titancli.registry.plugins import own_traceback
-from titancli.testing.behaviour.subject import Check, Subject
 
 ROOMS = {
     "model": "models",

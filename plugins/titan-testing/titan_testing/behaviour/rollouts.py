@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from titan_testing.behaviour.engines import engine_of, gradients, small_model, step, weights
+from titan_testing.behaviour.subject import Check, Subject, first_difference
 from titancli.data import ByteTokenizer
 from titancli.protocols import TaskDefaults
 from titancli.registry.component import build
@@ -19,8 +21,6 @@ from titancli.rl.packing import Sample, pack
 from titancli.rl.prompts import PromptSource
 from titancli.rl.samples import Completion, Prompt
 from titancli.rl.scoring import NoNumber, number_of
-from titancli.testing.behaviour.engines import engine_of, gradients, small_model, step, weights
-from titancli.testing.behaviour.subject import Check, Subject, first_difference
 
 LENGTH = 16
 SEED = 7

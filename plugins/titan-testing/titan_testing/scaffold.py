@@ -9,8 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from string import Template
 
+from titancli import __version__
 from titancli.errors import EnvironmentProblem, UsageError
-from titancli.version import __version__
 
 TEMPLATES = Path(__file__).parent / "templates"
 MANY = ("converter", "logger", "reward")
@@ -70,7 +70,7 @@ def new_plugin(name: str, kinds: Sequence[str], folder: Path) -> list[Path]:
             files[room / "__init__.py"] = config.replace("import component, hookimpl", "import component")
     if several:
         files[package / "__init__.py"] = _package(of_kinds)
-        imports = "from __future__ import annotations\n\nfrom titancli.testing import check_plugin\n\n"
+        imports = "from __future__ import annotations\n\nfrom titan_testing import check_plugin\n\n"
         files[folder / "tests" / "test_plugin.py"] = (
             f'"""The plugin keeps to titan\'s rules."""\n\n{imports}'
             f"{Template(SOUND).substitute(words).rstrip()}\n"
@@ -138,7 +138,7 @@ def _words_of(kind: str, words: dict[str, str], *, several: bool) -> dict[str, s
         "package": f"{words['package']}.{kind}" if several else words["package"],
         "base": "grpo_digit" if kind in OF_GRPO else "llama3_debug",
         "use": array if kind in MANY else f"{slot}={component}",
-        "imports": f"\n{standard}from titancli.testing import {', '.join(helpers)}\n",
+        "imports": f"\n{standard}from titan_testing import {', '.join(helpers)}\n",
         "sound": "" if several else Template(SOUND).substitute(words),
         "trains": _trains(name, kind, component),
     }

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from titancli.checkpoint.hf.likeness import reader_of
+from titancli.checkpoint import reader_of
 from titancli.errors import PluginError, TitanError
 from titancli.registry import current
 from titancli.registry.component import component_info, load_target
@@ -145,7 +145,7 @@ def _module(name: str, file: str | Path | None, seconds: float) -> Iterator[str]
 
 
 def _component(label: str, cls: type, trial: Trial) -> Iterator[str]:
-    from titancli.testing.protocols import target_faults
+    from titan_testing.protocols import target_faults
 
     values = trial.configs.get(label)
     if not summary(cls):
@@ -177,9 +177,9 @@ def _component(label: str, cls: type, trial: Trial) -> Iterator[str]:
 
 def _built(label: str, config: Any, target: Callable[..., Any], trial: Trial) -> Iterator[str]:
     """Build it, and where that goes well see what it does."""
-    from titancli.testing.behaviour import behaviour_faults, checks_of
-    from titancli.testing.behaviour.subject import Subject
-    from titancli.testing.protocols import built_faults
+    from titan_testing.behaviour import behaviour_faults, checks_of
+    from titan_testing.behaviour.subject import Subject
+    from titan_testing.protocols import built_faults
 
     kind = component_info(config).kind
     folder = trial.folder / label.replace("/", "-")
@@ -199,7 +199,7 @@ def _built(label: str, config: Any, target: Callable[..., Any], trial: Trial) ->
 
 def _on_two_ranks(file: str | Path | None) -> Iterator[str]:
     """What the checks have left for two ranks."""
-    from titancli.testing.behaviour.ranks import run_jobs, take_jobs
+    from titan_testing.behaviour.ranks import run_jobs, take_jobs
 
     yield from run_jobs(take_jobs(), [Path(file).absolute()] if file is not None else [])
 
@@ -219,8 +219,7 @@ def _round_trip(config: Any) -> Iterator[str]:
     import tomli
     import tomli_w
 
-    from titancli.recipe.load import resolved_data
-    from titancli.recipe.toml import DEFAULT, Node
+    from titancli.recipe import DEFAULT, Node, resolved_data
     from titancli.registry.binding import bind
 
     data = resolved_data(config, Node({}, DEFAULT), current())

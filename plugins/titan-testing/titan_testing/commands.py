@@ -27,7 +27,7 @@ def run_cli(*arguments: str | Path, cwd: str | Path | None = None) -> Done:
     Args:
         cwd: the folder to run in, since relative paths and `runs/` begin there; None: where the test runs.
     """
-    from titancli.cli import main
+    from titancli.commands import main
 
     # --color leaves its mark on the environment, which here is the test's.
     environment = dict(os.environ)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from titan_testing.behaviour.subject import Check, Subject
 from titancli.errors import TitanError
 from titancli.protocols import TokenizerDefaults
 from titancli.registry.defaults import with_defaults
-from titancli.testing.behaviour.subject import Check, Subject
 
 TEXTS = ["", "a", "The end.", "def f(x):\n    return x + 1\n", "naïve Ἀχιλῆος 東京 🙂", "  two  spaces \t"]
 TALK = [

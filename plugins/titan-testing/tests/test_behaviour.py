@@ -15,6 +15,11 @@ import torch
 from torch import nn
 from torch.nn.functional import dropout
 
+from titan_testing import Example
+from titan_testing.behaviour import behaviour_faults, checks_of
+from titan_testing.behaviour.engines import LENGTH, small_model
+from titan_testing.behaviour.ranks import take_jobs
+from titan_testing.behaviour.subject import Subject
 from titancli import Batch, LossResult
 from titancli.data import ByteTokenizer, PythonStdlib
 from titancli.losses import CrossEntropy, Grpo
@@ -23,11 +28,6 @@ from titancli.optimizers import AdamW
 from titancli.registry.component import build, component, load_target
 from titancli.rl import Local
 from titancli.rl.samples import Completion, Prompt
-from titancli.testing import Example
-from titancli.testing.behaviour import behaviour_faults, checks_of
-from titancli.testing.behaviour.engines import LENGTH, small_model
-from titancli.testing.behaviour.ranks import take_jobs
-from titancli.testing.behaviour.subject import Subject
 
 Faults = Callable[..., str]
 
@@ -344,7 +344,7 @@ class OwnRate(torch.optim.SGD):
                 parameter.data.sub_(parameter.grad, alpha=0.1)
 
 
-@component("optimizer", "kit", target="tests.testing.test_behaviour:built_optimizer")
+@component("optimizer", "kit", target="test_behaviour:built_optimizer")
 class KitOptimizer:
     """One of those above."""
 
@@ -634,7 +634,7 @@ def test_a_logger_is_told_of_steps_without_the_numbers_that_it_expects(faults: F
 # ----------------------------------------------------------------------------------------------- converters
 
 
-@component("converter", "kit", target="tests.testing.test_behaviour:KitConverter")
+@component("converter", "kit", target="test_behaviour:KitConverter")
 class KitConversion:
     """A converter with a fault."""
 
@@ -714,7 +714,7 @@ def test_dropout_whose_draws_are_lost_when_blocks_run_again_is_found(
 # --------------------------------------------------------------------------------------------------- models
 
 
-@component("model", "kit", target="tests.testing.test_behaviour:built_model")
+@component("model", "kit", target="test_behaviour:built_model")
 class KitModel(Llama3):
     """A Llama 3 with a fault."""
 

@@ -7,11 +7,7 @@ from typing import Any
 
 import torch
 
-from titancli.layout.degrees import Degrees
-from titancli.protocols import ConverterDefaults
-from titancli.registry.component import build
-from titancli.registry.defaults import with_defaults
-from titancli.testing.behaviour.engines import (
+from titan_testing.behaviour.engines import (
     LENGTH,
     batch_of,
     engine_of,
@@ -21,8 +17,12 @@ from titancli.testing.behaviour.engines import (
     weights,
     whole,
 )
-from titancli.testing.behaviour.ranks import Job, later
-from titancli.testing.behaviour.subject import Check, Subject, first_difference
+from titan_testing.behaviour.ranks import Job, later
+from titan_testing.behaviour.subject import Check, Subject, first_difference
+from titancli.layout.degrees import Degrees
+from titancli.protocols import ConverterDefaults
+from titancli.registry.component import build
+from titancli.registry.defaults import with_defaults
 
 RECOMPUTED = ("full", "selective")
 RANKS = 0.25

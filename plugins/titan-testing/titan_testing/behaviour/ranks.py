@@ -1,6 +1,6 @@
 """What needs two ranks: jobs that checks leave behind, run together by two processes that start once.
 
-The processes are `python -m titancli.testing.behaviour.ranks FOLDER`. They find the jobs in `jobs.json`, with
+The processes are `python -m titan_testing.behaviour.ranks FOLDER`. They find the jobs in `jobs.json`, with
 batches and what one rank has computed in safetensors, and write what is wrong to `faults.json`.
 """
 
@@ -24,7 +24,7 @@ from titancli.registry.plugins import own_traceback
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from titancli.data.batch import Batch
+    from titancli import Batch
 
 WORLD = 2
 SECONDS = 240
@@ -84,7 +84,7 @@ def run_jobs(jobs: list[Job], files: list[Path]) -> Iterator[str]:
         for rank in range(WORLD):
             environment = {**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             log = (folder / f"rank-{rank}.log").open("w")
-            command = [sys.executable, "-m", "titancli.testing.behaviour.ranks", name]
+            command = [sys.executable, "-m", "titan_testing.behaviour.ranks", name]
             ranks.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
             log.close()
         try:
@@ -133,8 +133,7 @@ def _write(jobs: list[Job], files: list[Path], folder: Path) -> None:
 
 def _told(part: Any) -> Any:
     """A config, or a list of them, as plain data."""
-    from titancli.recipe.load import resolved_data
-    from titancli.recipe.toml import DEFAULT, Node
+    from titancli.recipe import DEFAULT, Node, resolved_data
     from titancli.registry import current
     from titancli.registry.component import component_info
 
@@ -156,7 +155,7 @@ def main(folder: Path) -> None:
     import torch.distributed as dist
 
     from titancli import registry
-    from titancli.distributed.private import forget_meshes
+    from titancli.distributed import process_group
 
     torch.set_num_threads(1)
     told = json.loads((folder / "jobs.json").read_text())
@@ -179,8 +178,7 @@ def main(folder: Path) -> None:
             except Exception as error:
                 outcome = {"fault": f"it raises: {own_traceback(error)}", "raised": True}
             finally:
-                dist.destroy_process_group()
-                forget_meshes()
+                process_group.destroy()
             store.set(f"{key} {rank}", json.dumps(outcome))
             both = [json.loads(store.get(f"{key} {other}")) for other in range(WORLD)]
             found = sorted((one["fault"] for one in both if one["fault"]), key=_secondhand)
@@ -209,9 +207,9 @@ def _compared(folder: Path, number: int, job: dict[str, Any], mesh: dict[str, in
     it so: right, or refused by name."""
     from safetensors.torch import load_file
 
-    from titancli.data.batch import Batch
-    from titancli.testing.behaviour.engines import engine_of, gradients, step, weights
-    from titancli.testing.behaviour.subject import first_difference
+    from titan_testing.behaviour.engines import engine_of, gradients, step, weights
+    from titan_testing.behaviour.subject import first_difference
+    from titancli import Batch
 
     parts = {name: _bound(part) for name, part in job["parts"].items()}
     reference = load_file(folder / f"{number}.reference")

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from titancli.data.batch import Batch
+from titan_testing.behaviour.engines import LENGTH, ROWS, batch_of, engine_of, gradients, weights
+from titan_testing.behaviour.ranks import Job, later
+from titan_testing.behaviour.subject import Check, Example, Subject, first_difference
+from titancli import Batch
 from titancli.errors import TitanError
 from titancli.registry.defaults import ModelConfigDefaults, with_defaults
-from titancli.testing.behaviour.engines import LENGTH, ROWS, batch_of, engine_of, gradients, weights
-from titancli.testing.behaviour.ranks import Job, later
-from titancli.testing.behaviour.subject import Check, Example, Subject, first_difference
 
 LARGEST = 20_000_000
 """Parameters of a model that is tried here."""

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
+from titan_testing.behaviour.subject import Check, Subject
+from titancli import IGNORE, Batch
 from titancli.data import ByteTokenizer
-from titancli.data.batch import IGNORE, Batch
 from titancli.data.loader import Loader
 from titancli.errors import TitanError
 from titancli.recipe.schema import needs_tokenizer
 from titancli.registry.component import build
-from titancli.testing.behaviour.subject import Check, Subject
 
 ROWS, SEED = 4, 7
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from titancli.data.batch import Batch
+    from titancli import Batch
 
 
 class Example(NamedTuple):

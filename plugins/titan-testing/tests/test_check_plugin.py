@@ -9,9 +9,9 @@ from textwrap import dedent
 
 import pytest
 
+from titan_testing import check_plugin
 from titancli import registry
 from titancli.errors import PluginError
-from titancli.testing import check_plugin
 
 GOOD = '''
 from titancli import LossResult, component, hookimpl

@@ -9,11 +9,11 @@ from textwrap import dedent
 
 import pytest
 
+from titan_testing import check_plugin
+from titan_testing.behaviour import checks_of
+from titan_testing.behaviour.ranks import Job, later, run_jobs, take_jobs
 from titancli import registry
 from titancli.errors import PluginError
-from titancli.testing import check_plugin
-from titancli.testing.behaviour import checks_of
-from titancli.testing.behaviour.ranks import Job, later, run_jobs, take_jobs
 
 pytestmark = pytest.mark.ranks
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from titan_testing import recipe, run_cli
+from titan_testing.scaffold import new_plugin
 from titancli.errors import EnvironmentProblem, UsageError
 from titancli.recipe import load_recipe
 from titancli.registry.kinds import KINDS
-from titancli.testing import recipe, run_cli
-from titancli.testing.scaffold import new_plugin
 
 
 def test_a_command_runs_where_it_is_told_to(tmp_path: Path) -> None:
@@ -40,7 +40,7 @@ def test_the_recipe_is_good_and_takes_what_is_laid_over_it(tmp_path: Path) -> No
 
 
 def test_the_kit_imports_neither_torch_nor_pytest() -> None:
-    code = "import sys, titancli.testing; print({'torch', 'pytest', 'pydantic'} & set(sys.modules))"
+    code = "import sys, titan_testing; print({'torch', 'pytest', 'pydantic'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 
