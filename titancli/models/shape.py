@@ -43,6 +43,11 @@ def _linear(name: str, rows: int, columns: int, style: Style, bias: bool = False
     return [weight, Parameter(f"{name}.bias", (rows,), style)] if bias else [weight]
 
 
+def _need(holds: bool, rule: str) -> None:
+    if not holds:
+        raise ValueError(rule)
+
+
 @dataclass(frozen=True)
 class Norm:
     """A norm over the numbers of a token or of a head: `titancli.models.blocks.norm`."""
@@ -54,6 +59,11 @@ class Norm:
     """Whether a bias is added, which only "layer" has."""
     zero_centred: bool = False
     """Whether it multiplies by 1 + weight, which only "rms" does."""
+
+    def __post_init__(self) -> None:
+        layer = self.kind == "layer"
+        _need(layer or not self.bias, "only LayerNorm has a bias")
+        _need(not (layer and self.zero_centred), "LayerNorm multiplies by its weight")
 
     def parameters(self, name: str, width: int, style: Style = "norm") -> list[Parameter]:
         """Return the parameters of a norm of this name and width."""
@@ -135,6 +145,12 @@ class Attention(Spec):
     gated: bool = False
     """Whether what a head gives is multiplied by the sigmoid of a gate, which `wq` makes beside the query."""
 
+    def __post_init__(self) -> None:
+        plain = self.qk_norm != "whole" or self.norm == Norm(self.norm.eps)
+        _need(plain, "a norm over all heads is RMSNorm by its weight")
+        _need(not (self.temperature and self.rotary), "a temperature takes the place of rotary positions")
+        _need(self.rotary or not self.norm_after, "a norm after rotation needs rotary positions")
+
     @property
     def value_dim(self) -> int:
         return self.head_dim
@@ -193,7 +209,7 @@ class Latent(Attention):
     def __post_init__(self) -> None:
         options = [one for one in fields(Attention) if one.default is not MISSING and one.name != "scale"]
         if wrong := [one.name for one in options if getattr(self, one.name) != one.default]:
-            raise TypeError(f"latent attention has no {', '.join(wrong)}")
+            raise ValueError(f"latent attention has no {', '.join(wrong)}")
 
     @property
     def value_dim(self) -> int:
@@ -302,6 +318,9 @@ class Experts(Spec):
     shared_gate: bool = False
     """Whether what the shared experts make of a token is multiplied by a sigmoid of it."""
 
+    def __post_init__(self) -> None:
+        _need(self.joined or self.clamped is None, "clamped experts are joined")
+
     @property
     def experts(self) -> int:
         return int(self.routing.num_experts)
@@ -377,6 +396,9 @@ class Block(Spec):
     """Whether both are given the same, by one norm, and are added together (arXiv 2204.02311)."""
     residual_scale: float = 1.0
     """By what each branch is multiplied before it is added."""
+
+    def __post_init__(self) -> None:
+        _need(not (self.parallel and self.norms == "after"), "parallel branches are normed before")
 
     @property
     def norms_after(self) -> bool:
