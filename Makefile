@@ -3,6 +3,7 @@
 #   make quick                           linter, types, and the tests that need no torch: most mistakes in a minute
 #   make test                            the same, then all tests but those that take minutes each
 #   make test-all                        those as well
+#   make changed                         the tests that what you edited can break, after one `make record`
 #   make test WORKERS=4                  on more cores
 #   make test ARGS="-k chat"             further words for pytest
 #   make train TORCH=torch==2.12.0       another torch
@@ -24,7 +25,7 @@ TORCH_NEEDED := tests/recipe/test_schedules_of_torch.py tests/registry/test_docs
 # Where it is set, as in many containers, each process of a test compiles titan anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train quick test test-all test-programs test-versions lint docs wheels release-check clean
+.PHONY: train quick test test-all record changed choice test-programs test-versions lint docs wheels release-check clean
 
 train: .venv/.installed
 	$(BIN)/titan train llama3_debug $(ARGS)
@@ -34,10 +35,22 @@ quick: lint
 
 # The tests that need no torch are the first here too.
 test: lint
-	$(PYTEST) -m "not slow and not real and not gpu" $(ARGS)
+	$(PYTEST) -m "not slow and not nightly and not real and not gpu" $(ARGS)
 
 test-all: lint
 	$(PYTEST) -m "not real and not gpu" $(ARGS)
+
+# What each test runs, in .tests/, by which `make changed` knows what an edit can break.
+record: .venv/.installed-dev
+	$(BIN)/python -m tests.choice record --workers $(WORKERS) -m "not slow and not nightly and not real and not gpu" $(ARGS)
+
+changed: .venv/.installed-dev
+	$(BIN)/python -m tests.choice changed --workers $(WORKERS) -q $(ARGS)
+
+# What `make test` leaves out, chosen anew from a measurement of all tests: two hours on 2 cores. See tests/choice.
+choice: .venv/.installed-dev
+	$(BIN)/python -m tests.choice record --workers $(WORKERS) --timeout 1200 -m "not real and not gpu"
+	$(BIN)/python -m tests.choice choose
 
 # Those that need programs which not every machine has: tests/programs.py. Where one is missing they are skipped.
 test-programs: .venv/.installed-dev

@@ -38,6 +38,8 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
+from tests import choice
+
 LIBRARIES = (
     "torch",
     "torch._dynamo",
@@ -156,6 +158,7 @@ def become(start: Start) -> None:
         _take_path(start.environment.get("PYTHONPATH", ""))
         os.environ.clear()
         os.environ.update(start.environment)
+        choice.begin()
         _be_known_as([EXECUTABLE, *start.words], start.environment)
         Forks(_fork_here).install()
         code = _run(start.words)
@@ -310,6 +313,9 @@ class Forks:
 
         def execute(popen: Any, *given: Any) -> None:
             options = dict(zip(Forks._names[1:], given, strict=True))
+            if options["env"] is not None:
+                options["env"] = choice.environment() | dict(options["env"])
+                given = tuple(options.values())
             start = None if forks.cold else as_start(options)
             pid = None if start is None else forks.fork(start)
             if pid is None:
@@ -349,7 +355,7 @@ class Warm(Forks):
                 cwd=Path(__file__).parent.parent,
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, "ROOM": ROOM},
+                env={**os.environ, "ROOM": ROOM, choice.START: ""},
             )
         finally:
             self.cold = False

@@ -14,9 +14,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
+
+from tests import choice
 
 TIMEOUT = 120.0
 ROOT = Path(__file__).parent.parent.parent
@@ -58,7 +61,7 @@ class Ranks:
                 [sys.executable, "-m", "tests.ranks", str(theirs.fileno()), str(rank)],
                 cwd=ROOT,
                 pass_fds=[theirs.fileno()],
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "OMP_NUM_THREADS": "1", choice.TEST: ""},
             )
             theirs.close()
             ours.send(sys.path)  # where the modules of the functions are
@@ -69,9 +72,10 @@ class Ranks:
 
         skip_where_refused(*args)
         self._start(world)
+        test = os.environ.get(choice.TEST, "")
         with tempfile.TemporaryDirectory() as folder:
             for _, connection in self._workers[:world]:
-                connection.send_bytes(packed((world, os.path.join(folder, "store"), function, args)))
+                connection.send_bytes(packed((world, os.path.join(folder, "store"), function, args, test)))
             outcomes = []
             for rank, (process, connection) in enumerate(self._workers[:world]):
                 if not connection.poll(TIMEOUT):
@@ -93,7 +97,9 @@ class Ranks:
 
     def close(self) -> None:
         for process, connection in self._workers:
-            connection.close()
+            connection.close()  # at which it ends by itself, and is measured whole; else sooner:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(20 if os.environ.get(choice.START) else 0)
             process.terminate()
             process.wait()
         self._workers.clear()

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests import choice
 from tests.ranks import packed
 from titancli.distributed.private import forget_meshes
 
@@ -23,9 +24,10 @@ def serve(connection: Connection[Any, Any], rank: int) -> None:
     torch.set_num_threads(1)
     while True:
         try:
-            world, store, function, args = pickle.loads(connection.recv_bytes())
+            world, store, function, args, test = pickle.loads(connection.recv_bytes())
         except EOFError:
             return
+        choice.now(test)
         os.environ.update(
             RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world)
         )
