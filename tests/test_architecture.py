@@ -36,7 +36,7 @@ FLOORS = [
     {"run.worker", "run.attempt", "run.data", "run.saving", "run.probe", "run.remote", "run.watching"},
     {"launchers"},
     {"run"},
-    {"doctor", "prove"},
+    {"doctor"},
     {"cli", "commands"},
     {"builtin", "__init__", "__main__"},
 ]

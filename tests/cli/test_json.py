@@ -71,7 +71,7 @@ def names_of(of: click.Group, *above: str) -> Iterator[str]:
 
 
 def test_a_command_that_can_print_json_is_among_these(titan: Titan) -> None:
-    # They need a model, or a run: tests/generate, tests/run, tests/prove, tests/docs.
+    # They need a model, or a run: tests/generate, tests/run, titan-proof, tests/docs.
     # Token shards: tests/data. Jobs: plugins/titan-slurm. Checkpoints: tests/cli/test_checkpoint.py.
     elsewhere = {
         "runs",

@@ -145,7 +145,7 @@ def check(found: tuple[StepDigest, StepDigest], one_rank: tuple[StepDigest, Step
         assert set(differences(own, expected)) <= {"loss", "gradient norm"}  # hashes are another layout's
 
 
-@pytest.mark.slow  # tests/run/test_replay.py compares digests of two ranks
+@pytest.mark.slow  # test_replay.py of titan-proof compares digests of two ranks
 @pytest.mark.ranks
 def test_ranks_make_the_same_digests_again_until_a_bit_flips(
     ranks: Ranks, tmp_path: Path, one_rank: tuple[StepDigest, StepDigest]

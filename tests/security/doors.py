@@ -33,13 +33,13 @@ DOORS = [
     Door(
         "recipes",
         "recipe.read recipe.load recipe.merge recipe.syntax recipe.toml cli.recipes cli.new_file"
-        " prove.proof titan_torchtitan.translate",
+        " titan_proof.prove.proof titan_torchtitan.translate",
         f"{SEC}test_recipe_fields.py::test_checking_a_recipe_starts_nothing",
         "tests/recipe/test_extends.py::test_broken_files_are_all_told_and_nothing_that_follows_from_them",
     ),
     Door(
         "the lock of a run",
-        "run.worker run.compare run.replay launchers.torchrun loggers.tensorboard"
+        "run.worker run.compare titan_proof.replay launchers.torchrun loggers.tensorboard"
         " titan_report.page titan_sweep.sweep runs titan_trackio.logger titan_ft.replicas",
         f"{SEC}test_seals.py::test_a_resume_does_not_go_on_with_another_rate_than_it_had",
         f"{SEC}test_seals.py::test_each_bit_of_a_lock_file",
@@ -62,8 +62,8 @@ DOORS = [
     Door("the event log", "observe.events titan_wandb.logger", SHOWN, LISTED, "events.jsonl"),
     Door(
         "logs and reports of ranks",
-        "observe.logs observe.failures titan_slurm.command launchers.local launchers.agent prove.pool"
-        " titan_sweep.command titan_sweep.jobs distributed.process_group",
+        "observe.logs observe.failures titan_slurm.command launchers.local launchers.agent"
+        " titan_proof.prove.pool titan_sweep.command titan_sweep.jobs distributed.process_group",
         LINKS,
         SMALL,
         "logs/*",
@@ -93,9 +93,9 @@ DOORS = [
     ),
     Door(
         "sources that a run keeps, and files of titan reproduce",
-        "provenance run.reproduction",
-        f"{RUN}test_reproduce.py::test_plugin_files_and_the_uncommitted_patch_are_kept_and_never_run",
-        f"{RUN}test_reproduce.py::test_a_file_that_is_damaged_or_newer_or_none_is_refused",
+        "provenance titan_proof.reproduction",
+        "plugins/titan-proof/tests/test_reproduce.py::test_plugin_files_and_the_uncommitted_patch_are_kept_and_never_run",
+        "plugins/titan-proof/tests/test_reproduce.py::test_a_file_that_is_damaged_or_newer_or_none_is_refused",
         "sources/*",
     ),
     Door(
@@ -107,8 +107,8 @@ DOORS = [
     ),
     Door(
         "sockets and stores that ranks meet through",
-        "launchers.agent distributed.process_group engine.ranks prove.rank prove.pool data.workers"
-        " titan_ft.replicas",
+        "launchers.agent distributed.process_group engine.ranks data.workers"
+        " titan_proof.prove.rank titan_proof.prove.pool titan_ft.replicas",
         f"{RUN}test_listening.py::test_two_ranks_listen_to_this_machine_alone_also_after_a_restart",
         "tests/launchers/test_agent.py::test_a_program_at_the_endpoint_that_never_answers_is_not_waited_for",
     ),
@@ -177,7 +177,7 @@ DOORS = [
     ),
     Door(
         "caches of this user",
-        "fingerprint data.lengths data.row_index data.shards.remote prove.badge",
+        "fingerprint data.lengths data.row_index data.shards.remote registry.badges",
         "tests/data/test_remote_shards.py::test_a_link_in_the_cache_is_not_followed",
         "tests/data/test_fingerprint.py::test_a_cache_that_is_damaged_or_cannot_be_written_changes_nothing",
     ),
@@ -201,7 +201,8 @@ DOORS = [
     ),
     Door(
         "programs that titan starts, and what they answer",
-        "doctor launchers.devices titan_slurm.jobs launchers.torchrun prove.pool provenance titan_sweep.jobs",
+        "doctor launchers.devices titan_slurm.jobs launchers.torchrun provenance"
+        " titan_proof.prove.pool titan_sweep.jobs",
         "tests/docs/test_security.py::test_nothing_unpickles_or_evaluates",
         f"{RUN}test_failures.py::test_an_error_that_echoes_another_ranks_is_never_the_cause",
     ),

@@ -25,6 +25,10 @@ _HOME = {
     "read_hf": "hf.folder",
     "load_hf_weights": "hf.load",
     "reader_of": "hf.likeness",
+    "STEP_NAME": "format.manifest",
+    "Comparison": "compare",
+    "compare_checkpoints": "compare",
+    "open_weights": "base",
 }
 __all__ = list(_HOME)
 

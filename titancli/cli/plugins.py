@@ -11,9 +11,11 @@ from titancli.cli.completion import PluginName
 from titancli.cli.group import BUILTIN
 from titancli.cli.output import print_json, table
 from titancli.errors import PluginError, nearest_name
-from titancli.prove.badge import badges
 from titancli.registry import current
 from titancli.registry.apart import try_apart
+from titancli.registry.badges import badges
+from titancli.registry.first_party import PLUGINS
+from titancli.registry.kinds import BUILTIN as BUILTIN_PLUGIN
 from titancli.registry.plugins import PluginStatus
 
 JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
@@ -63,7 +65,23 @@ def _tell(name: str | None, as_json: bool) -> None:
     elif name is not None:
         _show(plugins[0])
     else:
-        table(("plugin", "version", "state", "load", "components", ""), [_row(plugin) for plugin in plugins])
+        _print(plugins)
+
+
+def _print(plugins: list[PluginStatus]) -> None:
+    """Print titan's own plugins, and then those of others."""
+    own = [plugin for plugin in plugins if _is_own(plugin)]
+    others = [plugin for plugin in plugins if not _is_own(plugin)]
+    for title, group in (("titan's own", own), ("others", others)):
+        if group:
+            if own and others:
+                print(f"{title}:" if group is own else f"\n{title}:")
+            header = ("plugin", "version", "state", "load", "components", "")
+            table(header, [_row(plugin) for plugin in group])
+
+
+def _is_own(plugin: PluginStatus) -> bool:
+    return plugin.name == BUILTIN_PLUGIN or (plugin.name in PLUGINS and plugin.distribution == plugin.name)
 
 
 def _named(name: str, plugins: list[PluginStatus]) -> PluginStatus:
@@ -78,7 +96,7 @@ def _named(name: str, plugins: list[PluginStatus]) -> PluginStatus:
 
 
 def _document(plugin: PluginStatus) -> dict[str, Any]:
-    document = dataclasses.asdict(plugin) | {"proofs": badges(plugin.name)}
+    document = dataclasses.asdict(plugin) | {"own": _is_own(plugin), "proofs": badges(plugin.name)}
     return {**document, "file": plugin.file and str(plugin.file), "seconds": round(plugin.seconds, 4)}
 
 

@@ -10,6 +10,7 @@ from titancli.cli import main
 from titancli.cli.common import Common, split_overrides
 from titancli.cli.completion import RecipeOrOverride, RunName
 from titancli.cli.failures import print_error
+from titancli.cli.naming import find_component, is_component
 from titancli.cli.new_file import next_step, recipe_name, refuse_file, write_new
 from titancli.cli.output import colored, note, out, print_json, short_path, table
 from titancli.cli.train import NumberOrAuto
@@ -22,6 +23,8 @@ __all__ = [
     "RunName",
     "clean",
     "colored",
+    "find_component",
+    "is_component",
     "main",
     "next_step",
     "note",

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
 from titancli.distributed.collectives import Group, gather, gather_same
+from titancli.distributed.private import offsets_of as offsets_of
 from titancli.errors import TitanError
 
 SEQUENCE = 1

@@ -7,7 +7,8 @@ Importing this imports no pydantic, and nothing here ever imports torch.
 
 from __future__ import annotations
 
-from titancli.recipe.find import LOCK_NAME, bundled_folder, find_recipe
+from titancli.recipe.env import ALLOWED
+from titancli.recipe.find import LOCK_HEADER, LOCK_NAME, bundled_folder, find_recipe
 from titancli.recipe.load import Loaded, load_recipe, lock_text, resolved_data
 from titancli.recipe.problems import Problems, nearest, render_problems
 from titancli.recipe.read import read_file
@@ -15,7 +16,9 @@ from titancli.recipe.toml import DEFAULT, KeyPath, Node, Origin, dotted, inline
 from titancli.registry.first_party import install_command
 
 __all__ = [
+    "ALLOWED",
     "DEFAULT",
+    "LOCK_HEADER",
     "LOCK_NAME",
     "KeyPath",
     "Loaded",

@@ -7,12 +7,16 @@ import shlex
 from pathlib import Path
 
 COMMANDS = {
+    "bisect": "titan-proof",
     "flux-encode": "titan-flux",
     "launch": "titan-slurm",
     "lm-eval": "titan-eval",
     "plugin new": "titan-testing",
+    "prove": "titan-proof",
     "recipe from-torchtitan": "titan-torchtitan",
+    "replay": "titan-proof",
     "report": "titan-report",
+    "reproduce": "titan-proof",
     "sweep": "titan-sweep",
 }
 """Commands, each with the plugin that brings it."""
@@ -32,6 +36,7 @@ COMPONENTS = {
     "optimizer/muon": "titan-muon",
 }
 """Components, `kind/name`, each with the plugin that brings it."""
+PLUGINS = frozenset({*COMMANDS.values(), *COMPONENTS.values()})
 FOLDER = Path(__file__).resolve().parents[2] / "plugins"
 """Their folders, in a checkout; an installed titan has none."""
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from titancli.checkpoint import read_manifest
 from titancli.checkpoint.format.manifest import last_serial
 from titancli.provenance import provenance
-from titancli.run.differences import code_changes
+from titancli.run.code_drift import code_changes
 from titancli.runs import timestamp
 
 if TYPE_CHECKING:

@@ -1,0 +1,1 @@
+from tests.run.conftest import here  # noqa: F401 - a fixture

@@ -1,0 +1,1 @@
+"""The commands: words in and words out, no logic."""

@@ -1,0 +1,199 @@
+"""What is compared with one process: layouts of two to four ranks, and more. Torch-free."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import shutil
+from dataclasses import dataclass, replace
+
+from titan_proof.prove.shrink import ROWS
+from titancli.layout.stages import SCHEDULES
+from titancli.recipe.schema import Recipe
+from titancli.registry.defaults import LossConfigDefaults, ModelConfigDefaults, with_defaults
+
+TITLES = {
+    "dp_shard": "FSDP2 (mesh.dp_shard)",
+    "dp_replicate": "replication (mesh.dp_replicate)",
+    "tp": "tensor parallel (mesh.tp)",
+    "cp": "context parallel (mesh.cp)",
+    "pp": "pipeline parallel (mesh.pp)",
+    "ep": "expert parallel (mesh.ep)",
+    "accumulation": "gradient accumulation (training.global_batch_size)",
+    "recompute full": 'recomputation (activation_checkpoint.mode = "full")',
+    "recompute op": 'recomputation (activation_checkpoint.mode = "selective")',
+    "compile": "compile (compile.enable)",
+    "bf16": "bfloat16 (training.mixed_precision_param)",
+    "resume": "resume from a checkpoint",
+    "export": "export to Hugging Face and back",
+    "generation": "generation",
+}
+"""Techniques, as people are told."""
+MOST = 4
+"""Ranks."""
+MICRO_BATCHES = 3
+"""Of accumulation: one that is neither the first nor the last, and the last with fewer rows."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to compute the same two steps."""
+
+    mesh: tuple[tuple[str, int], ...] = ()
+    more: tuple[str, ...] = ()
+    """Techniques that are no degree of the mesh."""
+    rows: int = ROWS
+    backend: str = "aot_eager"
+    """Of compile."""
+    layers: int | None = None
+    """As many as the layout needs; None: as many as the small recipe has."""
+    converters: bool = True
+    """Whether the recipe's are in place."""
+    unit: int = 1
+    """Rows that belong together, as pairs do."""
+    experts: bool = False
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        return dict(self.mesh)
+
+    @property
+    def name(self) -> str:
+        words = [f"{name} {degree}" for name, degree in self.mesh]
+        more = [f"compile ({self.backend})" if name == "compile" else name for name in self.more]
+        return ", ".join([*words, *more, *["without converters"] * (not self.converters)]) or "one process"
+
+    @property
+    def techniques(self) -> frozenset[str]:
+        return frozenset([*(name for name, _ in self.mesh), *self.more])
+
+    @property
+    def ranks(self) -> int:
+        count = 1
+        for name, degree in self.mesh:
+            count *= 1 if name == "ep" else degree
+        return count
+
+    @property
+    def dp(self) -> int:
+        """Ranks whose rows differ."""
+        return self.degrees.get("dp_shard", 1) * self.degrees.get("dp_replicate", 1)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Rows of each micro-batch on a data-parallel rank."""
+        units, left = self.rows // self.dp // self.unit, MICRO_BATCHES if "accumulation" in self.more else 1
+        found = []
+        while units:
+            found.append(-(-units // left))
+            units, left = units - found[-1], left - 1
+        return [size * self.unit for size in found]
+
+    @property
+    def of_model(self) -> list[str]:
+        """What one process that this is compared with has as well."""
+        found = [] if self.layers is None else [f"model.n_layers={self.layers}"]
+        if not self.converters:
+            found.append("converters=[]")
+        if "bf16" in self.more:
+            found.append("training.mixed_precision_param=bfloat16")
+            if self.experts:  # what bfloat16 rounds would choose others
+                found.append("debug.moe_force_load_balance=true")
+        return found
+
+    @property
+    def overrides(self) -> list[str]:
+        """What makes this case of the small recipe."""
+        found = self.of_model + [f"mesh.{name}={degree}" for name, degree in self.mesh]
+        found.append(f"training.local_batch_size={self.rows // self.dp}")
+        found.append(f"training.global_batch_size={self.rows}")
+        if "recompute full" in self.more:
+            found.append("activation_checkpoint.mode=full")
+        if "recompute op" in self.more:
+            found.append("activation_checkpoint.mode=selective")
+        if "compile" in self.more:
+            found += ["compile.enable=true", f"compile.backend={self.backend}"]
+        return found
+
+
+def cases(recipe: Recipe, ranks: int, *, by_rows: bool = False) -> list[Case]:
+    """All cases of a recipe on at most so many ranks, those of few techniques first.
+
+    Args:
+        by_rows: what its converters compute depends on the rows at hand, so that accumulation with them says
+            nothing of accumulation by itself, and context parallel is compared without them.
+    """
+    # inductor compiles C++, which takes minutes: where the recipe asks for it, and it can.
+    wanted = recipe.compile.enable and recipe.compile.backend == "inductor"
+    backend = "inductor" if wanted and shutil.which("g++") else "aot_eager"
+    experts = bool(with_defaults(ModelConfigDefaults, recipe.model).n_experts)
+    pairs = with_defaults(LossConfigDefaults, recipe.loss).learns_from_pairs
+
+    def case(*more: str, rows: int = ROWS, **mesh: int) -> Case:
+        unit = 2 if pairs else 1
+        return Case(tuple(mesh.items()), more, rows, backend, unit=unit, experts=experts)
+
+    found = [
+        case("accumulation"),
+        case("recompute full"),
+        case("recompute op"),
+        case("compile"),
+        case("resume"),
+        case("export"),
+        case("generation"),
+        case("bf16", "resume"),  # casts of an engine that has just been built are those of its weights
+        # Not where ranks add parts of a sum that are rounded to bfloat16, which no nudge shows.
+        *(case("bf16", **{name: 2}) for name in ("dp_shard", "pp")),
+        *(case(**{name: 2}) for name in ("dp_shard", "dp_replicate", "tp", "cp", "pp")),
+        case("accumulation", dp_shard=2),
+        case("recompute full", dp_shard=2),
+        case("compile", dp_shard=2),
+        case("resume", dp_shard=2),
+        case("generation", dp_shard=2),
+        case("accumulation", tp=2),
+        case("recompute op", tp=2),
+        case("compile", tp=2),
+        case("resume", tp=2),
+        case("export", tp=2),
+    ]
+    if not pairs:
+        found.append(case(dp_shard=3, rows=12))  # what three do not divide evenly
+    names = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
+    found += [case(dp_shard=4), case(tp=4), case(cp=4), replace(case(pp=4), layers=_layers(recipe, 4))]
+    if recipe.converters:
+        found.append(replace(case("generation"), converters=False))  # as `titan generate` does
+    if by_rows:
+        found += [
+            replace(one, converters=False)
+            for one in found
+            if one.techniques <= {"accumulation", "dp_shard"} and len(one.sizes) > 1
+        ]
+    found += [case(**{one: 2, other: 2}) for one, other in itertools.combinations(names, 2)]
+    found.append(case("recompute full", "compile", dp_shard=2, tp=2))
+    if experts:
+        found += [
+            *(case(**{name: 2}, ep=2) for name in ("dp_shard", "cp", "tp")),
+            case("recompute op", dp_shard=2, ep=2),
+            case("accumulation", dp_shard=2, ep=2),
+            case("resume", dp_shard=2, ep=2),
+            case("export", dp_shard=2, ep=2),
+            case(dp_shard=4, ep=2),
+            case(dp_shard=4, ep=4),
+            *(
+                case(**{one: 2, other: 2}, ep=2)
+                for one, other in itertools.combinations(names, 2)
+                if (one, other) != ("dp_replicate", "pp")
+            ),
+        ]
+    legal = [each for each in found if each.ranks <= ranks]
+    if by_rows:  # no single process has at hand what a rank has of a row that is shared
+        legal = [replace(each, converters="cp" not in each.degrees and each.converters) for each in legal]
+    return sorted(legal, key=lambda each: (each.ranks, len(each.techniques)))
+
+
+def _layers(recipe: Recipe, stages: int) -> int | None:
+    """How many layers a pipeline over so many ranks needs: a multiple of those that the small recipe has,
+    which are of every kind; None: they are enough, or not known."""
+    there = with_defaults(ModelConfigDefaults, recipe.model).n_layers
+    needed = stages * SCHEDULES[recipe.pipeline.schedule].usual_stages
+    return None if not there or there >= needed else there * math.ceil(needed / there)

@@ -1,0 +1,386 @@
+"""What a rank computes in a case: two optimizer steps on given rows, and all that came of them, on rank 0."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from titancli import IGNORE, Batch
+from titancli.distributed.local import offsets_of
+from titancli.engine import Engine
+from titancli.errors import TitanError
+from titancli.protocols import LossDefaults, ModelDefaults
+from titancli.recipe.schema import Recipe, needs_dataset, needs_tokenizer
+from titancli.registry.component import build
+from titancli.registry.defaults import (
+    DatasetConfigDefaults,
+    LossConfigDefaults,
+    ModelConfigDefaults,
+    with_defaults,
+)
+
+STEPS = 2
+Part = tuple[tuple[int, ...], tuple[slice, ...], Any]
+"""The shape of the whole, and what one rank has of it: where, and the values, as an array."""
+
+
+class Refusal(Exception):
+    """The engine cannot be built so, and says why."""
+
+    def __init__(self, error: TitanError) -> None:
+        super().__init__(error.message)
+
+
+@dataclass
+class Results:
+    """What came of two steps, by `STEP KIND NAME`; on rank 0."""
+
+    tensors: dict[str, Tensor]
+    """Kinds: `initial` (a weight before the step), `loss`, `norm`, `routes` (tokens of each expert),
+    `gradient` (of the loss's sum), `applied` (as the optimizer gets it), `weight`, and `output` (of a module:
+    a number for each token, sorted)."""
+    order: list[str] = field(default_factory=list)
+    """Parameters in the order in which forward comes to them; known on one process."""
+    random: bool = False
+    """Whether forward drew random numbers."""
+
+
+def measure(
+    recipe: Recipe,
+    sizes: Sequence[int],
+    *,
+    saved: Path | None = None,
+    nudge: float = 0.0,
+    draw: int = 1,
+) -> Results:
+    """Do two steps. Collective; needs a process group.
+
+    Args:
+        sizes: rows of each micro-batch of a step on every data-parallel rank.
+        saved: after the first step save here, and do the second with a new engine that loads it.
+        nudge: change the initial weights by random numbers of this size relative to each.
+        draw: which random numbers.
+
+    Raises:
+        Refusal: the engine cannot be built on this layout.
+    """
+    record = Record(sizes, forward=not recipe.compile.enable)
+    engine = engine_of(recipe)
+    try:
+        if nudge:
+            _nudge(engine, nudge, draw)
+        batches = batches_of(recipe, engine, sum(sizes))
+        for step in range(STEPS):
+            record.do(engine, batches[step], step)
+            if saved is not None and step == 0:
+                engine.save(saved)
+                engine.close()
+                engine = engine_of(recipe)
+                engine.load(saved)
+    finally:
+        engine.close()
+    return record.results()
+
+
+def gradients_of(recipe: Recipe, rows: int, pieces: int) -> dict[str, Tensor]:
+    """Return the gradients of the first step's loss on one process, the sum of those of so many pieces of the
+    rows: each in a call of its own, which knows nothing of the others."""
+    engine = engine_of(recipe)
+    try:
+        total: dict[str, Tensor] = {}
+        batch = batches_of(recipe, engine, rows)[0]
+        for piece in batch.split(batch.rows // pieces):
+            engine.forward_backward(piece)
+            for name, parameter in engine.trained_parameters():
+                if parameter.grad is not None:
+                    total[name] = total.get(name, 0.0) + parameter.grad.float().cpu()
+            engine.clear_gradients()
+        return total
+    finally:
+        engine.close()
+
+
+class Record:
+    """Steps of engines, and all that comes of them.
+
+    Args:
+        sizes: see `measure`.
+        forward: look at outputs of modules too; not of those that are compiled, whose graphs would be others.
+    """
+
+    def __init__(self, sizes: Sequence[int], *, forward: bool) -> None:
+        self._sizes = sizes
+        self._watch, self._forward = Watch(), forward
+        self._parts: dict[str, Part] = {}
+        self._tensors: dict[str, Tensor] = {}
+
+    def do(self, engine: Engine, batch: Batch, step: int) -> None:
+        """Do a step on all ranks' rows. Collective."""
+        self._parts |= _weights(engine, f"{step} initial")
+        with self._watch.on(engine, step, forward=self._forward):
+            metrics = engine.forward_backward(mine(engine, batch, self._sizes))
+            self._keep(f"{step} loss", metrics["loss"])
+            self._parts |= _gradients(engine, f"{step} gradient")
+            self._keep(f"{step} norm", engine.optim_step()["grad_norm"])
+        self._parts |= _weights(engine, f"{step} weight")
+
+    def _keep(self, key: str, value: Any) -> None:
+        self._tensors[key] = torch.as_tensor(value).detach().float().reshape(()).cpu().clone()
+
+    def results(self) -> Results:
+        """Return what came of all steps, on rank 0. Collective."""
+        watch = self._watch
+        whole = _assembled(self._parts | watch.applied, watch.outputs)
+        return Results(self._tensors | watch.routes | whole, watch.order, watch.random)
+
+
+def device_of_group() -> torch.device:
+    """Return where the process group's ranks compute."""
+    on_gpu = "nccl" in dist.get_backend_config()
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
+def engine_of(recipe: Recipe) -> Engine:
+    """
+    Raises:
+        Refusal: the engine cannot be built so.
+    """
+    from titancli.errors import PluginError, RankFailure
+
+    try:
+        return Engine.build(recipe, device=device_of_group())
+    except (PluginError, RankFailure):
+        raise
+    except TitanError as error:
+        raise Refusal(error) from error
+
+
+def _nudge(engine: Engine, size: float, draw: int) -> None:
+    """Change every weight a little, as rounding might."""
+    generator = torch.Generator().manual_seed(draw)
+    with torch.no_grad():
+        for _, parameter in engine.named_parameters():
+            whole = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            whole.mul_(1 + size * torch.randn(whole.shape, generator=generator).to(whole.device))
+
+
+# ------------------------------------------------------------------------------------------------ batches
+
+
+def batches_of(recipe: Recipe, engine: Engine, rows: int) -> list[Batch]:
+    """All rows of each step, `rows` for each data-parallel rank: random tokens, unevenly many targets; for a
+    model that takes something else, what the recipe's dataset gives."""
+    rows *= engine.mesh.degrees.dp
+    if "tokens" in engine.parts[0].inputs:
+        return [_tokens(recipe, engine, rows, step) for step in range(STEPS)]
+    if not needs_dataset(recipe.loop) or needs_tokenizer(recipe.dataset):
+        taken = ", ".join(engine.parts[0].inputs)
+        raise TitanError(f"the model takes {taken}, and only its dataset could provide them without text")
+    dataset = build(
+        recipe.dataset,
+        tokenizer=None,
+        seq_len=recipe.training.seq_len,
+        rows=rows,
+        dp_rank=0,
+        dp_size=1,
+        seed=recipe.training.seed,
+    )
+    return [batch for batch, _ in zip(dataset, range(STEPS), strict=False)]
+
+
+def _tokens(recipe: Recipe, engine: Engine, rows: int, step: int) -> Batch:
+    length = recipe.training.seq_len
+    vocabulary = with_defaults(ModelConfigDefaults, recipe.model).vocab_size
+    if vocabulary is None:
+        raise TitanError("the model's config has no `vocab_size`, so no tokens can be drawn for it")
+    generator = torch.Generator().manual_seed(1000 * recipe.training.seed + step)
+    tokens = torch.randint(0, vocabulary, (rows, length + 1), generator=generator)
+    targets = tokens[:, 1:].clone()
+    for row in range(rows):  # an average of averages would be wrong
+        targets[row, : length * (row % ROW_KINDS) // ROW_KINDS] = IGNORE
+    places = torch.arange(length).expand(rows, length)
+    batch = {"tokens": tokens[:, :-1].contiguous(), "targets": targets, "positions": places.contiguous()}
+    if needs_dataset(recipe.loop) and with_defaults(DatasetConfigDefaults, recipe.dataset).document_mask:
+        starts = torch.rand(rows, length, generator=generator) < 0.2
+        starts[:, 0] = True
+        batch["document_ids"] = starts.cumsum(1).int()
+        batch["positions"] = places - torch.where(starts, places, 0).cummax(1).values
+    needs = with_defaults(LossDefaults, engine.loss).needs
+    for name in sorted(set(needs) - set(batch)):
+        dims = needs[name] if isinstance(needs, Mapping) else "BS"
+        drawn = torch.randn((rows, length)[: len(dims)], generator=generator)
+        # Log-probabilities near those of the model: ratios to it must not overflow.
+        batch[name] = -np.log(vocabulary) + 0.1 * drawn if "logprob" in name else drawn
+    pairs = with_defaults(LossConfigDefaults, recipe.loss).learns_from_pairs
+    return Batch(batch, unit=2 if pairs else 1)
+
+
+ROW_KINDS = 8
+"""Rows that have different numbers of targets."""
+
+
+def mine(engine: Engine, batch: Batch, sizes: Sequence[int]) -> list[Batch]:
+    """This rank's micro-batches, of so many rows each."""
+    dp, start, found = engine.mesh.degrees.dp, 0, []
+    for size in sizes:
+        own = slice(start + engine.mesh.dp_rank * size, start + (engine.mesh.dp_rank + 1) * size)
+        found.append(Batch({name: tensor[own] for name, tensor in batch.items()}, unit=batch.unit))
+        start += dp * size
+    return found
+
+
+# ----------------------------------------------------------------------------------------- what is looked at
+
+
+class Watch:
+    """What a step leaves no trace of: outputs of modules, gradients as they are applied, experts' tokens."""
+
+    def __init__(self) -> None:
+        self.outputs: dict[str, list[Any]] = {}
+        self.applied: dict[str, Part] = {}
+        self.routes: dict[str, Tensor] = {}
+        self.order: list[str] = []
+        self.random = False
+
+    @contextmanager
+    def on(self, engine: Engine, step: int, *, forward: bool) -> Iterator[None]:
+        """Watch one step.
+
+        Args:
+            forward: modules too; not those that are compiled, whose graphs would be others.
+        """
+        with ExitStack() as ends:
+            # Where it has a hook, an optimizer that divides gradients itself finds them divided: the second
+            # step is as in a run.
+            if engine.optimizer is not None and step == 0:
+
+                def before(*given: Any) -> None:
+                    self.applied |= _gradients(engine, f"{step} applied")
+
+                ends.callback(engine.optimizer.register_step_pre_hook(before).remove)
+            for model in engine.parts:
+                self._watch_counts(model, step, ends)
+                if forward:
+                    self._watch_forward(model, step, ends)
+            yield
+
+    def _watch_counts(self, model: Any, step: int, ends: ExitStack) -> None:
+        kept: Callable[..., None] = with_defaults(ModelDefaults, model).after_step
+
+        def after_step(counts: dict[str, Tensor]) -> None:
+            self.routes |= {
+                f"{step} routes {name}": count.float().cpu().clone() for name, count in counts.items()
+            }
+            kept(counts)
+
+        model.after_step = after_step
+        ends.callback(lambda: model.__dict__.pop("after_step", None))
+
+    def _watch_forward(self, model: Any, step: int, ends: ExitStack) -> None:
+        residual = {f"layers.{name}": layer for name, layer in model.layers.items()}
+        residual |= {
+            name: child for name, child in model.named_children() if name not in ("layers", "output")
+        }
+        for name, module in residual.items():
+            hook = self._keeper(f"{step} output {name}")
+            ends.callback(module.register_forward_hook(hook).remove)
+        for name, module in model.named_modules():
+            own = [f"{name}.{key}".lstrip(".") for key, _ in module.named_parameters(recurse=False)]
+            if own and step == 0:
+                ends.callback(module.register_forward_pre_hook(self._comes_to(own)).remove)
+        before: list[list[Tensor]] = []
+        ends.callback(model.register_forward_pre_hook(lambda *given: before.append(_generators())).remove)
+
+        def after(*given: Any) -> None:
+            self.random |= not all(map(torch.equal, before.pop(), _generators()))
+
+        ends.callback(model.register_forward_hook(after).remove)
+
+    def _comes_to(self, names: list[str]) -> Callable[..., None]:
+        def hook(*given: Any) -> None:
+            self.order += [name for name in names if name not in self.order]
+
+        return hook
+
+    def _keeper(self, key: str) -> Callable[..., None]:
+        def hook(module: nn.Module, given: Any, out: Any) -> None:
+            out = out[0] if isinstance(out, tuple) and out else out
+            again = torch._C._current_graph_task_id() != -1  # recomputed in backward
+            if isinstance(out, Tensor) and out.is_floating_point() and out.ndim > 1 and not again:
+                drawn = torch.Generator().manual_seed(0)
+                along = torch.randn(out.shape[-1], generator=drawn)  # a norm would not show a turn
+                self.outputs.setdefault(key, []).append(
+                    (out.detach().float().cpu() @ along).flatten().numpy()
+                )
+
+        return hook
+
+
+def _weights(engine: Engine, kind: str) -> dict[str, Part]:
+    state, _ = engine.save_state()
+    weights = {name.removeprefix("model."): t for name, t in state.items() if name.startswith("model.")}
+    return {f"{kind} {name}": part(t) for name, t in weights.items() if t.is_floating_point()}
+
+
+def _generators() -> list[Tensor]:
+    """The states of torch's own generators."""
+    on_gpu = device_of_group().type == "cuda"
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if on_gpu else [])]
+
+
+def _gradients(engine: Engine, kind: str) -> dict[str, Part]:
+    return {
+        f"{kind} {name}": part(p.grad if p.grad is not None else torch.zeros_like(p))
+        for name, p in engine.trained_parameters()
+    }
+
+
+def part(tensor: Tensor) -> Part:
+    """Return what this rank has of a tensor, as numbers of fp32."""
+    if not isinstance(tensor, DTensor):
+        return tuple(tensor.shape), (), tensor.detach().float().cpu().clone().numpy()
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise TitanError("a gradient is a sum that was never reduced over the ranks (a Partial DTensor)")
+    local = tensor.to_local().detach().float().cpu().clone()
+    starts = offsets_of(tensor)
+    place = tuple(slice(start, start + length) for start, length in zip(starts, local.shape, strict=True))
+    return tuple(tensor.shape), place, local.numpy()
+
+
+def _assembled(parts: dict[str, Part], outputs: dict[str, list[Any]]) -> dict[str, Tensor]:
+    """Tensors made whole from the parts of all ranks, on rank 0. Replicas must be the same on every rank:
+    where they are not, there is NaN, so that the comparison finds it."""
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, (parts, outputs))
+    if dist.get_rank() != 0:
+        return {}
+    found: dict[str, Tensor] = {}
+    seen: dict[str, dict[str, Any]] = {}
+    for theirs, _ in everyones:
+        for name, (shape, place, values) in theirs.items():
+            whole = found.setdefault(name, torch.full(shape, torch.nan))
+            here = seen.setdefault(name, {})
+            if str(place) in here and not np.array_equal(here[str(place)], values):
+                values = _agreed(here[str(place)], values)
+            here[str(place)] = values
+            whole[place] = torch.from_numpy(values)
+    tokens: dict[str, list[Any]] = {}
+    for _, theirs in everyones:
+        for name, pieces in theirs.items():
+            tokens.setdefault(name, []).extend(pieces)
+    return found | {name: torch.from_numpy(np.sort(np.concatenate(p))) for name, p in tokens.items()}
+
+
+def _agreed(first: Any, other: Any) -> Any:
+    """The first of two replicas; NaN where they differ by more than rounding."""
+    apart = float(np.linalg.norm(first - other)) / max(float(np.linalg.norm(first)), 1e-30)
+    return np.full_like(first, np.nan) if not apart <= 1e-5 else first

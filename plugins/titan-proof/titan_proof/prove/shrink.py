@@ -1,0 +1,277 @@
+"""A small copy of a recipe: the same components and kinds of layers, sizes that a CPU takes in its stride.
+
+Sizes are known by the names that titan's own models have; a model with others declares its small copy
+(`small`, see `titancli.registry.defaults.ModelConfigDefaults`). A change that the recipe's own checks refuse
+is not made. Torch-free.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from titancli.data import PythonStdlib
+from titancli.errors import RecipeError
+from titancli.layout.stages import SCHEDULES
+from titancli.loops import Pretrain
+from titancli.recipe import DEFAULT, LOCK_HEADER, Loaded, Node, load_recipe, resolved_data
+from titancli.recipe.schema import Recipe, needs_dataset, needs_tokenizer
+from titancli.registry import current
+from titancli.registry.defaults import (
+    ConfigDefaults,
+    LossConfigDefaults,
+    ModelConfigDefaults,
+    with_defaults,
+)
+
+ROWS, LENGTH, WIDTH, VOCABULARY, WINDOW = 8, 16, 64, 64, 6
+"""Rows of a step, tokens of a row, width of the residual stream, rows of the embedding, and tokens that a
+window takes in: fewer than a row has, so that a wrong one shows."""
+SINGLE = {
+    "hidden_dim": 128,
+    "moe.hidden_dim": 32,
+    "moe.num_shared_experts": 1,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "sliding_window": WINDOW,
+    "fixed_attn_block_size": WINDOW,
+    "attn_temperature.floor_scale": 4,
+    "rope_scaling.original_max_position": 8,
+    "yarn.original_max_position": 8,
+}
+"""The most of sizes that depend on no other."""
+GONE = ("weights", "assets", "env", "loggers", "profiling", "debug", "validation", "metrics", "checkpoint")
+"""Sections that have no part in a step."""
+
+
+@dataclass(frozen=True)
+class Small:
+    """A small copy."""
+
+    file: Path
+    """The recipe, on one rank without any technique."""
+    recipe: Recipe
+    changed: dict[str, tuple[Any, Any]]
+    """Keys of [model] and training.seq_len whose values were made smaller: from what, to what."""
+    left_out: list[str]
+    """What the proof says nothing about, in words."""
+    base: Path | None
+    """Where the weights that converters start from are to be saved; None: none do."""
+
+
+def shrink(loaded: Loaded, folder: Path, device: str = "cpu") -> Small:
+    """Write a small copy of a recipe into a folder, for a device.
+
+    Raises:
+        RecipeError: the copy is not valid, whatever is left as it was.
+    """
+    data, left_out = _plain_settings(loaded, device)
+    base = None
+    if loaded.recipe.converters and loaded.recipe.weights is not None:
+        base = folder / "base" / "step-0"
+        data["weights"] = str(base)
+    file = folder / "recipe.toml"
+    lengths = [LENGTH, 2 * LENGTH, 4 * LENGTH, 8 * LENGTH, loaded.recipe.training.seq_len]
+    if needs_dataset(loaded.recipe.loop) and not needs_tokenizer(loaded.recipe.dataset):
+        del lengths[:-1]  # its rows are no tokens, and as long as they are
+    for length in lengths:
+        data["training"]["seq_len"] = min(length, loaded.recipe.training.seq_len)
+        if _valid(data, file) is not None:
+            break
+    recipe = _first_copy(data, file)
+    kinds = _kinds(recipe)
+    for alternatives in _moves(loaded.recipe, recipe):
+        for move in alternatives:
+            tried = copy.deepcopy(data)
+            if not _apply(tried["model"], move):
+                continue
+            found = _valid(tried, file)
+            if found is not None and _kinds(found) == kinds:
+                data = tried
+                break
+    recipe = _load(data, file)
+    changed = dict(_changes(loaded.data["model"], data["model"]))
+    if (length := data["training"]["seq_len"]) != loaded.recipe.training.seq_len:
+        changed["training.seq_len"] = (loaded.recipe.training.seq_len, length)
+    return Small(file, recipe, changed, left_out, base)
+
+
+def _plain_settings(loaded: Loaded, device: str) -> tuple[dict[str, Any], list[str]]:
+    """The recipe's data on one rank: in float32, without schedule, recomputation or compile."""
+    recipe, left_out = loaded.recipe, []
+    data = {key: copy.deepcopy(value) for key, value in loaded.data.items() if key not in GONE}
+    data["model"].pop("flavor", None)
+    small = with_defaults(ModelConfigDefaults, recipe.model).small()
+    if small is not None:
+        data["model"] = _as_data(small)
+    training = recipe.training
+    if "bfloat16" in (training.dtype, training.mixed_precision_param, training.mixed_precision_reduce):
+        left_out.append("bfloat16 on most layouts: they are computed in float32")
+    data["training"] |= {
+        "steps": 10,
+        "local_batch_size": ROWS,
+        "global_batch_size": ROWS,
+        "dtype": "float32",
+        "mixed_precision_param": "float32",
+        "mixed_precision_reduce": "float32",
+        "max_norm": min(training.max_norm, 0.5),
+        "seed": 0,
+    }
+    data["mesh"] = dict.fromkeys(("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep"), 1)
+    pairs = with_defaults(LossConfigDefaults, recipe.loss).learns_from_pairs
+    data["pipeline"] = {
+        "schedule": recipe.pipeline.schedule,
+        "microbatch_size": 2 if pairs else 1,
+        "first_stage_less_layers": 0,
+        "last_stage_less_layers": 0,
+    }
+    data["activation_checkpoint"] = {"mode": "none"}
+    data["compile"]["enable"] = False
+    data["lr_scheduler"] = {"warmup_steps": 0, "decay_ratio": 0.0, "min_lr_factor": 1.0}
+    data["stability"] = {"skip_nonfinite": False, "sigma": 0.0}
+    data["checkpoint"] = {"enable": False}
+    data["launcher"] = {"type": "titan/local"}
+    if not needs_dataset(recipe.loop):  # a loop that makes its rows has settings of its own for how many
+        data["loop"] = _as_data(Pretrain())
+        data["dataset"] = _as_data(PythonStdlib())
+    _steady(data["optimizer"])
+    needs_gpu = with_defaults(ConfigDefaults, recipe.parallelize).needs_gpu()
+    for key, why in needs_gpu if device == "cpu" else ():
+        data["parallelize"][key] = False
+        left_out.append(f"parallelize.{key}: {why}")
+    return data, left_out
+
+
+def _as_data(config: Any) -> dict[str, Any]:
+    return resolved_data(config, Node({}, DEFAULT), current())
+
+
+def _steady(optimizer: dict[str, Any]) -> None:
+    """An optimizer whose steps are large enough to show, and do not divide by what is rounding alone."""
+    for key, value in optimizer.items():
+        if isinstance(value, dict):
+            _steady(value)
+        elif key == "lr" and isinstance(value, float):
+            optimizer[key] = 1e-2
+        elif key == "eps" and isinstance(value, float):
+            optimizer[key] = max(value, 1e-4)
+
+
+def _moves(recipe: Recipe, small: Recipe) -> Iterator[list[dict[str, int]]]:
+    """Changes of [model]; of each list the first that is valid is made."""
+    model = with_defaults(ModelConfigDefaults, small.model)
+    yield from ([{key: most}] for key, most in SINGLE.items())
+    heads, kv_heads = model.n_heads, model.n_kv_heads
+    if heads:
+        fewer_kv = math.gcd(kv_heads or heads, 4)
+        fewer = fewer_kv * min(heads // (kv_heads or heads), 2)
+        # What a converter changes may need sizes that 16 divides on each of four ranks (float8).
+        width = max(WIDTH // fewer, 16 if small.converters else 8)
+        sizes = {"n_heads": fewer, **({"n_kv_heads": fewer_kv} if kv_heads else {})}
+        yield [
+            {**sizes, "dim": WIDTH, "head_dim": 16},
+            {**sizes, "dim": fewer * width},
+            {"dim": WIDTH},
+        ]
+    else:
+        yield [{"dim": WIDTH}]
+    if experts := model.n_experts:
+        few = [n for n in (4, 8, 16, 32) if experts % n == 0]
+        yield [
+            {"moe.num_experts": n, "moe.top_k": k, **groups}
+            for n in few
+            for groups in (
+                {"moe.num_expert_groups": 4, "moe.num_limited_groups": 2},
+                {"moe.num_expert_groups": 2, "moe.num_limited_groups": 1},
+                {},
+            )
+            for k in (2,)
+            if n >= 4
+        ]
+    if model.n_layers:
+        least = 2 * SCHEDULES[recipe.pipeline.schedule].usual_stages
+        counts = [n for n in (2, 3, 4, 5, 6, 8, 12) if n >= least]
+        yield [{"n_layers": n, **more} for n in counts for more in ({"n_dense_layers": 1}, {})]
+    if vocabulary := model.vocab_size:
+        yield [{"vocab_size": VOCABULARY + vocabulary % 4}]
+
+
+def _apply(model: dict[str, Any], move: Mapping[str, int]) -> bool:
+    """Make a change; False where it changes nothing, or a key is not there. Nothing becomes larger."""
+    smaller = False
+    for key, value in move.items():
+        *tables, last = key.split(".")
+        table: Any = model
+        for name in tables:
+            table = table.get(name) if isinstance(table, dict) else None
+        if not isinstance(table, dict) or not isinstance(table.get(last), int):
+            return False
+        smaller |= table[last] > value
+        table[last] = min(value, table[last])
+    return smaller
+
+
+def _kinds(recipe: Recipe) -> int | None:
+    """How many kinds of blocks the model has; None where it does not say."""
+    shape = with_defaults(ModelConfigDefaults, recipe.model).shape()
+    return None if shape is None else len({repr(block) for block in shape.blocks})
+
+
+def _first_copy(data: dict[str, Any], file: Path) -> Recipe:
+    """The recipe with the settings of a proof, its model as large as it was.
+
+    Raises:
+        RecipeError: it is not valid; names the values that its components refuse.
+    """
+    try:
+        return _load(data, file)
+    except RecipeError as error:
+        lines = {p.message: f" ({p.location.source.strip()})" if p.location else "" for p in error.problems}
+        found = [f"{message}{line}" for message, line in lines.items()]
+        raise RecipeError(
+            f"no small copy of this recipe is valid: {'; '.join(found)}",
+            hint=f"a copy has rows of {data['training']['seq_len']} tokens, {ROWS} of them in a step, in "
+            "float32 on one rank: what refuses these settings stands in the way",
+        ) from error
+
+
+def _valid(data: dict[str, Any], file: Path) -> Recipe | None:
+    try:
+        return _load(data, file)
+    except RecipeError:
+        return None
+
+
+def _load(data: dict[str, Any], file: Path) -> Recipe:
+    import tomli_w
+
+    # With a lock file's header: what is not said here is None.
+    file.write_text(f"{LOCK_HEADER}\n{tomli_w.dumps(data)}", encoding="utf-8")
+    return load_recipe(file).recipe
+
+
+def _changes(before: Any, after: Any, path: str = "model") -> Iterator[tuple[str, tuple[Any, Any]]]:
+    for key, value in after.items():
+        old = before.get(key) if isinstance(before, dict) else None
+        if isinstance(value, dict):
+            yield from _changes(old, value, f"{path}.{key}")
+        elif old is not None and old != value:
+            yield f"{path}.{key}", (old, value)
+
+
+def largest_sizes(model: Mapping[str, Any], path: str = "model") -> list[tuple[int, str]]:
+    """The whole numbers of a table with their keys, the largest first."""
+    found: list[tuple[int, str]] = []
+    for key, value in model.items():
+        if isinstance(value, dict):
+            found += largest_sizes(value, f"{path}.{key}")
+        elif isinstance(value, int) and not isinstance(value, bool) and key != "max_seq_len":
+            found.append((value, f"{path}.{key}"))
+    return sorted(found, reverse=True)

@@ -1,0 +1,268 @@
+"""What weights are trained for, each compared with the engine that has them: a Hugging Face folder that a new
+engine starts from, and tokens that come one at a time through a cache.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from titan_proof.prove.compare import FACTOR, FLOOR, Reference, compared, distance, finite, reference_of
+from titan_proof.prove.measure import Record, Refusal, Results, batches_of, engine_of, mine
+from titancli.checkpoint import export_hf, open_weights
+from titancli.engine import Engine
+from titancli.errors import TitanError
+from titancli.models.blocks.moe import moe_layers
+from titancli.protocols import HFFormDefaults
+from titancli.recipe.schema import Recipe
+from titancli.registry.defaults import with_defaults
+
+GROWN = 5.0
+"""How much larger matrices are made for generation: at the start of training attention is nearly the same for
+all tokens, so that a wrong position would hardly show."""
+PROMPT = 5
+"""Tokens that are read at once, before the others come one by one."""
+
+
+def exported(recipe: Recipe, sizes: Sequence[int], folder: Path) -> dict[str, Any]:
+    """Do a step, export the weights, and compare the next step of an engine that starts from the export with
+    that of the engine that was exported. Collective; the answer is rank 0's.
+
+    Raises:
+        Refusal: the model has no Hugging Face form, or the engine cannot be built.
+    """
+    with _closed(engine_of(recipe)) as engine:
+        if engine.hf_form is None:
+            raise Refusal(TitanError("the model has no Hugging Face form (hf= of its component)"))
+        try:
+            engine.hf_form.config_json()
+        except TitanError as error:  # what transformers' model does not have
+            raise Refusal(error) from error
+        adapted = engine.adapters is not None
+        second = _after_a_step(engine, recipe, sizes)
+        if with_defaults(
+            HFFormDefaults, engine.hf_form
+        ).loses_biases:  # and says so: they begin at zero again
+            _clear_biases(engine)
+        saved = folder / "step-1"
+        engine.save(saved)
+        if dist.get_rank() == 0:
+            export_hf(open_weights(saved, recipe.model), engine.hf_form, {}, folder / "hf")
+        dist.barrier()
+        expected = _recorded(engine, second, sizes)
+    with _closed(engine_of(replace(recipe, weights=folder / "hf"))) as engine:
+        engine.step = 1  # the same random numbers, where the model draws some
+        found = _recorded(engine, second, sizes)
+    dist.barrier()
+    if dist.get_rank() != 0:
+        return {"status": "right"}
+    shutil.rmtree(folder)
+    return compared(found, reference_of(_kept(expected, adapted), expected))
+
+
+def _kept(expected: Results, adapted: bool) -> Results:
+    """What an engine that starts anew must share: not the optimizer's state, and of adapters, which are
+    merged into their base, only what comes out."""
+    names = ("loss", "output") if adapted else ("initial", "loss", "gradient", "norm", "applied", "output")
+    return replace(expected, tensors={k: t for k, t in expected.tensors.items() if k.split(" ")[1] in names})
+
+
+def _after_a_step(engine: Engine, recipe: Recipe, sizes: Sequence[int]) -> Any:
+    """Do a step, so that no weight is what it is at the start; return the rows of the next."""
+    first, second = batches_of(recipe, engine, sum(sizes))
+    engine.forward_backward(mine(engine, first, sizes))
+    engine.optim_step()
+    return second
+
+
+def _recorded(engine: Engine, batch: Any, sizes: Sequence[int]) -> Results:
+    record = Record(sizes, forward=True)
+    record.do(engine, batch, 1)
+    return record.results()
+
+
+def _clear_biases(engine: Engine) -> None:
+    for part in engine.parts:
+        for layer in moe_layers(part).values():
+            layer.clear_bias()
+
+
+@contextmanager
+def _closed(engine: Engine) -> Iterator[Engine]:
+    """Not the engine's own context manager, which waits for nobody where something raises."""
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+# ----------------------------------------------------------------------------------------------- generation
+
+
+def generated(
+    recipe: Recipe, sizes: Sequence[int], reference: Reference | None, *, by_rows: bool = False
+) -> dict[str, Any]:
+    """Do a step, and compare with the logits of training those of the model that is sampled from: of whole
+    rows; of tokens that come through the cache one at a time; and of rows of unequal length, padded at their
+    beginning. Collective; the answer is rank 0's.
+
+    Args:
+        sizes: see `measure`.
+        reference: for what rounding makes of outputs; only rank 0 has it.
+        by_rows: what converters compute depends on the tokens at hand, so that whole rows alone are compared.
+
+    Raises:
+        Refusal: the model cannot generate, or the layout is refused.
+    """
+    with _closed(engine_of(recipe if recipe.converters else replace(recipe, weights=None))) as engine:
+        batch = mine(engine, _after_a_step(engine, recipe, sizes), sizes)[0]
+        with torch.no_grad():
+            for name, parameter in engine.named_parameters():
+                if name.startswith("layers.") and parameter.ndim > 1:
+                    parameter.mul_(GROWN)
+        if "tokens" not in batch:
+            raise Refusal(
+                TitanError(f"the model takes {', '.join(engine.parts[0].inputs)}: it has no tokens")
+            )
+        tokens = batch["tokens"]
+        places = torch.arange(tokens.shape[1]).expand_as(tokens).contiguous()
+        plain = {"tokens": tokens, "targets": batch["targets"], "positions": places}
+        whole, sampled, cached = _Outputs(), _Outputs(), _Outputs()
+        with whole.of(engine.parts[0]):
+            expected = engine.forward(plain, return_logits=True).float().cpu()
+        tokens = tokens.to(engine.device)
+        found: dict[str, Tensor] = {}
+        try:
+            with engine.sampling() as model:
+                given = {name: plain[name].to(engine.device) for name in model.inputs if name in plain}
+                with sampled.of(model):
+                    found["sampled"] = model(**given).float().cpu()
+                if not by_rows:
+                    with cached.of(model):
+                        found["generation"] = _one_by_one(model, tokens, None)
+                    found["padded"] = _one_by_one(model, *_padded(tokens))
+        except TitanError as error:
+            raise Refusal(error) from error
+    if dist.get_rank() != 0:
+        return {"status": "right"}
+    tolerance = max(FLOOR, FACTOR * (reference.noise["1 output"] if reference else 0.0))
+    first = {"sampled": sampled, "generation": cached}
+    return _answer(
+        expected,
+        found,
+        tolerance,
+        lambda kind: first[kind].first_other(whole, tolerance) if kind in first else None,
+    )
+
+
+def _one_by_one(model: Any, tokens: Tensor, padding: Tensor | None) -> Tensor:
+    """The logits of each call's last token, [B, calls, V]."""
+    cache = model.new_cache(tokens.shape[1], padding)
+    calls = [tokens[:, :PROMPT], *tokens[:, PROMPT:].split(1, dim=1)]
+    return torch.cat([model(call, cache=cache)[:, -1:] for call in calls], 1).float().cpu()
+
+
+def _padded(tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows that begin later, each with as many tokens of padding as its number, fewer than PROMPT."""
+    padding = torch.arange(len(tokens), device=tokens.device) % PROMPT
+    moved = [
+        torch.cat([row.new_zeros(int(n)), row[: len(row) - int(n)]])
+        for row, n in zip(tokens, padding, strict=True)
+    ]
+    return torch.stack(moved), padding
+
+
+def _answer(
+    expected: Tensor,
+    found: dict[str, Tensor],
+    tolerance: float,
+    first_other: Callable[[str], tuple[str, str] | None],
+) -> dict[str, Any]:
+    """What is wrong, as `titan_proof.prove.compare.compared` says it.
+
+    Args:
+        expected: [B, S, V].
+        found: logits by kind, in the order in which they are to be told of: `sampled` of whole rows, others
+            [B, calls, V] of each call's last token.
+        first_other: the first module of a kind whose tokens differ, and its parameter.
+    """
+    errors: dict[tuple[str, int], float] = {}
+    for kind, logits in found.items():
+        first = 0 if kind == "sampled" else PROMPT - 1
+        for call in range(logits.shape[1]):
+            token, own = first + call, expected[:, first + call]
+            if kind == "padded":
+                own = torch.stack([row[token - number % PROMPT] for number, row in enumerate(expected)])
+            errors[kind, token] = distance(logits[:, call], own)
+    worst = max(errors, key=lambda key: errors[key])
+    rows = {"sampled": " of whole rows", "padded": " of padded rows"}.get(worst[0], "")
+    told = {
+        "worst": finite(errors[worst]),
+        "where": f"logits of token {worst[1]}{rows}",
+        "tolerance": tolerance,
+    }
+    wrong = next((key for key, error in errors.items() if error > tolerance), None)
+    if wrong is None:
+        return {"status": "right", **told, "fault": None}
+    kind, token = wrong
+    output, parameter = first_other(kind) or (None, None)
+    fault: dict[str, Any] = {
+        "step": 2,
+        "kind": kind,
+        "token": token,
+        "parameter": parameter,
+        "enters": None,
+        "output": output,
+        "routes": [],
+        "wrong": 0,
+        "of": 0,
+        "difference": finite(errors[wrong]),
+        "scale": None,
+    }
+    return {"status": "wrong", **told, "fault": fault}
+
+
+class _Outputs:
+    """What each module that has parameters makes of every token, in the order in which they are called."""
+
+    def __init__(self) -> None:
+        self.pieces: dict[str, list[Tensor]] = {}
+        self.parameters: dict[str, str] = {}
+
+    @contextmanager
+    def of(self, model: nn.Module) -> Iterator[None]:
+        handles = []
+        for name, module in model.named_modules():
+            own = [key for key, _ in module.named_parameters(recurse=False)]
+            if own:
+                self.parameters[name] = f"{name}.{own[0]}".lstrip(".")
+                handles.append(module.register_forward_hook(self._keeper(name)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _keeper(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, given: Any, out: Any) -> None:
+            if isinstance(out, Tensor) and out.is_floating_point() and out.ndim > 1:
+                along = torch.randn(out.shape[-1], generator=torch.Generator().manual_seed(0))
+                self.pieces.setdefault(name, []).append((out.detach().float().cpu() @ along).flatten())
+
+        return hook
+
+    def first_other(self, whole: _Outputs, tolerance: float) -> tuple[str, str] | None:
+        """The first module whose tokens differ from those of whole rows, and its parameter."""
+        for name, pieces in whole.pieces.items():
+            expected, found = (torch.cat(p).sort().values for p in (pieces, self.pieces.get(name, pieces)))
+            if expected.shape == found.shape and distance(found, expected) > tolerance:
+                return name, self.parameters[name]
+        return None

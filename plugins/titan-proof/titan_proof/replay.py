@@ -1,0 +1,352 @@
+"""A step of a run once more, and what it looks like from inside: what `titan replay` starts, and finds.
+
+Nothing is written into the run's folder: the ranks work in one of their own, which is removed. Torch-free.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from titan_proof.reproduce import environment, with_what_helps
+from titan_proof.reproduction import Reproduction, collect
+from titan_proof.verdict import ENVELOPE, WIDEST
+from titancli.checkpoint import read_manifest
+from titancli.commands.evaluation import launch
+from titancli.commands.recorded import checkpoint_before, origin_of, require_inputs
+from titancli.errors import EnvironmentProblem, TitanError, UsageError
+from titancli.files import read_json
+from titancli.observe.digests import StepDigest, differences, read_digests
+from titancli.observe.events import plain, read_events
+from titancli.recipe import LOCK_HEADER, Loaded, load_recipe
+from titancli.runs import REPLAY_RESULT, STEP_NAME, RunFolder
+
+LEFT_OUT = ("launcher", "loggers", "profiling", "validation")
+"""Sections of the run's recipe that change no step."""
+FAR = 1000
+"""Steps that are repeated only if somebody has said so."""
+VARIABLE = ("optimizer", "lr_scheduler", "loss", "stability", "activation_checkpoint", "compile", "debug")
+"""Sections whose values a step can be tried with; of others those of `VARIABLE_KEYS`."""
+VARIABLE_KEYS = ("training.max_norm", "training.mixed_precision_param", "training.mixed_precision_reduce")
+STANDS_OUT = 2.0
+"""A row does whose loss, or the norm of whose gradient, is so many times the median of the step's rows."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a step is replayed from."""
+
+    run: Reproduction
+    folder: RunFolder
+    step: int
+    recipe: str
+    """The lock file that the step was made under."""
+    checkpoint: Path | None
+    """None: the replay begins at step 0."""
+    world: int
+    recorded: dict[int, StepDigest] = field(repr=False)
+    """Of the steps that are repeated, those that have one."""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def start(self) -> int:
+        """The step that the replay begins after."""
+        return 0 if self.checkpoint is None else read_manifest(self.checkpoint).step
+
+
+def find_source(path: Path, step: int, *, from_scratch: bool = False) -> Source:
+    """Find what a step of a run is repeated from: the nearest good checkpoint before it, else the beginning.
+
+    Raises:
+        EnvironmentProblem: it is no run, it has not done the step, or there is nothing to begin with.
+        UsageError: too many steps would have to be repeated.
+    """
+    folder = RunFolder.open(path)
+    run, unreadable = collect(folder.path), list[str]()
+    digests = _digests(folder, step, step, unreadable)
+    if step not in digests and step > run.last_step:
+        last = max([run.last_step, *_digests(folder, 1, None, unreadable)])
+        raise EnvironmentProblem(
+            f"{path} has not done step {step}: its last recorded step is {last}",
+            hint=f"use --step {last}, or a step before it" if last else None,
+        )
+    attempts = folder.record().get("attempts") or [{}]
+    number = digests[step].attempt if step in digests else len(attempts)
+    origin = origin_of(folder, number)
+    checkpoint, notes = checkpoint_before(folder, step, origin)
+    begun = 0 if checkpoint is None else read_manifest(checkpoint).step
+    if (problem := _began_elsewhere(attempts)) and checkpoint is None:
+        raise EnvironmentProblem(f"there is no good checkpoint before step {step}, and {problem}")
+    cost = _time(folder, step - begun)
+    if step - begun > FAR and not from_scratch:
+        raise UsageError(
+            f"{step - begun:,} steps would have to be repeated, from step {begun}{cost}",
+            hint="add --from-scratch, or replay a step that is nearer to a checkpoint",
+        )
+    there = _digests(folder, begun + 1, step, unreadable)
+    if unreadable:
+        notes.append(f"only the loss and the gradient norm in the event log can be compared: {unreadable[0]}")
+    elif step not in there:
+        made = (run.made_by.get("versions") or {}).get("titancli")
+        notes.append(
+            f"step {step} has no digest (debug.digests was false, or titan {made} did not write any): only "
+            "the loss and the gradient norm in the event log can be compared"
+        )
+    elif there[min(there)].layout != there[step].layout:
+        notes.append("some of the steps before were made on another layout: they are equal up to rounding")
+    notes.append(
+        f"repeating {step - begun} step{'s' * (step - begun > 1)} from "
+        f"{'the beginning' if checkpoint is None else checkpoint.name}{cost}"
+    )
+    world = there[step].layout.world if step in there else attempts[number - 1].get("world") or 1
+    return Source(run, folder, step, origin.recipe, checkpoint, world, there, notes)
+
+
+def _digests(folder: RunFolder, first: int, last: int | None, unreadable: list[str]) -> dict[int, StepDigest]:
+    """The digests of these steps; none, and why, where another version of titan has written them."""
+    try:
+        return read_digests(folder.path, first, last)
+    except EnvironmentProblem as error:
+        unreadable.append(error.message)
+        return {}
+
+
+def _began_elsewhere(attempts: Sequence[dict[str, Any]]) -> str | None:
+    """Why a run cannot be begun anew."""
+    start = STEP_NAME.match(Path(attempts[0].get("checkpoint") or "").name)
+    return f"its first attempt began at {start[0]}" if start and int(start[1]) else None
+
+
+def _time(folder: RunFolder, steps: int) -> str:
+    """What so many steps take, from those that were logged."""
+    seconds = [
+        found
+        for event in read_events(folder.events)
+        if event["event"] == "step"
+        and isinstance(found := event["metrics"].get("step_seconds"), (int, float))
+    ]
+    if not seconds:
+        return ""
+    total = steps * median(seconds)
+    return f", about {total / 60:,.0f} min" if total >= 90 else f", about {max(1, round(total))} s"
+
+
+def load(
+    source: Source,
+    overrides: Sequence[str],
+    variations: Sequence[str],
+    plugin_files: Sequence[Path],
+    say: Callable[[str], None],
+) -> Loaded:
+    """Return the recipe of a replay, checked.
+
+    Args:
+        overrides: for what lies elsewhere here, such as dataset.paths.
+        variations: what the step is to be tried with, only checked.
+
+    Raises:
+        TitanError: something is missing, or the recipe is not accepted.
+    """
+    import tomli
+    import tomli_w
+
+    data = {key: value for key, value in tomli.loads(source.recipe).items() if key not in LEFT_OUT}
+    kept = ("exclude_from_loading", "model_differs", "verify", "initial_load_model_only")
+    section = {key: value for key, value in data.get("checkpoint", {}).items() if key in kept}
+    data["checkpoint"] = {**section, "enable": False}
+    data["debug"] = {**data.get("debug", {}), "digests": True}
+    if "save_rollouts" in data.get("loop", {}):
+        data["loop"]["save_rollouts"] = 0
+    with tempfile.TemporaryDirectory(prefix="titan-") as folder:
+        file = Path(folder) / "replay.toml"
+        file.write_text(f"{LOCK_HEADER}\n{tomli_w.dumps(data)}", encoding="utf-8")
+        try:
+            loaded = load_recipe(file, overrides, run=source.folder.path)
+        except TitanError as error:
+            raise with_what_helps(error, source.run, plugin_files) from error
+        if variations:
+            load_recipe(file, [*overrides, *variations], run=source.folder.path)
+    require_inputs(loaded, source.checkpoint, dry_run=False, say=say)
+    return loaded
+
+
+def check_variation(overrides: Sequence[str]) -> None:
+    """
+    Raises:
+        UsageError: with one of these settings it would not be the same model on the same rows.
+    """
+    for override in overrides:
+        key, sign, _ = override.partition("=")
+        section = key.split(".")[0]
+        if not sign:
+            raise UsageError(f"--with takes KEY=VALUE, not {override!r}", hint="--with optimizer.lr=1e-4")
+        if (section in VARIABLE or key in VARIABLE_KEYS) and key != "optimizer.type":
+            continue
+        raise UsageError(
+            f"--with {key}: a step can be tried with other settings of {', '.join(VARIABLE)}, and "
+            f"{', '.join(VARIABLE_KEYS)}",
+            hint="for anything else, resume a copy of the run: titan train COPY --resume --step N KEY=VALUE",
+        )
+
+
+def replay(
+    source: Source,
+    loaded: Loaded,
+    asked: dict[str, Any],
+    nproc: int | str | None,
+    plugin_files: Sequence[Path],
+    *,
+    traceback: bool,
+) -> tuple[int, dict[str, Any] | None]:
+    """Repeat the step; return the command's exit code, and what was found: None where it was stopped.
+
+    Args:
+        asked: the fields of `titancli.run.probe.Asked` except `step`.
+
+    Raises:
+        TitanError: it cannot be started, or fails.
+    """
+
+    made: list[Path] = []
+
+    def announce(folder: RunFolder) -> None:
+        from titancli.run.probe import Asked
+
+        made.append(folder.path.parent)
+        Asked(step=source.step, **asked).write(folder.path)
+
+    def read(folder: RunFolder) -> dict[str, Any]:
+        found = read_json(folder.path / REPLAY_RESULT)
+        return {**found, "verdict": verdict(source, read_digests(folder.path))}
+
+    try:
+        code, found = launch(
+            loaded,
+            nproc or source.world,
+            plugin_files,
+            read,
+            traceback=traceback,
+            at_signal="stopping the replay",
+            checkpoint=source.checkpoint,
+            env=environment(source.run),
+            announce=announce,
+        )
+    except UsageError:  # no logs are needed to understand it
+        for path in made:
+            shutil.rmtree(path, ignore_errors=True)
+        raise
+    return code, None if found is None else _completed(source, found)
+
+
+def verdict(source: Source, again: dict[int, StepDigest]) -> dict[str, Any]:
+    """Compare the steps that were repeated with what the run recorded of them.
+
+    Returns:
+        `result`: "bitwise"; "within_envelope" (another layout, and equal up to rounding); "parts", at `step`,
+            in `what`; or without a digest of the step "as_logged" or "unknown"; and the `compared` steps.
+    """
+    compared = sorted(source.recorded.keys() & again.keys())
+    result, step, what = "bitwise", None, list[str]()
+    for number in compared:
+        before, after = source.recorded[number], again[number]
+        other = before.layout != after.layout
+        found = differences(before, after)
+        close = not found or ("rows" not in found and _is_close(source, before, after, number))
+        if other and close:  # weights and gradients cannot be compared
+            result = "within_envelope"
+        elif found:
+            return {"result": "parts", "step": number, "what": found, "compared": len(compared)}
+    if source.step not in compared:
+        logged, done = source.run.steps.get(str(source.step), {}), again.get(source.step)
+        numbers = {} if done is None else {"loss": done.loss, "grad_norm": done.grad_norm}
+        what = [name for name, value in logged.items() if plain(numbers.get(name)) != value]
+        result, step = ("parts", source.step) if what else ("as_logged" if logged else "unknown", None)
+    return {"result": result, "step": step, "what": what, "compared": len(compared)}
+
+
+def _is_close(source: Source, before: StepDigest, after: StepDigest, step: int) -> bool:
+    dtype = source.run.data.get("training", {}).get("mixed_precision_param", "bfloat16")
+    bounds = ENVELOPE.get(dtype, ENVELOPE["bfloat16"])
+    grown = math.sqrt(step - source.start)  # rounding adds up like a random walk
+    return all(
+        math.isclose(getattr(before, name), getattr(after, name), rel_tol=min(WIDEST, bound * grown))
+        for name, bound in bounds.items()
+    )
+
+
+def _completed(source: Source, found: dict[str, Any]) -> dict[str, Any]:
+    """What the ranks found, with what follows from it."""
+    digest = source.recorded.get(source.step)
+    recorded = None
+    if digest is not None:
+        recorded = {"loss": digest.loss, "grad_norm": digest.grad_norm, "skipped": digest.skipped}
+    layers = _layers(found.pop("activations"), found["parameters"])
+    parameters = {
+        name: {"gradient_norm": gradient, "weight_norm": weight}
+        for name, (gradient, weight) in found["parameters"].items()
+    }
+    made = {
+        "step": source.step,
+        "checkpoint": None if source.checkpoint is None else str(source.checkpoint),
+        "verdict": found["verdict"],
+        "recorded": recorded,
+        "replayed": found["done"],
+        "tried": found.get("tried"),
+        "guard": found["guard"],
+        "stands_out": suspect(found["rows"]),
+        "rows": [{k: v for k, v in row.items() if k not in ("hash", "place")} for row in found["rows"]],
+        "layers": layers,
+        "parameters": parameters,
+    }
+    answer: dict[str, Any] = plain(made)
+    return answer
+
+
+def _layers(activations: dict[str, dict[str, float]], parameters: dict[str, Any]) -> list[dict[str, Any]]:
+    """The modules that were looked at, in the model's order, each with the norms of what is in it."""
+    order = {name: place for place, name in enumerate(parameters)}
+    found = []
+    for name, numbers in activations.items():
+        inside = [own for own in parameters if own.startswith(f"{name}.")]
+        norms = [
+            math.hypot(*(float(parameters[own][i]) for own in inside)) if inside else None for i in (0, 1)
+        ]
+        place = min((order[own] for own in inside), default=len(order))
+        row = {"name": name, **numbers, "gradient_norm": norms[0], "weight_norm": norms[1]}
+        found.append(((place, name.count("."), name), row))
+    return [row for _, row in sorted(found, key=lambda item: item[0])]
+
+
+def suspect(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the row that stands out most: by the norm of its gradient, by its loss, or both, each against
+    the median of the step's rows; None if none does, most are not finite, or there are fewer than three.
+
+    Returns:
+        `row`, `loss`, `median_loss`, `gradient_norm` and `median_gradient_norm`.
+    """
+    names = ("loss", "gradient_norm")
+    values = {name: [_number(row[name]) for row in rows if row[name] is not None] for name in names}
+    if len(values["loss"]) < 3:
+        return None
+    middle = {name: median(own) if own else math.nan for name, own in values.items()}
+
+    def score(row: dict[str, Any]) -> float:
+        usual = [name for name in names if row[name] is not None and 0 < middle[name] < math.inf]
+        return max((_number(row[name]) / middle[name] for name in usual), default=0.0)
+
+    worst = max(rows, key=score)
+    if score(worst) < STANDS_OUT:
+        return None
+    about = {name: worst[name] for name in names}
+    return {"row": worst["row"], **about, **{f"median_{name}": middle[name] for name in names}}
+
+
+def _number(value: Any) -> float:
+    """A number as JSON has it; what is not finite counts as infinite."""
+    return value if isinstance(value, (int, float)) else math.inf

@@ -1,0 +1,251 @@
+"""A run once more, here: how it is started, and what it would be made by. Imports torch late."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from titan_proof.reproduction import Reproduction
+from titancli.commands.starting import LaunchRequest, Plan, Request, count_processes, make_plan, start
+from titancli.errors import EnvironmentProblem, PluginError, RecipeError, TitanError, UsageError
+from titancli.launchers.devices import visible_gpus
+from titancli.provenance import code_hashes, file_hash, git_state, versions
+from titancli.recipe import ALLOWED, lock_text
+from titancli.runs import LOCK_NAME, RunFolder
+
+ENDED = ("finished", "data_ended")
+THREADS = "OMP_NUM_THREADS"
+
+
+def target(run: Reproduction, steps: int | None) -> int | None:
+    """Return the step that a reproduction is to end with; None: that of the recipe.
+
+    A run that failed is followed into the step that it failed in; one that was stopped, or is still running,
+    up to the last step that it has logged.
+
+    Raises:
+        UsageError: more steps than there are to compare with.
+        EnvironmentProblem: there are none.
+    """
+    state, last = run.run.get("state"), run.last_step
+    total = run.data.get("training", {}).get("steps")
+    if steps is not None and steps > last > 0:
+        raise UsageError(
+            f"the run has logged {last} steps, not {steps}", hint=f"use --steps {last}, or fewer"
+        )
+    if last == 0 and state != "failed":
+        raise EnvironmentProblem(
+            f"{run.name} has logged no step: there is nothing to compare a reproduction with",
+            hint="`titan reproduce --check` says what differs from here; `titan train` runs its recipe",
+        )
+    if steps is None:
+        if state in ENDED:
+            return None
+        steps = last + 1 if state == "failed" else last
+    return steps if isinstance(total, int) and steps < total else None
+
+
+def plan(
+    run: Reproduction,
+    *,
+    overrides: Sequence[str] = (),
+    steps: int | None = None,
+    run_dir: Path | None = None,
+    nproc: int | str | None = None,
+    plugin_files: Sequence[Path] = (),
+    dry_run: bool = False,
+    say: Callable[[str], None] = lambda line: None,
+) -> Plan:
+    """Return the plan of a new run under the recipe of another one.
+
+    What only tells others of it is left out: its loggers and its object store. On another number of ranks the
+    global batch stays what it was.
+
+    Args:
+        overrides: further ones, `KEY=VALUE`: the data may lie elsewhere here.
+        steps: the last one to do; the schedule stays that of the whole run.
+        nproc: ranks, or `auto`: one a GPU; None: as many as there were.
+
+    Raises:
+        TitanError: the recipe, a plugin, or the data are not what they were, or not here.
+    """
+    recipe = run.data
+    own = shortened(run, steps)
+    training, mesh = recipe.get("training", {}), run.made_by.get("mesh")
+    world = (visible_gpus() or 1) if nproc == "auto" else nproc
+    if mesh and world not in (None, run.made_by.get("world")) and "global_batch_size" not in training:
+        rows = training["local_batch_size"] * mesh["dp_replicate"] * mesh["dp_shard"]
+        own.append(f"training.global_batch_size={rows}")
+    with tempfile.TemporaryDirectory(prefix="titan-") as folder:
+        file = Path(folder) / LOCK_NAME
+        file.write_text(run.recipe, encoding="utf-8")
+        try:
+            made = make_plan(
+                Request(
+                    reference=str(file),
+                    overrides=[*own, *overrides],
+                    unset=["checkpoint.remote"],
+                    run_dir=run_dir,
+                    plugin_files=plugin_files,
+                    dry_run=dry_run,
+                    say=say,
+                )
+            )
+        except TitanError as error:
+            raise with_what_helps(error, run, plugin_files) from error
+    return replace(made, loaded=replace(made.loaded, path=Path(run.run["path"]) / LOCK_NAME))
+
+
+def shortened(run: Reproduction, steps: int | None) -> list[str]:
+    """Return the overrides by which a run has no loggers, and ends with a step under the schedule of the
+    whole run (None: with its last)."""
+    recipe = run.data
+    own = ["loggers=[]"] if recipe.get("loggers") else []
+    if steps is None:
+        return own
+    length = recipe.get("lr_scheduler", {}).get("total_steps") or recipe["training"]["steps"]
+    return [*own, f"training.steps={steps}", f"lr_scheduler.total_steps={length}"]
+
+
+def with_what_helps(error: TitanError, run: Reproduction, plugin_files: Sequence[Path]) -> TitanError:
+    """The same error, and what of the run's own software is missing here."""
+    given = {file.stem for file in plugin_files}
+    entries = run.made_by.get("plugin_files") or []
+    lacking = [Path(entry["path"]) for entry in entries if Path(entry["path"]).stem not in given]
+    if lacking:
+        flags = " ".join(f"-p {path}" for path in lacking)
+        return PluginError(
+            f"the run was started with {flags}; without it: {error.message}",
+            hint=f"add {flags}; `titan reproduce {run.run['path']} --extract DIR` writes the recorded text",
+        )
+    made, here = (run.made_by.get("versions") or {}).get("titancli"), versions().get("titancli")
+    if isinstance(error, RecipeError) and made != here:
+        return RecipeError(
+            f"the run was made by titan {made}, and titan {here} does not accept its recipe: {error.message}",
+            hint=f"install titan {made}; --check says what else differs",
+        )
+    return error
+
+
+def request(
+    run: Reproduction, made: Plan, nproc: int | str | None, plugin_files: Sequence[Path], *, traceback: bool
+) -> LaunchRequest:
+    """Return what to start: as many ranks as there were, with as many threads, and the same environment.
+
+    Raises:
+        UsageError: the run was one of several nodes.
+        EnvironmentProblem: there are not as many GPUs here.
+    """
+    if nproc is None and (run.launch.get("nnodes") or 1) > 1:
+        raise UsageError(
+            f"the run was made on {run.launch['nnodes']} nodes of {run.launch['nproc']} ranks",
+            hint="--nproc N reproduces it on N ranks of this machine, in another layout",
+        )
+    return LaunchRequest(
+        run_folder=made.folder.path,
+        lock_file=made.folder.recipe_lock,
+        checkpoint=None,
+        plugin_files=list(plugin_files),
+        nproc=count_processes(made, nproc or run.launch.get("nproc")),
+        nnodes=1,
+        rdzv=None,
+        json_events=False,
+        traceback=traceback,
+        env={**made.loaded.recipe.env, **environment(run)},
+    )
+
+
+def environment(run: Reproduction) -> dict[str, str]:
+    """Return the variables to set: those that the run had, as far as a recipe may set them or the shell does;
+    and its threads, unless the shell says how many."""
+    recorded = {name: str(value) for name, value in (run.made_by.get("env") or {}).items()}
+    found = {
+        name: os.environ.get(name, value)
+        for name, value in recorded.items()
+        if name in os.environ or name in ALLOWED
+    }
+    threads = (run.made_by.get("machine") or {}).get("threads")
+    if isinstance(threads, int) and THREADS not in os.environ:
+        found.setdefault(THREADS, str(threads))
+    return found
+
+
+def launch(
+    made: Plan, wanted: LaunchRequest, announce: Callable[[RunFolder], None]
+) -> tuple[int, TitanError | None]:
+    """Run it to its end; return the exit code, and why it failed if it did after its folder was made.
+
+    Raises:
+        TitanError: it could not be started.
+    """
+    folders: list[RunFolder] = []
+
+    def announced(folder: RunFolder) -> None:
+        folders.append(folder)
+        announce(folder)
+
+    try:
+        return start(made, wanted, announce=announced), None
+    except TitanError as error:
+        if not folders or folders[0].outcome() is None:
+            raise
+        return error.exit_code, error
+
+
+def here(
+    run: Reproduction,
+    *,
+    overrides: Sequence[str] = (),
+    nproc: int | str | None = None,
+    plugin_files: Sequence[Path] = (),
+) -> tuple[Reproduction, list[str]]:
+    """Return what a reproduction would be made by here, without steps; and what cannot be found out, a line
+    each.
+
+    The data are opened, but not read further than to tell them from others.
+    """
+    from titancli.observe.machine import machine
+
+    problems: list[str] = []
+    before = run.made_by
+    found: dict[str, Any] = {
+        "versions": versions(),
+        "code": code_hashes(),
+        "git": git_state(Path.cwd()),
+        "plugin_files": [{"path": str(file), "sha256": file_hash(file)} for file in plugin_files],
+        "device": _device(),
+        "machine": machine(),
+        "data": None,
+        "mesh": None,
+        "env": environment(run),
+        "world": None,
+    }
+    if THREADS not in os.environ and before.get("machine"):
+        found["machine"]["threads"] = before["machine"].get("threads")  # as it would be started
+    recipe = run.recipe
+    try:
+        made = plan(run, overrides=overrides, nproc=nproc, plugin_files=plugin_files, dry_run=True)
+        recipe = lock_text(made.loaded)
+        problems += made.missing
+        found["env"] = {**made.loaded.recipe.env, **environment(run)}
+        ranks = count_processes(made, nproc or run.launch.get("nproc"))
+        found["world"], found["mesh"] = ranks, vars(made.loaded.recipe.degrees(ranks))
+        if not made.missing:
+            from titancli.run.data import read_identity
+
+            found["data"] = read_identity(made.loaded.recipe)
+    except TitanError as error:
+        problems.append(f"{error.message}" + (f" ({error.hint})" if error.hint else ""))
+    return Reproduction(run.name, {"path": None, "state": None}, recipe, found, {}), problems
+
+
+def _device() -> str:
+    import torch
+
+    if not visible_gpus() or not torch.cuda.is_available():
+        return "CPU"
+    return torch.cuda.get_device_name(0)

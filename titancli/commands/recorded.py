@@ -1,0 +1,29 @@
+"""What a run has recorded of itself, for commands that compare runs or run a part of one again."""
+
+from titancli.run.code_drift import (
+    NO_EFFECT,
+    Difference,
+    Effect,
+    changed,
+    plugin_changes,
+    software_changes,
+    used_plugins,
+)
+from titancli.run.drift import Change, changes
+from titancli.run.inputs import require_inputs
+from titancli.run.origin import checkpoint_before, origin_of
+
+__all__ = [
+    "NO_EFFECT",
+    "Change",
+    "Difference",
+    "Effect",
+    "changed",
+    "changes",
+    "checkpoint_before",
+    "origin_of",
+    "plugin_changes",
+    "require_inputs",
+    "software_changes",
+    "used_plugins",
+]
