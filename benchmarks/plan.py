@@ -5,8 +5,7 @@
 Each case is one optimizer step of `titan plan --check`, whose peak is exact for a CPU's kernels, and the
 figure that `titan plan` computes for the same device. Recipes of large models keep their widths, vocabularies
 and meshes, and are cut to a few layers, with fp32 moments, so that a case takes seconds; `whole` are the
-recipes as they are. Left out are recipes that `titan plan` does not estimate (a `config.json` without
-`shape()`) or says that it leaves something out of (converters).
+recipes as they are.
 
 Prints a table by recipe: the worst and the mean deviation, and the case with the worst one. `--write` puts it
 into docs/plan.md. `--cache` keeps the dry runs' peaks in a JSON file and reuses them: they do not depend on
@@ -25,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from titancli.observe.peaks import DEVICES
-from titancli.planning.estimate import estimate, shape_of
+from titancli.planning.estimate import estimate
 from titancli.recipe import load_recipe
 from titancli.recipe.schema import Recipe
 
@@ -117,10 +116,9 @@ def counted(case: Case) -> dict[str, int]:
 
 def computed(case: Case) -> dict[str, float]:
     recipe = case.load()
-    shape = shape_of(recipe)
-    if shape is None:
-        raise SystemExit(f"{case.name}: the model does not declare its sizes")
-    found = estimate(recipe, shape, recipe.degrees(case.world), DEVICES["cpu"])
+    found = estimate(recipe, recipe.degrees(case.world), DEVICES["cpu"])
+    if found is None:
+        raise SystemExit(f"{case.name}: the model is not estimated")
     return {str(rank.pp_rank): rank.total for rank in found.ranks}
 
 

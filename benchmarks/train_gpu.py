@@ -177,11 +177,14 @@ def seconds(case: Case) -> float:
 def planned(case: Case) -> str:
     """What `titan plan` says of titan's memory on an H200; float8 is computed as bf16."""
     from titancli.observe.peaks import DEVICES
-    from titancli.planning.estimate import estimate, shape_of
+    from titancli.planning.estimate import estimate
 
-    if not case.variant.startswith("titan") or (shape := shape_of(made := recipe(case))) is None:
+    if not case.variant.startswith("titan"):
         return ""
-    found = estimate(made, shape, made.degrees(1), DEVICES["H200"])
+    made = recipe(case)
+    found = estimate(made, made.degrees(1), DEVICES["H200"])
+    if found is None:
+        return ""
     return f", {found.worst.total / 2**30:.1f} GiB planned"
 
 

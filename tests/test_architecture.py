@@ -208,8 +208,6 @@ CONFIGS = [
     "titancli.registry.kinds",
     "titancli.cli",
     "titancli.cli.plan",
-    "titancli.planning.estimate",
-    "titancli.planning.advice",
     "titancli.planning.text",
     "titancli.runs",
 ]

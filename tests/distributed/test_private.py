@@ -281,3 +281,14 @@ def test_no_other_module_uses_private_names_of_torch_distributed() -> None:
         for name in private_names(ast.parse(path.read_text()))
     }
     assert found == {"parallel/async_tp.py: torch.distributed._symmetric_memory: _symmetric_memory"}
+
+
+def test_a_mesh_of_nobody_cuts_tensors_without_a_process_group() -> None:
+    mesh = private.mesh_of_nobody("tp", 4)
+    group = mesh.get_group()
+    assert (mesh.size(), group.group_name, group.size(), group.rank()) == (4, "tp", 4, 0)
+    whole = torch.empty(8, 6, device="meta")
+    for place, shape in ((Shard(0), (2, 6)), (Replicate(), (8, 6))):
+        cut = distribute_tensor(whole, mesh, [place], src_data_rank=None)
+        assert isinstance(cut, DTensor) and tuple(cut.to_local().shape) == shape
+    assert not dist.is_initialized()

@@ -15,9 +15,9 @@ from tests.engine.cases import Layout, small
 from tests.engine.traffic import FILE, RECIPES, measured
 from tests.rows import rows
 from titancli.engine.dry_run import traffic_of
-from titancli.engine.traffic import Traffic, kind_of
 from titancli.optimizers import AdamW
 from titancli.optimizers.adamw import MixedAdamW
+from titancli.planning.traffic import Traffic, kind_of
 from titancli.recipe.schema import Recipe
 from titancli.registry import current
 from titancli.registry.fields import fields_of

@@ -24,10 +24,8 @@ from titancli.checkpoint import Checkpointer, load_checkpoint
 from titancli.cli import main
 from titancli.data.batch import Batch
 from titancli.engine import Engine
-from titancli.observe.peaks import DEVICES
 from titancli.optimizers import AdamW
 from titancli.optimizers.adamw import build
-from titancli.planning.estimate import estimate, shape_of
 from titancli.recipe import load_recipe
 from titancli.recipe.schema import Checkpoint
 
@@ -125,9 +123,7 @@ def test_memory_is_what_the_plan_says(device: torch.device, recompute: str) -> N
     if device.type == "cpu":
         assert planned(recipe, 1).worst.total == pytest.approx(measured(recipe, 1), rel=0.05)
         return
-    shape = shape_of(recipe)
-    assert shape is not None
-    plan = estimate(recipe, shape, recipe.degrees(1), DEVICES["H200"]).worst.total
+    plan = planned(recipe, 1, "H200").worst.total
     before = torch.cuda.memory_allocated(device)
     with Engine.build(recipe, device=device) as engine:
         tokens = torch.randint(0, 32768, (1, 4097), device=device)

@@ -10,7 +10,6 @@ from torch.nn.functional import cross_entropy, log_softmax
 
 from tests.rows import rows
 from titancli.data.batch import Batch
-from titancli.engine.meter import Meter
 from titancli.errors import RecipeError
 from titancli.losses import chunked
 from titancli.losses.chunked import (
@@ -22,6 +21,7 @@ from titancli.losses.chunked import (
 from titancli.losses.result import LossResult
 from titancli.models.blocks.head import Output
 from titancli.parallel.compile import check_inductor
+from titancli.planning.meter import Meter
 
 VOCABULARY, DIM = 50, 8
 

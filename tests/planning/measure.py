@@ -10,17 +10,17 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titancli.data.batch import Batch
 from titancli.distributed.private import forget_meshes
 from titancli.engine.build import build_engine
-from titancli.engine.dry_run import local
 from titancli.engine.engine import Engine
 from titancli.engine.first_weights import allocate
 from titancli.models.blocks.moe import moe_layers
 from titancli.observe.peaks import DEVICES
-from titancli.planning.estimate import Estimate, estimate, shape_of
+from titancli.planning.estimate import Estimate, estimate
 from titancli.recipe import load_recipe
 from titancli.recipe.schema import Recipe
 
@@ -34,9 +34,9 @@ def recipe(*overrides: str) -> Recipe:
 
 
 def planned(recipe: Recipe, world: int, device: str = "cpu") -> Estimate:
-    shape = shape_of(recipe)
-    assert shape is not None
-    return estimate(recipe, shape, recipe.degrees(world), DEVICES[device])
+    found = estimate(recipe, recipe.degrees(world), DEVICES[device])
+    assert found is not None
+    return found
 
 
 def measured(recipe: Recipe, world: int) -> float:
@@ -61,7 +61,11 @@ def measured(recipe: Recipe, world: int) -> float:
         _step(engine, batches)  # the first one, after which there is optimizer state
         tensors = [tensor for batch in batches for tensor in batch.values()]
         # The tracker takes DTensors among the state for as large as the whole: it is given what they hold.
-        tensors += [local(t) for state in engine.optimizer.state.values() for t in state.values()]
+        tensors += [
+            t.to_local() if isinstance(t, DTensor) else t
+            for state in engine.optimizer.state.values()
+            for t in state.values()
+        ]
         tracker.track_external(*engine.parts, *tensors)
         with tracker:
             _step(engine, batches)

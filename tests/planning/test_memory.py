@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -10,9 +9,6 @@ import pytest
 from tests.planning.measure import measured, planned, recipe
 from tests.rows import rows
 from titancli.engine.dry_run import dry_run
-from titancli.models.shape import Norm
-from titancli.planning.estimate import as_data
-from titancli.planning.module_memory import block_memory
 from titancli.recipe import load_recipe
 
 BF16 = "training.mixed_precision_param=bfloat16"
@@ -117,7 +113,7 @@ def test_classes_are_the_whole_and_parameters_are_counted() -> None:
     found = planned(recipe(), 8)
     assert sum(found.worst.classes.values()) == found.worst.total
     shares = [rank.parameters for rank in planned(recipe("mesh.pp=2"), 2).ranks]
-    assert sum(shares) == found.work.shape.size == planned(recipe(), 1).worst.parameters
+    assert sum(shares) == found.work.blueprint.size == planned(recipe(), 1).worst.parameters
 
 
 def test_what_is_recomputed_is_not_kept() -> None:
@@ -223,27 +219,32 @@ def test_a_family_whose_operator_takes_most_inside(case: str) -> None:
     assert computed.parameters == real.parameters
 
 
-def test_norms_by_one_plus_weight_keep_what_they_read_in_fp32_on_a_gpu_too() -> None:
-    work = planned(load_recipe("qwen3_next_debug", [BF16]).recipe, 1, "H100").work
-    plain = replace(work, shape=replace(work.shape, final_norm=Norm()))
-    block, *_ = work.shape.blocks  # of gated DeltaNet, whose own norm is plain
-    more = block_memory(block, work, "none").kept - block_memory(block, plain, "none").kept
-    assert more == 2 * work.tokens * work.shape.dim * (4 - 2)
+def test_a_norm_in_fp32_keeps_what_it_reads_on_a_gpu_too() -> None:
+    """One by 1 + weight, as Qwen3-Next has it; others are one kernel that reads bf16."""
+
+    def kept(family: str) -> tuple[float, float]:
+        work = planned(load_recipe(f"{family}_debug", [BF16, FULL.replace("full", "none")]).recipe, 1, "H100")
+        measured = work.work.measured()
+        return measured.pieces[0].kept, measured.stream
+
+    with_fp32, stream = kept("qwen3_next")
+    assert with_fp32 > 2 * 2 * stream
 
 
-def test_scores_that_a_gpu_makes_in_fp32_are_named_as_not_counted() -> None:
-    def notes(device: str, *overrides: str) -> list[str]:
-        found = load_recipe("qwen3_next_debug", overrides).recipe
-        estimated = planned(found, 1, device)
-        told = as_data(found, estimated.work.degrees, estimated.work.device, estimated)
-        return [note for note in told["notes"] if "scores" in note]
+def test_scores_that_a_gpu_makes_in_fp32_are_counted() -> None:
+    """Heads that share keys have no fused kernel there."""
 
-    assert len(notes("H100")) == 1
-    assert notes("H100", BF16) == notes("cpu") == notes("H100", "model.n_kv_heads=4") == []
+    def most(*overrides: str) -> float:
+        return planned(recipe("training.local_batch_size=1", *overrides), 1, "H100").worst.total
+
+    shared, own = most("model.n_kv_heads=2"), most("model.n_kv_heads=16")
+    scores = 16 * 512 * 512 * 4
+    assert recipe().model.n_heads == 16 and shared - own > scores
+    assert most("model.n_kv_heads=2", BF16) < own
 
 
-BOUND = 0.08
-"""What docs/plan.md promises for every family, whatever is recomputed, in every dtype."""
+BOUND = 0.02
+"""Of every family, whatever is recomputed, in every dtype; docs/plan.md promises 8 % of every layout."""
 FAMILIES = (
     *("llama3", "qwen3", "qwen3_moe", "llama4", "deepseek_v3", "gpt_oss"),
     *("qwen3_next", "mixtral", "olmo3", "glm4_moe", "gemma3", "granite"),

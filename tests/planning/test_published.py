@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from titancli.observe.peaks import DEVICES
-from titancli.planning.estimate import Estimate, estimate, shape_of
+from titancli.planning.estimate import Estimate, estimate
 from titancli.recipe import load_recipe
 
 LLAMA_8B = (
@@ -37,9 +37,9 @@ RUNS: dict[str, tuple[int, float, tuple[str, ...]]] = {
 def estimated(run: str) -> Estimate:
     ranks, _, (name, *overrides) = RUNS[run]
     recipe = load_recipe(name, overrides).recipe
-    shape = shape_of(recipe)
-    assert shape is not None
-    return estimate(recipe, shape, recipe.degrees(ranks), DEVICES["H100"])
+    found = estimate(recipe, recipe.degrees(ranks), DEVICES["H100"])
+    assert found is not None
+    return found
 
 
 @pytest.mark.parametrize("run", RUNS)

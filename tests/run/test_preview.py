@@ -8,9 +8,8 @@ import pytest
 
 from titancli.cli import main
 from titancli.engine.dry_run import dry_run
-from titancli.models.sections import Sizes
 from titancli.recipe import load_recipe
-from titancli.run.preview import parameters_of_a_rank
+from titancli.run.preview import count_parameters
 
 LAYOUTS = {
     "sharded": (4, []),
@@ -28,14 +27,8 @@ def test_the_memory_of_a_rank_is_that_of_the_one_with_the_most(name):
     world, overrides = LAYOUTS[name]
     recipe = load_recipe("llama3_debug", ["model.n_layers=2", "training.seq_len=64", *overrides]).recipe
     most = max(rank.parameters for rank in dry_run(recipe, world).ranks)
-    told = parameters_of_a_rank(recipe, recipe.degrees(world), recipe.model.shape().size)
-    assert told == pytest.approx(most, rel=0.001)
-
-
-def test_a_model_that_does_not_say_its_sizes_lies_evenly_on_the_ranks(monkeypatch):
-    recipe = load_recipe("llama3_debug", ["mesh.dp_replicate=2"]).recipe
-    monkeypatch.delattr(Sizes, "shape")
-    assert parameters_of_a_rank(recipe, recipe.degrees(8), 800) == 200
+    whole, told = count_parameters(recipe, recipe.degrees(world))
+    assert told == pytest.approx(most, rel=0.001) and whole == recipe.model.shape().size
 
 
 def test_rows_under_a_pipeline_come_in_micro_batches(capsys):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import Any
 
 import click
@@ -11,6 +13,7 @@ from titancli.cli.completion import RecipeOrOverride
 from titancli.cli.output import print_json
 from titancli.errors import UsageError
 from titancli.observe.peaks import DEVICES
+from titancli.process import quiet
 from titancli.recipe import Loaded, load_recipe
 from titancli.run.fit import check_world
 
@@ -54,7 +57,7 @@ def command(
 ) -> int:
     """Estimate memory, traffic and speed of a recipe on N devices, and whether it fits.
 
-    Needs neither a GPU nor, without --check, torch. docs/plan.md describes the method.
+    Needs no GPU. docs/plan.md describes the method.
     """
     recipes, overrides = split_overrides(arguments)
     if len(recipes) != 1:
@@ -85,13 +88,17 @@ def _told(loaded: Loaded, world: int, gpu: str) -> dict[str, Any]:
     Raises:
         RecipeError: everything about the recipe that does not fit this many ranks.
     """
-    from titancli.planning.advice import as_data as verdict_data
-    from titancli.planning.estimate import as_data, estimate, shape_of
-
     degrees, _ = check_world(loaded, world)
+    # These bring torch, which an error in the layout does not wait for.
+    quiet()
+    if "torch" not in sys.modules:
+        # A plugin that asks what the GPU can do would take memory of one that others train on.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    from titancli.planning.advice import as_data as verdict_data
+    from titancli.planning.estimate import as_data, estimate
+
     recipe, device = loaded.recipe, DEVICES[gpu]
-    shape = shape_of(recipe)
-    found = estimate(recipe, shape, degrees, device) if shape is not None else None
+    found = estimate(recipe, degrees, device)
     return {
         **as_data(recipe, degrees, device, found),
         "verdict": verdict_data(recipe, found),

@@ -10,10 +10,13 @@ The same ranks are seen in up to three ways, each a mesh of its own, in the orde
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from titancli.distributed.private import GroupOfNobody, mesh_of_nobody
 from titancli.layout.degrees import Degrees
 
 
@@ -107,3 +110,34 @@ class Mesh:
 
     def _group(self, name: str) -> dist.ProcessGroup | None:
         return None if self._data is None else self._data.get_group(name)
+
+
+class MeshOfNobody(Mesh):
+    """What a plan cuts a model by on the first of ranks that do not exist; of those that share parameters
+    there is one."""
+
+    def __init__(self, degrees: Degrees) -> None:
+        self.degrees = degrees
+        self._data = None
+
+    @property
+    def fsdp(self) -> DeviceMesh:
+        return mesh_of_nobody("fsdp", 1)
+
+    @property
+    def tp(self) -> DeviceMesh | None:
+        return mesh_of_nobody("tp", self.degrees.tp) if self.degrees.tp > 1 else None
+
+    @property
+    def expert_fsdp(self) -> DeviceMesh:
+        return mesh_of_nobody("fsdp", 1)
+
+    @property
+    def ep(self) -> DeviceMesh | None:
+        return mesh_of_nobody("ep", self.degrees.ep) if self.degrees.ep > 1 else None
+
+    def _place(self, name: str) -> int:
+        return 0
+
+    def _group(self, name: str) -> Any:
+        return GroupOfNobody(name, getattr(self.degrees, name))

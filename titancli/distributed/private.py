@@ -20,6 +20,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.utils import _DistWrapper as RanksTogether
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["RanksTogether"]
 
@@ -78,6 +79,32 @@ def flight_record() -> bytes:
 
 
 # ------------------------------------------------------------------------------------------------- DTensor
+
+
+def mesh_of_nobody(name: str, size: int) -> DeviceMesh:
+    """Return a 1-D mesh of so many ranks, of which this process is the first and the others do not exist: on
+    it tensors can be cut, and nothing can be exchanged."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    class Nobody(DeviceMesh):
+        def get_group(self, mesh_dim: int | str | None = None) -> Any:
+            return GroupOfNobody(name, size)
+
+    # Of a kind of device that no other mesh is of: DTensor remembers results by mesh, whoever's it is.
+    return Nobody("meta", torch.arange(size), mesh_dim_names=(name,), _init_backend=False, _rank=0)
+
+
+class GroupOfNobody:
+    """What is asked of the process group of such a mesh."""
+
+    def __init__(self, name: str, size: int) -> None:
+        self.group_name, self._size = name, size
+
+    def size(self) -> int:
+        return self._size
+
+    def rank(self) -> int:
+        return 0
 
 
 def offsets_of(tensor: DTensor) -> Sequence[int]:

@@ -7,48 +7,36 @@ part in a step are those of the run."""
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import random
 import sys
 import time
-import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titancli.data.batch import Batch
 from titancli.distributed import process_group
-from titancli.engine import meter
 from titancli.engine.build import build_engine
 from titancli.engine.engine import Engine
 from titancli.engine.first_weights import allocate
-from titancli.engine.meter import Meter
 from titancli.engine.optimizer_state import initialise_state
 from titancli.engine.pipelined import PipelinedModel
-from titancli.engine.traffic import Traffic
-from titancli.errors import EnvironmentProblem, PluginError, RecipeError, TitanError, UsageError
+from titancli.errors import TitanError, UsageError
 from titancli.models.blocks.moe import moe_layers
-from titancli.protocols import LossDefaults
-from titancli.recipe.check import components
-from titancli.recipe.schema import Compile, Recipe, needs_dataset
-from titancli.registry.component import component_info
-from titancli.registry.defaults import ConfigDefaults, DatasetConfigDefaults, with_defaults
+from titancli.planning.blame import blamed
+from titancli.planning.meter import Meter
+from titancli.planning.stand_in import on_a_cpu, rows_of
+from titancli.planning.traffic import Traffic
 
 if TYPE_CHECKING:
     from titancli.layout.degrees import Degrees
@@ -121,20 +109,6 @@ def traffic_of(recipe: Recipe, world: int = 1) -> dict[str, Traffic]:
     with _process_group(0, world), _random_state():
         _step(recipe, found)
     return found
-
-
-def on_a_cpu(recipe: Recipe) -> tuple[Recipe, list[str]]:
-    """Return the recipe without what needs a GPU or takes minutes, and what was left out."""
-    left_out = []
-    if recipe.compile.enable:
-        budget = recipe.activation_checkpoint.mode == "memory_budget"
-        left_out.append("compile" + ("(and with it the memory_budget of activations)" if budget else ""))
-        recipe = dataclasses.replace(recipe, compile=Compile(enable=False))
-    if fields := [key for key, _ in with_defaults(ConfigDefaults, recipe.parallelize).needs_gpu()]:
-        left_out += [f"parallelize.{key}" for key in fields]
-        plan: Any = dataclasses.replace(recipe.parallelize, **dict.fromkeys(fields, False))
-        recipe = dataclasses.replace(recipe, parallelize=plan)
-    return recipe, left_out
 
 
 def first_ranks(degrees: Degrees) -> list[int]:
@@ -221,28 +195,11 @@ def _batches(engine: Engine, recipe: Recipe) -> list[Batch]:
     Raises:
         UsageError: the model does not take rows of tokens.
     """
-    training = recipe.training
-    if "tokens" not in (inputs := engine.parts[0].inputs):
-        raise UsageError(f"a dry run can only make rows of tokens, but the model takes {', '.join(inputs)}")
-    shape = (training.local_batch_size, training.seq_len)
     count = engine.settings.accumulation
     if engine.mesh.degrees.pp == 1:
         count = min(count, 2)
-    names = ["tokens", "targets", "positions"]
-    found = []
-    for _ in range(count):
-        tensors = {name: torch.zeros(shape, dtype=torch.int64, device=CPU) for name in names}
-        if (
-            not needs_dataset(recipe.loop)
-            or with_defaults(DatasetConfigDefaults, recipe.dataset).document_mask
-        ):
-            tensors["document_ids"] = torch.zeros(shape, dtype=torch.int32, device=CPU)
-        needs = with_defaults(LossDefaults, engine.loss).needs
-        for name in set(needs) - set(tensors):
-            dims = len(needs[name]) if isinstance(needs, Mapping) else len(shape)
-            tensors[name] = torch.zeros(shape[:dims], device=CPU)
-        found.append(Batch(tensors))
-    return found
+    rows = recipe.training.local_batch_size
+    return [rows_of(recipe, engine.parts[0].inputs, engine.loss, rows, CPU) for _ in range(count)]
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -279,73 +236,3 @@ def _random_state() -> Iterator[None]:
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
-
-
-# ------------------------------------------------------------------------------------ whose fault an error is
-
-
-UNKNOWABLE = (DataDependentOutputException, DynamicOutputShapeException)
-ELSEWHERE = (str(Path(torch.__file__).parent), str(Path(traceback.__file__).parent), meter.__file__)
-"""Whose frames tell a reader nothing."""
-
-
-def blamed(error: Exception, recipe: Recipe, where: str) -> TitanError:
-    """Return the error to raise instead.
-
-    Args:
-        where: the rank in words.
-    """
-    if isinstance(error, RecipeError):
-        return RecipeError(
-            [dataclasses.replace(p, message=f"{p.message}, on {where}") for p in error.problems]
-        )
-    plugin, steps = _way(error, recipe)
-    if isinstance(error, TitanError):
-        words = f"{error.message}, on {where}"
-        for kind in (PluginError, EnvironmentProblem, UsageError):
-            if isinstance(error, kind):  # a class of a plugin's own may take other arguments
-                return kind(words, hint=error.hint)
-        return _error(plugin, words, error.hint)
-    told = f"{type(error).__name__}: {error}".removesuffix(": ").partition("\n\n")[0]
-    at = f"\n  at {steps[-1]}" if steps else ""
-    if isinstance(error, UNKNOWABLE):
-        return TitanError(
-            f"{where}: the step depends on tensor values, which do not exist in a dry run: {told}{at}",
-            hint="shapes and branches must not depend on tensor values",
-        )
-    if plugin:
-        trace = "".join(f"\n  {step}" for step in steps)
-        return PluginError(f"{where}: {plugin} failed in a step:{trace}\n  {told}")
-    return RecipeError(f"{where}: a step failed: {told}{at}", hint="use --traceback to see where")
-
-
-def _error(plugin: str | None, message: str, hint: str | None) -> TitanError:
-    return PluginError(f"{plugin}: {message}", hint=hint) if plugin else RecipeError(message, hint=hint)
-
-
-def _way(error: Exception, recipe: Recipe) -> tuple[str | None, list[str]]:
-    """The component of a plugin whose code the error came through last, if any; and the lines of code from
-    there on, or from the beginning, that are no library's."""
-    packages = {}
-    for _, config in components(recipe):
-        info = component_info(config)
-        package = info.target.partition(":")[0].partition(".")[0]
-        if package != "titancli":
-            packages[package] = f"the {info.kind} {info.name}"
-    plugin: str | None = None
-    steps: list[str] = []
-    for frame, line in traceback.walk_tb(error.__traceback__):
-        if frame.f_code.co_filename.startswith(ELSEWHERE):
-            continue
-        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-        if package in packages and packages[package] != plugin:
-            plugin, steps = packages[package], []
-        steps.append(_shown(frame, line))
-    return plugin, steps
-
-
-def _shown(frame: FrameType, line: int) -> str:
-    (summary,) = traceback.extract_stack(frame, limit=1)
-    file = Path(summary.filename)
-    shown = file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file
-    return f"{shown}:{line} in {summary.name}"

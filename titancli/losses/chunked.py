@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from titancli.distributed.collectives import Group
+from titancli.distributed.device import device_type
 from titancli.losses import chunk
 
 CHUNK_BYTES = {"cpu": 64 * 2**20}
@@ -243,7 +244,7 @@ class _Gradients:
         beta, hidden = 0 if self._is_empty else 1, self._hidden[rows]
         if grad.dtype == torch.float32:
             self.weight.addmm_(grad.t(), hidden, beta=beta)
-        elif sums_in_float32(grad.device, grad.dtype):
+        elif device_type(grad) != "cpu" and sums_in_float32(grad.device, grad.dtype):
             torch.addmm(self.weight, grad.t(), hidden, torch.float32, beta=beta, out=self.weight)
         else:
             # In parts: the product, of another dtype than the sum, would be a second copy of the weight.
@@ -288,8 +289,9 @@ def _chunks(
 ) -> Iterator[slice]:
     """Rows whose logits fit in the limit of the device that `beside` is on, so many fp32 tensors of them; of
     compiled code on a GPU, in the dtype of `beside`. Those that are capped come with their derivative."""
-    on_gpu = beside.device.type not in CHUNK_BYTES
-    limit = CHUNK_BYTES.get(beside.device.type, CHUNK_BYTES_GPU)
+    kind = device_type(beside)
+    on_gpu = kind not in CHUNK_BYTES
+    limit = CHUNK_BYTES.get(kind, CHUNK_BYTES_GPU)
     of_row = 4 * columns * (tensors if cap is None else tensors + 1)
     if on_gpu and backend is not None and cap is None:
         limit, of_row = CHUNK_BYTES_COMPILED, beside.element_size() * columns

@@ -7,7 +7,6 @@ from functools import lru_cache, wraps
 from typing import Any
 
 import torch
-from torch._dynamo.exc import BackendCompilerFailed
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -41,6 +40,8 @@ def within_budget(backend: str, budget: float) -> Callable[..., Any]:
 
 def in_our_words(compiled: Callable[..., Any]) -> Callable[..., Any]:
     """Compiled code whose backend's refusals come through without the compiler's words around them."""
+
+    from torch._dynamo.exc import BackendCompilerFailed  # the compiler is imported when it is wanted
 
     @wraps(compiled)
     def called(*args: Any, **kwargs: Any) -> Any:

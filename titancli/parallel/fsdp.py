@@ -46,7 +46,7 @@ def shard(
     offload = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
     reshard = _reshards(mesh, reshard_after_forward)
-    front, back = _around(model, model.layers)  # type: ignore[arg-type]
+    front, back = around(model, model.layers)  # type: ignore[arg-type]
     for experts in model.experts.values():  # type: ignore[operator]
         fully_shard(
             experts,
@@ -58,7 +58,7 @@ def shard(
         )
     for block in model.layers.values():  # type: ignore[operator]
         fully_shard(block, **options, reshard_after_forward=reshard)
-    if _share_parameters(front, back):
+    if share_parameters(front, back):
         # A tied weight may belong to one group only, and is in use from the first module to the last.
         fully_shard([*front, *back], **options, reshard_after_forward=False)
     else:
@@ -107,7 +107,7 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def _around(model: nn.Module, layers: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
+def around(model: nn.Module, layers: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
     """What has parameters before the blocks, and after them, on every level of modules above them."""
     front: list[nn.Module] = []
     back: list[nn.Module] = []
@@ -145,6 +145,6 @@ def _placement(experts: nn.Module, mesh: DeviceMesh) -> Callable[[nn.Parameter],
     return lambda parameter: place
 
 
-def _share_parameters(front: list[nn.Module], back: list[nn.Module]) -> bool:
+def share_parameters(front: list[nn.Module], back: list[nn.Module]) -> bool:
     ours = {id(p) for module in front for p in module.parameters()}
     return any(id(p) in ours for module in back for p in module.parameters())

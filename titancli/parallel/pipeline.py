@@ -7,6 +7,7 @@ other stages; names stay those of the whole model, since `layers` keeps its keys
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,12 +51,25 @@ def split(model: Any, section: Pipeline, pp: int, rank: int) -> tuple[list[Any],
         StageError: the recipe's stages do not fit the model, or the first and the last would share a weight.
         TitanError: the model is not made of children alone.
     """
+    before, after = ends(model)
+    stages = cut(section, pp, len(model.layers), before=before, after=after)
+    placement = Placement(tuple(stage_ranks(section.schedule, pp, len(stages))), rank)
     own = with_defaults(ModelDefaults, model).stage
     if own is not None:
-        before, after = with_defaults(ModelDefaults, model).stage_ends
-        stages = cut(section, pp, len(model.layers), before=before, after=after)
-        placement = Placement(tuple(stage_ranks(section.schedule, pp, len(stages))), rank)
         return [own(stages[stage]) for stage in placement.mine], placement
+    _refuse_shared(model, stages)
+    return [part_of(model, stages[stage]) for stage in placement.mine], placement
+
+
+def ends(model: Any) -> tuple[Sequence[str], Sequence[str]]:
+    """Return the names of the modules before the blocks, and of those after them.
+
+    Raises:
+        TitanError: the model is not made of children alone.
+    """
+    own = with_defaults(ModelDefaults, model)
+    if own.stage is not None:
+        return own.stage_ends
     children = [name for name, _ in model.named_children()]
     if "layers" not in children or next(model.parameters(recurse=False), None) is not None:
         raise TitanError(
@@ -63,14 +77,10 @@ def split(model: Any, section: Pipeline, pp: int, rank: int) -> tuple[list[Any],
             hint="its parameters must be in its children, and its blocks in the child `layers`",
         )
     at = children.index("layers")
-    stages = cut(section, pp, len(model.layers), before=children[:at], after=children[at + 1 :])
-    _refuse_shared(model, stages)
-    holders = tuple(stage_ranks(section.schedule, pp, len(stages)))
-    placement = Placement(holders, rank)
-    return [_part(model, stages[stage]) for stage in placement.mine], placement
+    return children[:at], children[at + 1 :]
 
 
-def _part(model: Any, names: list[str]) -> Any:
+def part_of(model: Any, names: Iterable[str]) -> Any:
     """The model with these of its modules, the same objects, and None in place of the others."""
     part = copy.copy(model)
     for name, value in vars(model).items():

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
-from titancli.errors import RecipeError
+from titancli.errors import RecipeError, TitanError
 from titancli.layout.degrees import Degrees
 from titancli.planning.estimate import Estimate, estimate
 from titancli.recipe.layout import check_layout, on
@@ -18,7 +18,9 @@ from titancli.recipe.schema import Recipe
 from titancli.registry.defaults import OptimizerConfigDefaults, with_defaults
 
 MOST = 64
-"""Changes that are computed through, at most: the command answers within two seconds."""
+"""Changes that are computed through, at most: the command answers within three seconds."""
+ROUGHLY = 1.25
+"""By how much what is scaled may miss what fits."""
 
 
 @dataclass(frozen=True)
@@ -45,23 +47,39 @@ class Remedy:
 
 def remedy(recipe: Recipe, found: Estimate) -> Remedy | None:
     """The change that costs the least tokens a second of those that are tried; None where none of them
-    helps."""
-    degrees, tried = found.work.degrees, 0
+    helps.
+
+    Each is scaled from `found` first, which makes it no slower than it is: the fastest are measured until no
+    other can be faster than one that fits.
+    """
+    tried = 0
     changes = list(_changes(recipe, found))
     for together in (1, 2, 3):
-        fitting: list[Remedy] = []
+        rough: list[tuple[float, tuple[Change, ...]]] = []
         for chosen in combinations(changes, together):
             if len({change.group for change in chosen}) < together:
                 continue
             if tried == MOST:
                 break
             tried += 1
-            other = _with(recipe, degrees, found, chosen)
-            if other is not None and other.fits:
-                fitting.append(_remedy(found, other, chosen))
-        if fitting:
-            return max(fitting, key=lambda r: (r.tokens_per_second or 0.0, -r.peak))
+            other = _with(recipe, found, chosen, measured=False)
+            if other is not None and other.limit is not None and other.worst.total < ROUGHLY * other.limit:
+                rough.append((_worth(other), chosen))
+        best: tuple[float, Remedy] | None = None
+        for worth, chosen in sorted(rough, key=lambda one: -one[0]):
+            if best is not None and worth <= best[0]:
+                break
+            other = _with(recipe, found, chosen)
+            if other is not None and other.fits and (best is None or _worth(other) > best[0]):
+                best = (_worth(other), _remedy(found, other, chosen))
+        if best is not None:
+            return best[1]
     return None
+
+
+def _worth(found: Estimate) -> float:
+    """Tokens a second; where nobody tells the device's figures, the less memory the better."""
+    return -found.worst.total if found.speed is None else found.speed.tokens_per_second
 
 
 def _remedy(found: Estimate, other: Estimate, chosen: tuple[Change, ...]) -> Remedy:
@@ -72,24 +90,26 @@ def _remedy(found: Estimate, other: Estimate, chosen: tuple[Change, ...]) -> Rem
     return Remedy(overrides, other.worst.total, rate, 1 - rate / found.speed.tokens_per_second)
 
 
-def _with(recipe: Recipe, degrees: Degrees, found: Estimate, chosen: tuple[Change, ...]) -> Estimate | None:
+def _with(
+    recipe: Recipe, found: Estimate, chosen: tuple[Change, ...], *, measured: bool = True
+) -> Estimate | None:
     """None where the changed recipe is no good one."""
+    degrees = found.work.degrees
     changed = on(recipe, degrees)
     for change in chosen:
         changed = change.apply(changed)
     try:
-        now = changed.degrees(degrees.world)
+        return _estimated(changed, changed.degrees(degrees.world), found, measured)
     except RecipeError:
         return None
-    return _estimated(changed, now, found)
 
 
-def _estimated(recipe: Recipe, degrees: Degrees, found: Estimate) -> Estimate | None:
+def _estimated(recipe: Recipe, degrees: Degrees, found: Estimate, measured: bool = True) -> Estimate | None:
     try:
         if next(check_layout(on(recipe, degrees)), None) is not None:
             return None
-        return estimate(recipe, found.work.shape, degrees, found.work.device)
-    except RecipeError:
+        return estimate(recipe, degrees, found.work.device, like=found.work, measured=measured)
+    except TitanError:
         return None
 
 

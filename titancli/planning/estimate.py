@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from titancli.layout.degrees import Degrees
-from titancli.models.shape import Attention, Decoder
 from titancli.observe.peaks import Device
+from titancli.planning.blame import blamed
+from titancli.planning.blueprint import Blueprint
 from titancli.planning.memory import RankMemory, rank_memory
-from titancli.planning.operations import FP32
 from titancli.planning.pipeline import bubble
 from titancli.planning.speed import Flow, Speed, flows, speed
 from titancli.planning.workload import Workload, assumed, workload
 from titancli.recipe.schema import Recipe
 from titancli.registry.component import component_info
-from titancli.registry.defaults import ModelConfigDefaults, with_defaults
 
 CONTEXT = 2 * 2**30
 """Bytes of a GPU outside of torch's allocator: CUDA's context, NCCL's buffers."""
@@ -66,27 +65,43 @@ class Estimate:
         return None if self.limit is None else self.worst.total <= self.limit
 
 
-def estimate(recipe: Recipe, shape: Decoder, degrees: Degrees, device: Device) -> Estimate:
-    """Of a recipe that `check_world` has found to fit its ranks."""
-    work = workload(recipe, shape, degrees, device)
+def estimate(
+    recipe: Recipe, degrees: Degrees, device: Device, *, like: Workload | None = None, measured: bool = True
+) -> Estimate | None:
+    """Return what a recipe takes that `check_world` has found to fit its ranks; None for a model that takes
+    something else than rows of tokens.
+
+    Args:
+        like: of the same model.
+        measured: whether what its parts take is measured, or with `like` scaled from there.
+
+    Raises:
+        TitanError: a step of the model fails; it names the component.
+    """
+    try:
+        blueprint = Blueprint(recipe) if like is None else like.blueprint
+    except Exception as error:
+        raise blamed(error, recipe, f"rank 0 of {degrees.world}") from error
+    if "tokens" not in blueprint.model.inputs:
+        return None
+    work = workload(recipe, blueprint, degrees, device)
+    if not measured:
+        work = replace(work, like=like)
     return Estimate(work, [rank_memory(work, rank) for rank in range(degrees.pp)])
-
-
-def shape_of(recipe: Recipe) -> Decoder | None:
-    """What the model's config says of its sizes; None where it does not say."""
-    found: Decoder | None = with_defaults(ModelConfigDefaults, recipe.model).shape()
-    return found
 
 
 def as_data(recipe: Recipe, degrees: Degrees, device: Device, found: Estimate | None) -> dict[str, Any]:
     """The document of `titan plan --json`, without what would make it fit."""
+    name = component_info(recipe.model).name
     told = {
         "recipe": recipe.name,
-        "model": component_info(recipe.model).name,
+        "model": name,
         "gpu": device.name,
         "world": degrees.world,
         "mesh": asdict(degrees),
-        "notes": assumed(recipe, described=found is not None),
+        "notes": [
+            f"the model {name} does not take rows of tokens: memory, traffic and speed are not estimated"
+        ],
         "parameters": None,
         "memory": None,
         "copies": None,
@@ -98,10 +113,10 @@ def as_data(recipe: Recipe, degrees: Degrees, device: Device, found: Estimate | 
     if found is None:
         return told
     work = found.work
-    flops = work.shape.flops_per_token(work.seq_len)
+    flops = work.blueprint.flops_per_token
     return told | {
-        "notes": [*assumed(recipe, described=True), *_uncounted(work)],
-        "parameters": {"model": work.shape.size, "rank": round(found.worst.parameters)},
+        "notes": assumed(recipe, work.blueprint),
+        "parameters": {"model": work.blueprint.size, "rank": round(found.worst.parameters)},
         "memory": _memory(found),
         "copies": _copies(recipe, work),
         "compute": {"flops_per_token": flops, "flops_per_step": flops * work.tokens_per_step},
@@ -113,18 +128,6 @@ def as_data(recipe: Recipe, degrees: Degrees, device: Device, found: Estimate | 
         "pipeline": _pipeline(work),
         "speed": None if found.speed is None else asdict(found.speed),
     }
-
-
-def _uncounted(work: Workload) -> list[str]:
-    """What memory the sums leave out; a sentence each."""
-    layers = [block.attention for block in work.shape.blocks]
-    shared = any(isinstance(one, Attention) and one.kv_heads < one.heads for one in layers)
-    if work.device.is_gpu and work.compute == FP32 and shared:
-        return [
-            "in float32, heads that share keys and values have no fused attention kernel on a GPU; "
-            "the scores, sequence length times sequence length for each head, are not counted"
-        ]
-    return []
 
 
 def _memory(found: Estimate) -> dict[str, Any]:
@@ -148,7 +151,7 @@ def _copies(recipe: Recipe, work: Workload) -> dict[str, Any] | None:
 
     nodes = -(-work.degrees.world // work.device.node)
     states = min(2, nodes)  # its own ranks', and those of the node before it
-    size = work.shape.size * (work.stored + work.optimizer_state) / nodes
+    size = work.blueprint.size * (work.stored + work.optimizer_state) / nodes
     return {"nodes": nodes, "bytes_per_node": round(KEPT * states * size)}
 
 

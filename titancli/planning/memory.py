@@ -1,7 +1,7 @@
 """The memory of one rank through a step: what is always there, and what forward, loss, backward and optimizer
 add.
 
-What a block keeps and takes is in `titancli.planning.module_memory`. The order around the blocks is that of
+What a block keeps and takes is measured (`titancli.planning.measure`). The order around the blocks is that of
 FSDP2 (`torch.distributed.fsdp`): a group's parameters are gathered before it runs (into one flat buffer, then
 copied to their places; the flat one goes when the next group's arrives), gathered again in backward while the
 group above still works, and its gradients are copied into a buffer of the reduce dtype whose predecessor is
@@ -10,17 +10,12 @@ freed just before.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from titancli.models.shape import Attention, Parameter
-from titancli.planning.module_memory import (
-    BlockMemory,
-    HeadMemory,
-    block_memory,
-    embedding_peak,
-    head_memory,
-)
+from titancli.planning.blueprint import Parameter
+from titancli.planning.measure import BACK, FRONT, Piece
 from titancli.planning.pipeline import in_flight
 from titancli.planning.workload import Group, Stage, Workload, groups, reshards, stages
 
@@ -28,8 +23,6 @@ CLASSES = ("parameters", "gradients", "optimizer", "activations", "loss", "commu
 """What memory is taken for."""
 FORWARD_FIRST = ("GPipe", "LoopedBFS")
 """Schedules in which all micro-batches are through forward before the first goes back."""
-INTEGERS = 3 * 8
-"""Bytes of each token's entries in a batch: tokens, targets, positions."""
 
 
 @dataclass
@@ -71,7 +64,8 @@ def numbers_at_rest(work: Workload, pp_rank: int) -> float:
     total = 0.0
     for stage in stages(work, pp_rank):
         parts = [(stage.front, 1), (stage.back, 1)]
-        parts += [(block.parameters, count) for block, _, count in work.kinds(stage.blocks)]
+        kinds = work.kinds(stage.blocks).items()
+        parts += [(work.cut().parameters[kind], count) for (kind, _), count in kinds]
         total += sum(count * g.own for part, count in parts for g in groups("", part, work))
     return total
 
@@ -87,7 +81,9 @@ class _Step:
         self.stages = stages(work, pp_rank)
         self.tally = Tally()
         self._groups: dict[int, list[Group]] = {}
-        self._blocks: dict[tuple[int, str], BlockMemory] = {}
+        self._blocks: dict[tuple[int, str], Piece] = {}
+        self.front, self.back = work.piece(FRONT), work.piece(BACK)
+        self.stream = work.measured().stream
         self._places = {number: at for stage in self.stages for at, number in enumerate(stage.blocks)}
         self.in_flight = in_flight(work, pp_rank)
         self.forward_first = work.degrees.pp > 1 and work.pipeline.schedule in FORWARD_FIRST
@@ -96,16 +92,15 @@ class _Step:
 
     def groups(self, number: int) -> list[Group]:
         """Of a block: its own, and its experts'."""
-        block = self.work.shape.blocks[number]
-        if id(block) not in self._groups:
-            self._groups[id(block)] = groups("block", block.parameters, self.work)
-        return self._groups[id(block)]
+        kind = self.work.blueprint.kinds[number]
+        if kind not in self._groups:
+            self._groups[kind] = groups("block", self.work.cut().parameters[kind], self.work)
+        return self._groups[kind]
 
-    def block(self, number: int) -> BlockMemory:
-        block, recompute = self.work.shape.blocks[number], self.work.recomputed(self._places[number])
-        key = (id(block), recompute)
+    def block(self, number: int) -> Piece:
+        key = (self.work.blueprint.kinds[number], self.work.recomputed(self._places[number]))
         if key not in self._blocks:
-            self._blocks[key] = block_memory(block, self.work, recompute)
+            self._blocks[key] = self.work.piece(*key)
         return self._blocks[key]
 
     def end(self, parameters: tuple[Parameter, ...]) -> Group | None:
@@ -126,8 +121,9 @@ class _Step:
         largest = max(g.largest for g in every)
         at_rest = 0.0 if work.offloaded else own
         tally.add("parameters", at_rest * work.stored)
-        tally.add("optimizer", at_rest * work.optimizer_state)
-        tally.add("activations", work.local_rows * work.seq_len * INTEGERS + self._angles())
+        trained = sum(g.own * g.trained for g in every)
+        tally.add("optimizer", 0.0 if work.offloaded else trained * work.optimizer_state)
+        tally.add("activations", work.measured().batch * work.local_rows / work.rows)
         self._accumulated(every)
         self._between_stages()
         # Where all go forward first, the last stage's backward finds the most; the others' comes after it.
@@ -136,17 +132,12 @@ class _Step:
             self._pass(stage)
         if work.unsharded and not (work.alone and work.degrees.pp > 1):
             self._reduce_at_the_end(every)
-        extra = work.optimizer_extra * (own if work.optimizer_extra_all else largest)
+        extra = work.optimizer_extra * (trained if work.optimizer_extra_all else largest)
         tally.now["activations"] -= self._held
         tally.now["communication"] = tally.now["loss"] = 0.0
-        tally.now["gradients"] = at_rest * work.stored
+        tally.now["gradients"] = 0.0 if work.offloaded else trained * work.stored
         tally.look("optimizer step", optimizer=0.0 if work.offloaded else extra)
         return RankMemory(self.pp_rank, own, tally.peak, tally.moment)
-
-    def _angles(self) -> float:
-        layers = [block.attention for block in self.work.shape.blocks]
-        widths = [one.rope.dim for one in layers if isinstance(one, Attention)]
-        return self.work.tokens * max(widths, default=0) * 4  # cosine and sine, fp32, of half a head
 
     def _accumulated(self, every: list[Group]) -> None:
         """Gradients that are there from earlier passes of the same step, and what all passes compute with."""
@@ -156,29 +147,30 @@ class _Step:
             return
         if work.unsharded:
             number = work.stored if work.alone and work.degrees.pp > 1 else work.reduce
-            self.tally.add("gradients", sum(g.whole for g in every) * number)
+            self.tally.add("gradients", sum(g.whole * g.trained for g in every) * number)
         elif work.passes > 1 and not work.offloaded:
             replicas = work.reduce if work.degrees.dp_replicate > 1 else 0
-            self.tally.add("gradients", sum(g.own for g in every) * (work.stored + replicas))
+            self.tally.add("gradients", sum(g.own * g.trained for g in every) * (work.stored + replicas))
 
     def _between_stages(self) -> None:
         """What other micro-batches hold, and the buffers that they arrive in."""
         self._held = 0.0
         if self.work.degrees.pp == 1:
             return
-        stream, buffers = self.work.stream, 0.0
+        stream, buffers = self.stream, 0.0
         for number, stage in enumerate(self.stages):
-            kept = sum(self.block(i).kept for i in stage.blocks) + 2 * stream
+            kept = self._kept(stage)
             self._held += self.in_flight[number] * kept
             if stage.has_head:  # each micro-batch that is through the loss has its gradients from there
-                others = self.in_flight[number] - 1
-                head = head_memory(self.work).kept
-                self._held += others * head.get("activations", 0.0)
-                self.tally.add("loss", others * head.get("loss", 0.0))
+                self.tally.add("loss", (self.in_flight[number] - 1) * self.back.kept)
             buffers += self.work.passes * stream * ((not stage.front) + (not stage.has_head))
         # One micro-batch is followed in `_pass`: the last one that its stage has taken in.
         self.tally.add("activations", self._held)
         self.tally.add("communication", buffers)
+
+    def _kept(self, stage: Stage) -> float:
+        """What a stage keeps of a micro-batch, with what came in and what went out."""
+        return self.front.kept + sum(self.block(i).kept for i in stage.blocks) + 2 * self.stream
 
     def _reduce_at_the_end(self, every: list[Group]) -> None:
         there = sum(g.whole for g in every if not reshards(self.work, g.ranks)) * self.work.compute
@@ -193,50 +185,40 @@ class _Step:
         stage, before = self.stages[number], dict(self.tally.now)
         if self.work.degrees.pp > 1:
             # The micro-batch that is followed here is one of those that are counted as held.
-            kept = sum(self.block(i).kept for i in stage.blocks) + 2 * self.work.stream
-            self.tally.add("activations", -min(1, self.in_flight[number]) * kept)
+            self.tally.add("activations", -min(1, self.in_flight[number]) * self._kept(stage))
         others = [g for i, s in enumerate(self.stages) if i != number for g in self.of(s)]
         kept = sum(g.whole for g in others if not self.work.alone and not reshards(self.work, g.ranks))
         self.tally.add("communication", kept * self.work.compute)
-        head = None
-        if stage.has_head:
-            head = head_memory(self.work)
-        self._forward(stage, head)
-        self._backward(stage, head)
+        self._forward(stage)
+        self._backward(stage)
         gradients = self.tally.now["gradients"]
         self.tally.now = before
         if not self.work.unsharded and self.work.passes == 1:
             self.tally.now["gradients"] = gradients
 
-    def _forward(self, stage: Stage, head: HeadMemory | None) -> None:
+    def _forward(self, stage: Stage) -> None:
         work, tally = self.work, self.tally
         flat, front, back = 0.0, self.end(stage.front), self.end(stage.back)
         if front:
             flat = self._gather(front, flat)
-            tally.look("embedding", activations=embedding_peak(work))
-            tally.add("activations", work.shape.mtp_layers * work.stream)  # of tokens ahead
-            if work.alone:
-                tally.add("communication", -front.whole * work.casts)
-            elif not work.shape.tied:
+            tally.look("embedding", activations=self.front.forward)
+            if not work.cut().tied:
                 self._freed(front)
+        tally.add("activations", self.front.kept)
         for number in stage.blocks:
             for g in self.groups(number):
-                flat = self._gather(g, flat, activations=work.stream)
+                flat = self._gather(g, flat, activations=self.stream)
             block = self.block(number)
             tally.look(f"forward, block {number}", activations=block.forward)
             tally.add("activations", block.kept)
             for g in self.groups(number):
-                self._freed(g, number)
-        if head:
+                self._freed(g)
+        if stage.has_head:
             if back:
-                flat = self._gather(back, flat, activations=work.stream)
-            again = front.whole * work.casts if front and work.alone and not back else 0.0  # tied
-            tally.look("loss", communication=again, **head.forward)
-            for kind, size in head.kept.items():
-                tally.add(kind, size)
-            if work.alone and back and not work.full_logits:
-                tally.add("communication", -back.whole * work.casts)
-            elif work.reshard == "always" and back:
+                flat = self._gather(back, flat, activations=self.stream)
+            tally.look("loss", loss=self.back.forward)
+            tally.add("loss", self.back.kept)
+            if work.reshard == "always" and back:
                 self._freed(back)
         tally.add("communication", -flat)
 
@@ -244,7 +226,6 @@ class _Step:
         """Gather a group in forward; returns the flat buffer that stays for now."""
         work, tally = self.work, self.tally
         if work.alone:
-            tally.add("communication", g.whole * work.casts)
             return flat
         whole = g.whole * work.compute
         if work.degrees.pp > 1 and work.passes > 1 and not reshards(work, g.ranks):
@@ -263,61 +244,63 @@ class _Step:
         tally.add("communication", -flat)
         return padded
 
-    def _freed(self, g: Group, block: int | None = None) -> None:
-        if self._reshards(g, block):
-            copy = self.work.casts if self.work.alone else self.work.compute
-            self.tally.add("communication", -g.whole * copy)
+    def _freed(self, g: Group) -> None:
+        if reshards(self.work, g.ranks):
+            self.tally.add("communication", -g.whole * self.work.compute)
 
-    def _backward(self, stage: Stage, head: HeadMemory | None) -> None:
+    def _backward(self, stage: Stage) -> None:
         work, tally = self.work, self.tally
         front, back = self.end(stage.front), self.end(stage.back)
         order = [*reversed(stage.blocks)]
         coming = [g for number in order for g in self.groups(number)]
-        coming += [front] if front and not work.shape.tied else []
+        coming += [front] if front and not work.cut().tied else []
         ahead = self._prefetch(coming[0]) if order else 0.0
         waiting = tied = 0.0
-        if head:
-            for kind, size in head.kept.items():
-                tally.add(kind, -size)
-            tally.look("loss, backward", **head.backward)
+        if stage.has_head:
+            tally.add("loss", -self.back.kept)
+            worst = {"loss": self.back.backward, "gradients": self._transient(self.back, back)}
+            tally.look("loss, backward", **worst)
             if back:
-                waiting = self._reduce(back, waiting, activations=work.stream, dw=head.gradients)
-            else:  # tied: the embedding's gradient is added to it, by a rank alone after both are cast
-                tied = head.gradients * (work.stored / work.compute if work.alone and work.casts else 1.0)
+                waiting = self._reduce(back, waiting, activations=self.stream, dw=self.back.gradients)
+            else:  # tied: the embedding's gradient is added to it
+                tied = self.back.gradients
                 tally.add("gradients", tied)
         for number in order:
             block, parts = self.block(number), self.groups(number)
             for g in parts:
-                self._arrive(g, ahead, number)
+                self._arrive(g, ahead)
                 del coming[0]
                 ahead = self._prefetch(coming[0]) if coming else 0.0
             tally.add("activations", -block.kept)
-            worst = dict(block.backward)
-            if work.alone and work.passes == 1:  # each is cast when it is made
-                worst["gradients"] = worst.get("gradients", 0.0) * work.stored / work.compute
+            worst = {"activations": block.backward, "gradients": self._transient(block, *parts)}
             tally.look(f"backward, block {number}", **worst)
             own, *experts = parts
             for g in experts:
-                there = block.experts_done
-                waiting = self._reduce(g, waiting, dw=there["gradients"], activations=there["activations"])
+                there, dw = block.experts_done
+                waiting = self._reduce(g, waiting, dw=dw, activations=there)
             dw = block.gradients * own.whole / sum(g.whole for g in parts)
-            waiting = self._reduce(own, waiting, activations=work.stream, dw=dw)
+            waiting = self._reduce(own, waiting, activations=self.stream, dw=dw)
+        tally.add("activations", -self.front.kept)
         if front:
-            if not work.shape.tied and not work.alone:
+            if not work.cut().tied and not work.alone:
                 self._arrive(front, ahead)
-            dw = front.whole * work.compute
-            tally.look("embedding, backward", gradients=dw, activations=embedding_peak(work, backward=True))
-            tally.add("activations", -work.shape.mtp_layers * work.stream)
+            worst = {"activations": self.front.backward, "gradients": self._transient(self.front, front)}
+            tally.look("embedding, backward", **worst)
             if not work.alone:
                 tally.add("gradients", -tied)
-            waiting = self._reduce(front, waiting, dw=dw)
+            waiting = self._reduce(front, waiting, dw=self.front.gradients)
             if work.alone:
                 tally.add("gradients", -tied)
         tally.add("communication", -waiting)
 
-    def _reshards(self, g: Group, block: int | None) -> bool:
-        recompute = None if block is None else self.work.recomputed(self._places[block])
-        return reshards(self.work, g.ranks, recompute)
+    def _transient(self, piece: Piece, *parts: Group | None) -> float:
+        """Gradients that are new at the worst moment: where those of earlier passes are there already, a rank
+        alone adds each to its own at once."""
+        if not self.work.alone or self.work.passes == 1:
+            return piece.gradients_at_most
+        return min(
+            piece.gradients_at_most, max(g.largest if g else math.inf for g in parts) * self.work.stored
+        )
 
     def _prefetch(self, g: Group) -> float:
         if not reshards(self.work, g.ranks) or g.ranks == 1:
@@ -325,12 +308,11 @@ class _Step:
         self.tally.add("communication", g.padded * self.work.compute)
         return g.padded * self.work.compute
 
-    def _arrive(self, g: Group, flat: float, block: int | None = None) -> None:
+    def _arrive(self, g: Group, flat: float) -> None:
         """A group that was freed after forward is there again."""
-        if self._reshards(g, block):
-            copy = self.work.casts if self.work.alone else self.work.compute
-            self.tally.add("communication", g.whole * copy)
-            self.tally.look("gather in backward", activations=self.work.stream)
+        if reshards(self.work, g.ranks):
+            self.tally.add("communication", g.whole * self.work.compute)
+            self.tally.look("gather in backward", activations=self.stream)
         self.tally.add("communication", -flat)
 
     def _reduce(self, g: Group, waiting: float, *, dw: float, **more: float) -> float:
@@ -338,36 +320,22 @@ class _Step:
         buffer that stays until the next group's turn."""
         work, tally = self.work, self.tally
         if work.alone:
-            return self._cast_back(g, dw=dw, **more)
+            if work.passes == 1 or self.forward_first:
+                tally.add("gradients", g.own * g.trained * work.stored)
+            return 0.0
         if work.unsharded:
             tally.look("gradients in the reduce dtype", gradients=dw, **more)
             if self.forward_first:
-                tally.add("gradients", g.whole * work.reduce)
+                tally.add("gradients", g.whole * g.trained * work.reduce)
             return 0.0
         tally.add("communication", -g.whole * work.compute - waiting)
-        buffer, own = g.padded * work.reduce, g.own * work.reduce
+        buffer, own = g.padded * g.trained * work.reduce, g.own * g.trained * work.reduce
         tally.add("communication", buffer)
         tally.look("reduction", gradients=dw, **more)
         alone = own if g.ranks == 1 else 0.0
         tally.look("reduction", gradients=own, communication=alone, **more)
-        cast = g.own * work.stored if work.stored != work.reduce else 0.0
+        cast = g.own * g.trained * work.stored if work.stored != work.reduce else 0.0
         tally.look("reduction", gradients=own + cast, **more)
         if work.passes == 1 and not work.offloaded:
-            tally.add("gradients", g.own * work.stored)
+            tally.add("gradients", g.own * g.trained * work.stored)
         return buffer
-
-    def _cast_back(self, g: Group, *, dw: float, **more: float) -> float:
-        """The same of a rank alone: gradients are cast to the dtype of the parameters, if that is another."""
-        work, tally = self.work, self.tally
-        largest = g.largest * (work.compute if work.casts or work.held else 0.0)
-        if work.passes == 1:
-            tally.look("gradients", gradients=g.own * work.stored + largest, **more)
-            tally.add("gradients", g.own * work.stored)
-        else:
-            cast = g.largest * work.stored if work.casts or work.held else 0.0
-            tally.look("gradients", gradients=dw + cast, **more)
-            if self.forward_first:
-                tally.add("gradients", g.own * work.stored)
-        if g.name != "end":
-            tally.add("communication", -g.whole * work.casts)
-        return 0.0

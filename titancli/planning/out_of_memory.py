@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+from titancli.errors import TitanError
 from titancli.layout.degrees import Degrees
 from titancli.observe.peaks import DEVICES, Device
 from titancli.planning.advice import remedy
-from titancli.planning.estimate import CONTEXT, Estimate, estimate, shape_of
-from titancli.planning.module_memory import in_all
+from titancli.planning.estimate import CONTEXT, Estimate, estimate
 from titancli.recipe.schema import Recipe
 
 GIB = 2**30
@@ -28,8 +28,7 @@ def told(recipe: Recipe, degrees: Degrees, device: str, live: Mapping[str, float
     found = _estimate(recipe, degrees, device)
     if found is not None:
         classes = {kind: size for kind, size in found.worst.classes.items() if size >= 2**20}
-        total = in_all(found.worst.classes)
-        lines.append(f"estimate:  {_sizes(classes)}; {_gib(total)} in all ({found.worst.moment})")
+        lines.append(f"estimate:  {_sizes(classes)}; {_gib(found.worst.total)} in all ({found.worst.moment})")
     return "\n".join(f"  {line}" for line in lines)
 
 
@@ -46,8 +45,12 @@ def advice(recipe: Recipe, degrees: Degrees, device: str) -> str | None:
 
 
 def _estimate(recipe: Recipe, degrees: Degrees, device: str) -> Estimate | None:
-    shape = shape_of(recipe)
-    return None if shape is None else estimate(recipe, shape, degrees, _device(device))
+    try:
+        return estimate(recipe, degrees, _device(device))
+    except (
+        TitanError
+    ):  # of a model that cannot be measured nothing is known; the run has its own error to tell
+        return None
 
 
 def _device(name: str) -> Device:

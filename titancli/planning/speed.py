@@ -14,9 +14,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from titancli.planning.blocks import forwards, head_operations
+from titancli.planning.measure import BACK, FRONT, Piece, Work
 from titancli.planning.memory import numbers_at_rest
-from titancli.planning.operations import Operation
 from titancli.planning.pipeline import bubble
 from titancli.planning.workload import EXPERTS, Group, Stage, Workload, groups, reshards, stages
 
@@ -49,17 +48,18 @@ def flows(work: Workload, pp_rank: int) -> list[Flow]:
         _activations(work, stage, sizes)
         if work.degrees.pp > 1:
             neighbours = (not stage.front) + (not stage.has_head)  # gradients back, activations on
-            sizes["send/recv", "pp"] += work.passes * neighbours * work.stream
+            sizes["send/recv", "pp"] += work.passes * neighbours * work.measured().stream
     return [flow(work, name, over, size) for (name, over), size in sizes.items() if size]
 
 
 def _parameters(work: Workload, stage: Stage, sizes: dict[tuple[str, str], float]) -> None:
+    one = work.cut()
     for g in groups("back", stage.back, work):
         _group(work, g, work.reshard == "always", 1, sizes)
     for g in groups("front", stage.front, work):
-        _group(work, g, not work.shape.tied and reshards(work, g.ranks), 1, sizes)
-    for block, _, count in work.kinds(stage.blocks):
-        for g in groups("block", block.parameters, work):
+        _group(work, g, not one.tied and reshards(work, g.ranks), 1, sizes)
+    for (kind, _), count in work.kinds(stage.blocks).items():
+        for g in groups("block", one.parameters[kind], work):
             _group(work, g, reshards(work, g.ranks), count, sizes)
 
 
@@ -71,35 +71,28 @@ def _group(
     sums = 1 if work.unsharded else work.passes
     part, copies = (g.ranks - 1) / g.ranks, work.degrees.dp_replicate
     sizes["all-gather", over] += count * part * g.padded * work.compute * gathers
-    sizes["reduce-scatter", over] += count * part * g.padded * work.reduce * sums
-    sizes["all-reduce", "dp_replicate"] += count * 2 * (copies - 1) / copies * g.own * work.reduce
+    sizes["reduce-scatter", over] += count * part * g.padded * g.trained * work.reduce * sums
+    sizes["all-reduce", "dp_replicate"] += count * 2 * (copies - 1) / copies * g.own * g.trained * work.reduce
 
 
 def _activations(work: Workload, stage: Stage, sizes: dict[tuple[str, str], float]) -> None:
-    """The collectives among the operations: each once forward and once backward, and perhaps when run
-    again."""
-    for block, recompute, count in work.kinds(stage.blocks):
-        for one, times in forwards(block, work, recompute):
-            _add(work, one, sizes, count * (times + 1))
+    """The collectives among the operators of its pieces."""
+    for piece, count in _pieces(work, stage):
+        for one in piece.operators:
+            if one.sends is not None:
+                name, over, whole = one.sends
+                ranks = getattr(work.degrees, over)
+                sizes[name, over] += count * work.passes * whole * (ranks - 1) / ranks
+
+
+def _pieces(work: Workload, stage: Stage) -> Iterator[tuple[Piece, int]]:
+    """What a stage is made of, and how many such there are."""
+    if stage.front:
+        yield work.piece(FRONT), 1
+    for (kind, recompute), count in work.kinds(stage.blocks).items():
+        yield work.piece(kind, recompute), count
     if stage.has_head:
-        for one in head_operations(work):
-            _add(work, one, sizes, 2)
-    if stage.front and work.degrees.tp > 1:
-        whole = work.head.tokens * work.shape.dim * work.compute
-        _add(work, Operation(sends=("tp", whole)), sizes, 2)
-
-
-def _add(work: Workload, one: Operation, sizes: dict[tuple[str, str], float], times: int) -> None:
-    if one.sends is None:
-        return
-    over, whole = one.sends
-    ranks = getattr(work.degrees, over)
-    name = "all-gather / reduce-scatter"
-    if over == "ep" or (over == "cp" and work.context == "ulysses"):
-        name = "all-to-all"
-    elif over == "cp" and work.context == "ring":
-        name = "send/recv"
-    sizes[name, over] += times * work.passes * whole * (ranks - 1) / ranks
+        yield work.piece(BACK), 1
 
 
 def flow(work: Workload, name: str, over: str, size: float) -> Flow:
@@ -189,7 +182,7 @@ def speed(work: Workload) -> Speed | None:
         bubble=share,
         step=step,
         tokens_per_second=rate,
-        mfu=rate * work.shape.flops_per_token(work.seq_len) / device.flops,
+        mfu=rate * work.blueprint.flops_per_token / device.flops,
     )
 
 
@@ -197,8 +190,10 @@ def _rank(work: Workload, pp_rank: int) -> tuple[float, float, float]:
     """Seconds of one rank in a step: arithmetic, collectives in between, collectives beside it."""
     peak, memory_rate = work.device.flops or math.inf, work.device.memory_rate or math.inf
     one_pass = sum(
-        count * _seconds(one, forwards, peak, memory_rate)
-        for one, forwards, count in _operations(work, pp_rank)
+        count * _seconds(one, peak, memory_rate)
+        for stage in stages(work, pp_rank)
+        for piece, count in _pieces(work, stage)
+        for one in piece.operators
     )
     waiting = beside = 0.0
     for one in flows(work, pp_rank):
@@ -209,17 +204,5 @@ def _rank(work: Workload, pp_rank: int) -> tuple[float, float, float]:
     return one_pass * work.passes, waiting, beside
 
 
-def _operations(work: Workload, pp_rank: int) -> Iterator[tuple[Operation, int, int]]:
-    """All operations of one pass, with how often each is run forward, and how many such there are."""
-    for stage in stages(work, pp_rank):
-        for block, recompute, count in work.kinds(stage.blocks):
-            for one, times in forwards(block, work, recompute):
-                yield one, times, count
-        if stage.has_head:
-            yield from ((one, 1, 1) for one in head_operations(work))
-
-
-def _seconds(one: Operation, forwards: int, peak: float, memory_rate: float) -> float:
-    forward = max(one.flops / peak, one.moved / memory_rate)
-    backward = max(one.backward_flops / peak, one.backward_moved / memory_rate)
-    return forwards * forward + backward
+def _seconds(one: Work, peak: float, memory_rate: float) -> float:
+    return max(one.flops / peak, one.moved / memory_rate)

@@ -1,18 +1,24 @@
-"""What the sums are made of: a recipe on so many ranks of one device, as numbers; and what of each parameter
-lies on a rank, at rest and gathered."""
+"""What the sums are made of: a recipe on so many ranks of one device, as numbers; what its parts take in a
+pass, measured; and what of each parameter lies on a rank, at rest and gathered."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
-from typing import Any, Literal
+from typing import Any
+
+import torch
 
 from titancli.layout.degrees import Degrees
-from titancli.layout.stages import cut, stages_of
-from titancli.models.shape import Attention, Block, Decoder, Parameter
+from titancli.layout.stages import cut as cut_stages
+from titancli.layout.stages import stages_of
 from titancli.observe.peaks import Device
+from titancli.planning.blame import blamed
+from titancli.planning.blueprint import Blueprint, Cut, Parameter, cut
+from titancli.planning.measure import Measured, Piece, measure
 from titancli.recipe.schema import Pipeline, Recipe, needs_dataset
 from titancli.registry.component import component_info
 from titancli.registry.defaults import (
@@ -25,24 +31,16 @@ from titancli.registry.defaults import (
 BYTES = {"float32": 4, "bfloat16": 2}
 MOMENTS = 2
 """Numbers that an optimizer keeps of each parameter, where it does not say: Adam's."""
-CHUNK = {"cpu": 64 * 2**20, "gpu": 512 * 2**20, "compiled": 2**30}
-"""Bytes of the logits of one chunk of the loss, of fp32 ones but where it is compiled on a GPU:
-`titancli.losses.chunked`."""
-TILE = 128
-"""What the rows of a chunk are a multiple of, if they are more: the same."""
 EXPERTS = "experts"
 """The name of groups of experts."""
-
-Engine = Literal["cpu", "gpu", "compiled"]
-"""What runs the operations: CPU kernels (a norm is several), GPU kernels (a norm is one), or torch.compile on
-a GPU, which runs what stands between two products as one kernel and keeps only what a product reads."""
 
 
 @dataclass(frozen=True)
 class Workload:
     """One rank's share of a run. Sizes of numbers are bytes."""
 
-    shape: Decoder
+    recipe: Recipe
+    blueprint: Blueprint
     degrees: Degrees
     device: Device
     rows: int
@@ -64,98 +62,97 @@ class Workload:
     reshard: str
     unsharded: bool
     """Gradients are summed over ranks once a step, and are whole until then."""
-    context: str
-    """How attention sees whole rows: "allgather" of keys and values, "ulysses" (heads for sequence),
-    "ring"."""
     offloaded: bool
     """Parameters, gradients and optimizer state are in the CPU's memory."""
-    full_logits: bool
-    """The loss is computed on all logits at once."""
-    fused_loss: bool
-    """The loss is compiled on a GPU: no logits in fp32 are made, and products are added up in it."""
     optimizer_state: float
     """Of a parameter, in all."""
     optimizer_extra: float
     """That a step takes, for each number of the largest parameter or, with `optimizer_extra_all`, of all."""
     optimizer_extra_all: bool
     pipeline: Pipeline
+    like: Workload | None = None
+    """Of the same model: what its parts take is scaled from there, not measured, and no collectives are added
+    that are not there."""
 
     @cached_property
     def alone(self) -> bool:
         """Whether no other rank has a shard or a replica of this rank's parameters, which does without FSDP2:
         `titancli.parallel.alone`."""
-        experts = any(p.style == "expert" for block in self.shape.blocks for p in block.parameters)
-        ranks = max(self.fsdp, self.degrees.dp_replicate, self.expert_fsdp if experts else 1)
+        experts = self.expert_fsdp if self.blueprint.has_experts else 1
+        ranks = max(self.fsdp, self.degrees.dp_replicate, experts)
         rounded = self.degrees.pp > 1 and self.stored < BYTES["float32"]
         return ranks == 1 and not rounded and not self.offloaded
 
     @property
-    def casts(self) -> float:
-        """Bytes of the copy of a parameter that a rank alone computes with; 0 where it needs none, or has
-        them for all micro-batches of a pipeline (`held`)."""
-        return self.compute if self.stored != self.compute and self.degrees.pp == 1 else 0.0
-
-    @property
     def held(self) -> float:
-        """Bytes of such a copy that a pipeline has from its first micro-batch to its last."""
+        """Bytes of the copy of a parameter that a pipeline whose ranks share none has from its first
+        micro-batch to its last."""
         return self.compute if self.alone and self.stored != self.compute and self.degrees.pp > 1 else 0.0
-
-    # ------------------------------------------------------------------------------------- tokens
-
-    @property
-    def engine(self) -> Engine:
-        if not self.device.is_gpu:
-            return "cpu"
-        return "compiled" if self.compiled else "gpu"
-
-    @property
-    def row_tokens(self) -> float:
-        """Of one row on this rank."""
-        return self.seq_len / self.degrees.cp
-
-    @property
-    def tokens(self) -> float:
-        """That this rank's share of the matrices works on in one pass."""
-        return self.rows * self.row_tokens
-
-    @property
-    def stream_tokens(self) -> float:
-        """Of the residual stream: tensor parallelism cuts it along the sequence."""
-        return self.tokens / self.degrees.tp
-
-    @property
-    def stream(self) -> float:
-        """Bytes of the residual stream."""
-        return self.stream_tokens * self.shape.dim * self.compute
-
-    @property
-    def head(self) -> Workload:
-        """What passes the final norms and the output: also the hidden states of multi-token prediction."""
-        return replace(self, rows=self.rows * (1 + self.shape.mtp_layers))
 
     @property
     def tokens_per_step(self) -> float:
         """Of all ranks."""
         return self.rows * self.passes * self.seq_len * self.degrees.dp
 
+    # ----------------------------------------------------------------------------------- measured
+
     @property
-    def chunk_rows(self) -> int:
-        """Tokens whose logits the loss makes together."""
-        kind = "compiled" if self.fused_loss else "gpu" if self.device.is_gpu else "cpu"
-        number = self.compute if self.fused_loss else BYTES["float32"]
-        most = int(CHUNK[kind] // (number * self.shape.vocab_size / self.degrees.tp))
-        return most - most % TILE if most > TILE else max(1, most)
+    def _kernels(self) -> str:
+        return "cuda" if self.device.is_gpu else "cpu"
 
-    def seen(self, attention: Attention) -> float:
-        """Keys that a query attends to, on average over a row."""
-        chunk = min(attention.chunk or self.seq_len, self.seq_len)
-        whole, rest = divmod(self.seq_len, chunk)
+    @property
+    def _usual(self) -> str:
+        """What is recomputed of the first block: of what is around the blocks every measurement tells."""
+        first = self.recomputed(0)
+        return "none" if first.startswith("budget") else first
 
-        def pairs(length: int) -> float:
-            window = min(attention.window or length, length)
-            return window * length - (window - 1) * window / 2
+    def cut(self, recompute: str | None = None) -> Cut:
+        """Return the model's blocks as a rank has them, in the dtype that they are computed with: FSDP2 or a
+        pipeline makes that of them; a rank alone does inside of its blocks, from what is stored."""
+        mode = recompute or self._usual
+        inside = self.alone and self.degrees.pp == 1
+        dtype = self.recipe.training.dtype if inside else self.recipe.training.mixed_precision_param
+        layout = (self.degrees.tp, self.degrees.cp, self.degrees.ep)
+        key = ("cut", layout, self._kernels, dtype, mode, str(self.recipe.parallelize))
+        given = (self.blueprint, self.recipe, self.degrees, self._kernels, getattr(torch, dtype), mode)
+        found: Cut = self._known(key, lambda: cut(*given))
+        return found
 
-        return (whole * pairs(chunk) + pairs(rest)) / self.seq_len
+    def measured(self, recompute: str | None = None) -> Measured:
+        """Return what the parts take, blocks recomputing so: "none", "full", or an operation's name."""
+        mode = recompute or self._usual
+        found: Measured
+        if self.like is not None:
+            other, share = self.like.measured(mode), self._share / self.like._share
+            found = self._known(("scaled", id(other), share), lambda: other.times(share))
+            return found
+        one, compiled = self.cut(mode), self.compiled and self.device.is_gpu
+        found = self._known(
+            ("measured", id(one), self.rows, compiled),
+            lambda: measure(one, self.recipe, self.rows, self._kernels, compiled=compiled),
+        )
+        return found
+
+    def _known(self, key: Any, make: Callable[[], Any]) -> Any:
+        known = self.blueprint.known
+        if key not in known:
+            try:
+                known[key] = make()
+            except Exception as error:
+                raise blamed(error, self.recipe, f"rank 0 of {self.degrees.world}") from error
+        return known[key]
+
+    @property
+    def _share(self) -> float:
+        return self.rows / self.degrees.cp / self.degrees.tp
+
+    def piece(self, part: int | str, recompute: str | None = None) -> Piece:
+        """What a kind of block takes, or what is before the blocks or after them."""
+        if recompute is None or not recompute.startswith("budget"):
+            return self.measured(recompute).pieces[part]
+        least, most = (self.measured(mode).pieces[part] for mode in ("full", "none"))
+        share = float(recompute.split()[1])  # 0: what full checkpointing keeps; 1: what the compiler likes
+        return replace(most, kept=least.kept + share * (most.kept - least.kept))
 
     # ------------------------------------------------------------------------------------- blocks
 
@@ -165,16 +162,10 @@ class Workload:
             return "none" if (place + 1) % int(self.recompute) else "full"
         return self.recompute
 
-    def kinds(self, numbers: Iterable[int]) -> list[tuple[Block, str, int]]:
-        """Of a stage's blocks, those that are alike once: a block, what is recomputed of it, and how many
-        such."""
-        blocks = self.shape.blocks
-        found: dict[tuple[int, str], tuple[Block, str, int]] = {}
-        for place, number in enumerate(numbers):
-            key = (id(blocks[number]), self.recomputed(place))
-            count = found[key][2] if key in found else 0
-            found[key] = (blocks[number], key[1], count + 1)
-        return list(found.values())
+    def kinds(self, numbers: Iterable[int]) -> Counter[tuple[int, str]]:
+        """Of a stage's blocks how many there are of each kind, and recomputed so."""
+        kinds = self.blueprint.kinds
+        return Counter((kinds[number], self.recomputed(place)) for place, number in enumerate(numbers))
 
     @property
     def fsdp(self) -> int:
@@ -199,13 +190,13 @@ class Workload:
         return [parts[stage] for stage in stages_of(schedule, self.degrees.pp, rank, len(parts))]
 
     def _parts(self) -> list[list[str]]:
-        layers = len(self.shape.blocks)
+        (before, after), layers = self.blueprint.ends, len(self.blueprint.kinds)
         if self.degrees.pp == 1:
-            return [["tok_embeddings", *(f"layers.{i}" for i in range(layers)), "norm", "output"]]
-        return cut(self.pipeline, self.degrees.pp, layers)
+            return [[*before, *(f"layers.{i}" for i in range(layers)), *after]]
+        return cut_stages(self.pipeline, self.degrees.pp, layers, before=before, after=after)
 
 
-def workload(recipe: Recipe, shape: Decoder, degrees: Degrees, device: Device) -> Workload:
+def workload(recipe: Recipe, blueprint: Blueprint, degrees: Degrees, device: Device) -> Workload:
     """The numbers of a checked recipe."""
     training, section = recipe.training, recipe.activation_checkpoint
     accumulation = recipe.accumulation(degrees)
@@ -220,7 +211,8 @@ def workload(recipe: Recipe, shape: Decoder, degrees: Degrees, device: Device) -
     stored, reduce = BYTES[training.dtype], BYTES[training.mixed_precision_reduce]
     state, extra, extra_all = _optimizer(recipe.optimizer, stored, device)
     return Workload(
-        shape=shape,
+        recipe=recipe,
+        blueprint=blueprint,
         degrees=degrees,
         device=device,
         rows=rows,
@@ -234,10 +226,7 @@ def workload(recipe: Recipe, shape: Decoder, degrees: Degrees, device: Device) -
         compiled=recipe.compile.enable,
         reshard=plan.reshard_after_forward,
         unsharded=degrees.pp > 1 or (training.accumulate == "unsharded" and accumulation > 1),
-        context=plan.context_parallel,
         offloaded=device.is_gpu and plan.cpu_offload,
-        full_logits=_is(recipe.loss, "cross_entropy_full"),
-        fused_loss=device.is_gpu and recipe.compile.loss(on_gpu=True),
         optimizer_state=state,
         optimizer_extra=extra,
         optimizer_extra_all=extra_all,
@@ -245,18 +234,11 @@ def workload(recipe: Recipe, shape: Decoder, degrees: Degrees, device: Device) -
     )
 
 
-def assumed(recipe: Recipe, *, described: bool) -> list[str]:
+def assumed(recipe: Recipe, blueprint: Blueprint) -> list[str]:
     """What nobody tells, and what is taken instead; a sentence each."""
-    if not described:
-        name = component_info(recipe.model).name
-        return [
-            f"the config of the model {name} does not declare its sizes (it has no `shape()`): "
-            "memory, traffic and speed are not estimated"
-        ]
     found = []
-    if recipe.converters:
-        names = ", ".join(component_info(config).name for config in recipe.converters)
-        found.append(f"computed without the converters ({names})")
+    if blueprint.left_out:
+        found.append(f"computed without the converters ({', '.join(blueprint.left_out)})")
     if with_defaults(OptimizerConfigDefaults, recipe.optimizer).state_bytes(4) is None:
         name = component_info(recipe.optimizer).name
         found.append(
@@ -269,8 +251,6 @@ def assumed(recipe: Recipe, *, described: bool) -> list[str]:
             f"a step of the loop {component_info(recipe.loop).name} is assumed to be one micro-batch "
             f"per rank, without sampling{copy}"
         )
-    elif not (_is(recipe.loss, "cross_entropy") or _is(recipe.loss, "cross_entropy_full")):
-        found.append(f"the loss {component_info(recipe.loss).name} is assumed to be computed in chunks")
     if not _is(recipe.parallelize, "decoder"):
         name = component_info(recipe.parallelize).name
         found.append(f"the plan {name} is assumed to shard the model like titan's decoder")
@@ -316,56 +296,48 @@ class Group:
     """Of the largest parameter at rest."""
     ranks: int
     """That they are gathered from."""
+    trained: float
+    """The share of them that has gradients."""
 
     def joined(self, other: Group) -> Group:
+        own = self.own + other.own
         return Group(
             self.name,
             self.whole + other.whole,
             self.padded + other.padded,
-            self.own + other.own,
+            own,
             max(self.largest, other.largest),
             max(self.ranks, other.ranks),
+            (self.trained * self.own + other.trained * other.own) / own,
         )
-
-
-def local_shape(parameter: Parameter, tp: int, ep: int) -> tuple[float, ...]:
-    """What tensor and expert parallelism leave of a parameter on one rank."""
-    first, *rest = parameter.shape
-    if parameter.style in ("column", "vocab"):
-        return (first / tp, *rest)
-    if parameter.style == "row" and rest:
-        return (first, rest[0] / tp, *rest[1:])
-    if parameter.style == "expert":
-        return (first / ep, *rest)
-    return parameter.shape
 
 
 def groups(name: str, parameters: Iterable[Parameter], work: Workload) -> list[Group]:
     """The FSDP2 groups that these parameters make: dense ones, and experts, which lie on other ranks."""
     listed = list(parameters)
-    dense = [p for p in listed if p.style != "expert"]
-    experts = [p for p in listed if p.style == "expert"]
+    dense = [p for p in listed if not p.is_expert]
+    experts = [p for p in listed if p.is_expert]
     return [_group(n, part, work) for n, part in ((name, dense), (EXPERTS, experts)) if part]
 
 
-def _group(name: str, parameters: Iterable[Parameter], work: Workload) -> Group:
+def _group(name: str, parameters: list[Parameter], work: Workload) -> Group:
     ranks = work.expert_fsdp if name == EXPERTS else work.fsdp
-    shapes = [local_shape(parameter, work.degrees.tp, work.degrees.ep) for parameter in parameters]
+    shapes = [parameter.shape or (1,) for parameter in parameters]
     # Experts that are fewer than the ranks are cut along the next dimension, as in `titancli.parallel.fsdp`.
     few = name == EXPERTS and min(shape[0] for shape in shapes) < ranks
-    cut = int(few and all(len(shape) > 1 and shape[1] % ranks == 0 for shape in shapes))
-    own = [math.ceil(shape[cut] / ranks) * math.prod(shape) / shape[cut] for shape in shapes]
+    at = int(few and all(len(shape) > 1 and shape[1] % ranks == 0 for shape in shapes))
+    own = [math.ceil(shape[at] / ranks) * math.prod(shape) / shape[at] for shape in shapes]
     each = [
-        Group(name, math.prod(shape), n * ranks, n, n, ranks) for shape, n in zip(shapes, own, strict=True)
+        Group(name, math.prod(shape), n * ranks, n, n if p.is_trained else 0.0, ranks, float(p.is_trained))
+        for p, shape, n in zip(parameters, shapes, own, strict=True)
     ]
     return reduce(Group.joined, each)
 
 
-def reshards(work: Workload, ranks: int, recompute: str | None = None) -> bool:
-    """Whether gathered parameters are freed after forward: see `titancli.parallel.fsdp`. A rank alone keeps
-    what it has cast for a block of which nothing is run again: `recompute`, of the block."""
+def reshards(work: Workload, ranks: int) -> bool:
+    """Whether gathered parameters are freed after forward: see `titancli.parallel.fsdp`."""
     if work.alone:
-        return (recompute or work.recompute) != "none" and work.degrees.pp == 1
+        return False
     if work.reshard == "default":
         return ranks > 1 and work.degrees.pp == 1
     return work.reshard == "always"
@@ -376,21 +348,21 @@ class Stage:
     """What a rank runs in one piece."""
 
     front: tuple[Parameter, ...]
-    """The embedding, where it has that; with tied weights the final norm as well."""
+    """The embedding, where it has that; with tied weights what comes after the blocks as well."""
     blocks: tuple[int, ...]
     back: tuple[Parameter, ...]
-    """The final norm and the output, where it has these and they are a group of their own."""
+    """What comes after the blocks, where it has that and it is a group of its own."""
     has_head: bool
 
 
 def stages(work: Workload, pp_rank: int) -> list[Stage]:
-    shape = work.shape
-    found = []
+    before, after = work.blueprint.ends
+    found, one = [], work.cut()
     for names in work.stage_modules(pp_rank):
-        front = [p for n, p in (("tok_embeddings", shape.embedding),) if n in names]
-        back = [p for n, p in (("norm", shape.norm), ("output", shape.output)) if n in names]
-        if shape.tied:
-            front, back = [*front, *back[:1]], []
+        front = one.front if any(name in names for name in before) else ()
+        back = one.back if any(name in names for name in after) else ()
+        if one.tied:
+            front, back = (*front, *back), ()
         blocks = tuple(int(n.split(".")[1]) for n in names if n.startswith("layers."))
-        found.append(Stage(tuple(front), blocks, tuple(back), "output" in names))
+        found.append(Stage(front, blocks, back, after[-1] in names))
     return found

@@ -150,8 +150,7 @@ class Cache(Protocol):
 
 
 class ModelConfig(Protocol):
-    """What `titan plan` needs from a model's config, without torch. Optional: a model without it is not
-    estimated.
+    """What can be told of a model without torch. Optional.
 
     Other optional members of such a config are in `titancli.registry.defaults`.
     """

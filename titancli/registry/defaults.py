@@ -93,7 +93,7 @@ class ModelConfigDefaults:
     """The function of its Hugging Face form (`titancli.protocols.HFBuilder`), if that needs no torch."""
 
     def shape(self) -> Any:
-        """Return the sizes, a `titancli.models.shape.Decoder`; None: the model is not estimated."""
+        """Return what its blocks are, a `titancli.models.shape.Decoder`; None: only its modules know."""
         return None
 
     def small(self) -> Any:

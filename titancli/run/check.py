@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -21,14 +20,9 @@ def check(recipe: Recipe, world: int, ranks: Sequence[int] | None = None) -> dic
     Raises:
         TitanError: a step fails; it names the rank.
     """
-    from titancli.process import quiet
-
-    quiet()
     began = time.perf_counter()
-    if "torch" not in sys.modules:
-        # A plugin that asks what the GPU can do would take memory of one that others train on.
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    from titancli.engine.dry_run import dry_run, on_a_cpu
+    from titancli.engine.dry_run import dry_run
+    from titancli.planning.stand_in import on_a_cpu
 
     found = asdict(dry_run(recipe, world, ranks))
     computed = _computed(on_a_cpu(recipe)[0], world)
@@ -38,16 +32,13 @@ def check(recipe: Recipe, world: int, ranks: Sequence[int] | None = None) -> dic
 
 
 def _computed(recipe: Recipe, world: int) -> list[int] | None:
-    """The peak that `titan plan` computes for such a step, by rank of the pipeline; None where the model does
-    not say its sizes."""
+    """The peak that `titan plan` computes for such a step, by rank of the pipeline; None for a model that it
+    does not estimate."""
     from titancli.observe.peaks import DEVICES
-    from titancli.planning.estimate import estimate, shape_of
+    from titancli.planning.estimate import estimate
 
-    shape = shape_of(recipe)
-    if shape is None:
-        return None
-    found = estimate(recipe, shape, recipe.degrees(world), DEVICES["cpu"])
-    return [round(rank.total) for rank in found.ranks]
+    found = estimate(recipe, recipe.degrees(world), DEVICES["cpu"])
+    return None if found is None else [round(rank.total) for rank in found.ranks]
 
 
 def _peak_rss() -> int | None:

@@ -13,11 +13,8 @@ from titancli.launchers.local import in_place
 from titancli.launchers.torchrun import torchrun_command
 from titancli.layout.degrees import Degrees
 from titancli.observe.peaks import DEVICES
-from titancli.planning.estimate import shape_of
-from titancli.planning.memory import numbers_at_rest
-from titancli.planning.workload import BYTES, workload
 from titancli.recipe.schema import Recipe
-from titancli.registry.component import build, component_info
+from titancli.registry.component import component_info
 from titancli.run.fit import check_world
 from titancli.run.prepare import Plan
 
@@ -32,8 +29,7 @@ def preview(plan: Plan, request: LaunchRequest) -> dict[str, Any]:
     degrees, accumulation = check_world(plan.loaded, request.world)
     training = recipe.training
     rows = training.local_batch_size * accumulation * degrees.dp
-    parameters = count_parameters(recipe)
-    mine = parameters_of_a_rank(recipe, degrees, parameters)
+    parameters, mine = count_parameters(recipe, degrees)
     return {
         "recipe": str(plan.loaded.path),
         "name": recipe.name,
@@ -45,7 +41,7 @@ def preview(plan: Plan, request: LaunchRequest) -> dict[str, Any]:
         "missing": plan.missing,
         "model": component_info(recipe.model).name,
         "parameters": parameters,
-        "weights_and_gradients_bytes_per_rank": 2 * mine * BYTES[training.dtype],
+        "weights_and_gradients_bytes_per_rank": 2 * mine * (4 if training.dtype == "float32" else 2),
         "world": request.world,
         "nproc": request.nproc,
         "nnodes": request.nnodes,
@@ -62,23 +58,15 @@ def preview(plan: Plan, request: LaunchRequest) -> dict[str, Any]:
     }
 
 
-def count_parameters(recipe: Recipe) -> int:
-    """Parameters of the model; a tied one counts once."""
-    import torch
+def count_parameters(recipe: Recipe, degrees: Degrees) -> tuple[int, int]:
+    """Return the parameters of the model, a tied one once, and how many lie on the rank that has the most."""
+    from titancli.planning.blueprint import Blueprint
+    from titancli.planning.memory import numbers_at_rest
+    from titancli.planning.workload import workload
 
-    with torch.device("meta"):
-        model = build(recipe.model, seq_len=recipe.training.seq_len)
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
-def parameters_of_a_rank(recipe: Recipe, degrees: Degrees, parameters: int) -> int:
-    """How many of the model's parameters lie on the rank that has the most; on each as many, where the model
-    does not say its sizes."""
-    shape = shape_of(recipe)
-    if shape is None:
-        return parameters * degrees.dp_replicate // degrees.world
-    work = workload(recipe, shape, degrees, DEVICES["cpu"])
-    return round(max(numbers_at_rest(work, rank) for rank in range(degrees.pp)))
+    blueprint = Blueprint(recipe)
+    work = workload(recipe, blueprint, degrees, DEVICES["cpu"])
+    return blueprint.size, round(max(numbers_at_rest(work, rank) for rank in range(degrees.pp)))
 
 
 def launch_command(plan: Plan, request: LaunchRequest) -> str | None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, rms_norm, scaled_dot_product_attention
 
 from titancli.distributed.collectives import Group, gather
+from titancli.distributed.device import device_type
 from titancli.distributed.local import local
 from titancli.models.blocks.flash import flash_attention, runs_flash
 from titancli.models.blocks.masks import document_mask
@@ -150,7 +151,7 @@ class _Core:
         given = mask if isinstance(mask, Tensor) else None
         kernel = kernel_of(
             Asked(
-                device=q.device.type,
+                device=device_type(q),
                 dtype=q.dtype,
                 head_dim=q.shape[-1],
                 value_dim=v.shape[-1],
@@ -177,7 +178,7 @@ class _Core:
             return self._written_out(q, k, v, given)
         causal, width = mask is None and causal, v.shape[-1]
         # On meta nothing runs.
-        if width < q.shape[-1] and q.device.type != "meta" and (self.fill or kernel == "flash"):
+        if width < q.shape[-1] and device_type(q) != "meta" and (self.fill or kernel == "flash"):
             v = pad(v, (0, q.shape[-1] - width))
         if kernel == "flash":
             window = reach.window if limited else None
@@ -197,6 +198,8 @@ class _Core:
         return out[..., :width] if out.shape[-1] != width else out
 
     def _flex(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, reach: Reach) -> Tensor:
+        if q.is_meta:  # nothing runs, and as much is kept
+            return flash_attention(q, k, v, scale=self.scale, causal=True, sinks=self.sinks)
         # These bring torch's compiler.
         from titancli.models.blocks.flex import attend_in_blocks, document_block_mask
 

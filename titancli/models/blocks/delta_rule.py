@@ -121,7 +121,7 @@ def _gradients(
 
 def _slices(k: Tensor, v: Tensor, chunk: int, passes: int) -> list[slice]:
     """Key heads that are computed together, so that what lies between takes no more than `WORKING` bytes, or
-    what one of them takes: `titancli.planning.delta` computes it too."""
+    what one of them takes."""
     wide = torch.promote_types(v.dtype, torch.float32).itemsize
     width, size = k.shape[-1] + v.shape[-1], max(1, min(chunk, k.shape[1]))
     of_token = 6 * width + 6 * size + 2 * k.shape[-1] * width / size

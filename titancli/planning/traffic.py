@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from titancli.engine.meter import plain_tensors
+from titancli.planning.meter import plain_tensors
 
 _aten = torch.ops.aten
 KINDS = {
@@ -75,7 +75,7 @@ class Traffic(TorchDispatchMode):
         if func is _aten.lift_fresh.default or (_waits(func, args) and id(args[0]) not in self._on_host):
             self.waits[f"{func} at {_line()}"] += 1
         if not (func.is_view or func in FREE or func.namespace in ("prim", "profiler")):
-            size = _moved(func, args, kwargs or {}, out)
+            size = moved_by(func, args, kwargs or {}, out)
             self.moved[kind_of(func)] += size
             self.ops[func.overloadpacket.__name__] += size
         return out
@@ -96,7 +96,7 @@ def _waits(func: Any, args: Any) -> bool:
     return bool(WAITING & set(func.tags))
 
 
-def _moved(func: Any, args: Any, kwargs: Any, out: Any) -> int:
+def moved_by(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     written = [tensor for value in tree_iter(out) for tensor in plain_tensors(value)]
     if func in LOOK_UPS:
         return 2 * sum(map(_bytes, written))

@@ -1,0 +1,65 @@
+"""What a step is tried with where there is no device and no data: rows without values, and a recipe without
+what needs a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+
+from titancli.data.batch import Batch
+from titancli.errors import UsageError
+from titancli.protocols import LossDefaults
+from titancli.recipe.schema import Compile, Recipe, needs_dataset
+from titancli.registry.defaults import ConfigDefaults, DatasetConfigDefaults, with_defaults
+
+
+def on_a_cpu(recipe: Recipe) -> tuple[Recipe, list[str]]:
+    """Return the recipe without what needs a GPU or takes minutes, and what was left out."""
+    left_out = []
+    if recipe.compile.enable:
+        budget = recipe.activation_checkpoint.mode == "memory_budget"
+        left_out.append("compile" + ("(and with it the memory_budget of activations)" if budget else ""))
+        recipe = dataclasses.replace(recipe, compile=Compile(enable=False))
+    if fields := [key for key, _ in with_defaults(ConfigDefaults, recipe.parallelize).needs_gpu()]:
+        left_out += [f"parallelize.{key}" for key in fields]
+        plan: Any = dataclasses.replace(recipe.parallelize, **dict.fromkeys(fields, False))
+        recipe = dataclasses.replace(recipe, parallelize=plan)
+    return recipe, left_out
+
+
+def rows_of(
+    recipe: Recipe,
+    inputs: Collection[str],
+    loss: Any,
+    rows: int,
+    device: torch.device,
+    *,
+    documents: bool = True,
+) -> Batch:
+    """Return so many rows of the recipe's length, with what its model and loss need.
+
+    Args:
+        inputs: of the model.
+        documents: whether rows say which document a token is of, where the recipe's do.
+
+    Raises:
+        UsageError: the model does not take rows of tokens.
+    """
+    if "tokens" not in inputs:
+        raise UsageError(f"a dry run can only make rows of tokens, but the model takes {', '.join(inputs)}")
+    shape = (rows, recipe.training.seq_len)
+    tensors = {
+        name: torch.zeros(shape, dtype=torch.int64, device=device)
+        for name in ("tokens", "targets", "positions")
+    }
+    masked = with_defaults(DatasetConfigDefaults, recipe.dataset).document_mask
+    if documents and (masked or not needs_dataset(recipe.loop)):
+        tensors["document_ids"] = torch.zeros(shape, dtype=torch.int32, device=device)
+    needs = with_defaults(LossDefaults, loss).needs
+    for name in set(needs) - set(tensors):
+        dims = len(needs[name]) if isinstance(needs, Mapping) else len(shape)
+        tensors[name] = torch.zeros(shape[:dims], device=device)
+    return Batch(tensors)

@@ -1,0 +1,287 @@
+"""A step followed on tensors without memory (meta): what each operator reads, makes, computes and sends, and
+from when to when each storage is alive.
+
+Two views of the same trace: as it ran, operator by operator (`Trace.timeline`), and as compiled code runs it
+(`Trace.compiled`), where all between two kernels of their own is one: what is made and used up there never
+lies in memory, and what backward needs of it is made again from what went in.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from torch.utils.flop_counter import flop_registry
+
+from titancli.planning.meter import BODIES, plain_tensors
+from titancli.planning.traffic import FREE, KINDS, moved_by
+
+_aten = torch.ops.aten
+OWN_KERNELS = (
+    *(*KINDS["products"], *KINDS["attention"], "convolution", "embedding", "index_put"),
+    *("scatter", "sort", "topk", "cumsum"),
+)
+"""Parts of the names of aten's operators that compiled code does not join with what stands around them."""
+
+
+@dataclass(slots=True)
+class Op:
+    """One operator, as it was called."""
+
+    func: Any
+    reads: list[int]
+    """Storages, by number."""
+    writes: list[int]
+    flops: float
+    moved: float
+    """Bytes read and written."""
+    inside: int
+    """Bytes that it takes while it runs, beside what it returns."""
+    sends: tuple[str, str, float] | None
+    """A collective: its name, that of its group, and the bytes of the whole (gathered) tensor."""
+    own_kernel: bool
+    """Whether it is no part of what a compiler makes one kernel of."""
+
+
+@dataclass
+class Timeline:
+    """What lives when: operator i runs between the moments i and i + 1."""
+
+    sizes: list[float]
+    """Of every storage."""
+    born: list[int]
+    died: list[int]
+    moved: list[float]
+    """By operator."""
+    inside: list[int]
+    _during: list[float] = field(default_factory=list)
+    _made: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        steps, self._made = [0.0] * (len(self.moved) + 2), [0.0] * (len(self.moved) + 2)
+        for size, born, died in zip(self.sizes, self.born, self.died, strict=True):
+            steps[born] += size
+            self._made[born] += size
+            steps[died] -= size
+        self._during = list(accumulate(steps))
+
+    def alive(self, moment: int) -> float:
+        """Bytes between two operators."""
+        return self._during[moment] - self._made[moment]
+
+    def most(self, begin: int, end: int) -> tuple[float, int]:
+        """The most bytes while any of these operators runs, and which one that is."""
+        if begin == end:
+            return self.alive(begin), begin
+        at = max(range(begin, end), key=lambda i: self._during[i] + self.inside[i])
+        return self._during[at] + self.inside[at], at
+
+    def of(self, storages: Iterable[int], moment: int) -> float:
+        """Bytes of these storages while an operator runs."""
+        return sum(self.sizes[s] for s in storages if self.born[s] <= moment < self.died[s])
+
+
+class Trace(TorchDispatchMode):
+    """Records what is done while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[Op] = []
+        self.sizes: list[float] = []
+        self.born: list[int] = []
+        self.died: list[int | None] = []
+        self._numbers: dict[int, int] = {}
+        self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._inside: dict[Any, int] = {}
+        self.joining = False
+        """Whether what is done now is compiled."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled, and torch would import its compiler to be sure of that
+
+    def know(self, tensors: Iterable[Tensor]) -> None:
+        """Number the storages of tensors that are there before, and whose memory is counted elsewhere."""
+        for tensor in tensors:
+            self.number(tensor, 0.0)
+
+    def number(self, tensor: Tensor, size: float | None = None) -> int:
+        """Return the number of a tensor's storage."""
+        storage = tensor.untyped_storage()
+        key = id(storage)
+        if key not in self._numbers:
+            here = self._numbers[key] = len(self.sizes)
+            self.sizes.append(float(storage.nbytes()) if size is None else size)
+            self.born.append(len(self.ops))
+            self.died.append(None)
+
+            def gone(_: weakref.ref[torch.UntypedStorage]) -> None:
+                self._numbers.pop(key)
+                self._watched.pop(key)
+                self.died[here] = len(self.ops)
+
+            self._watched[key] = weakref.ref(storage, gone)
+        return self._numbers[key]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is _aten._local_scalar_dense.default and args[0].is_meta:
+            return 1.0 if args[0].dtype.is_floating_point else 1
+        out = func(*args, **kwargs)
+        if func.is_view:
+            return out
+        reads = [self.number(t) for value in tree_iter((args, kwargs)) for t in plain_tensors(value)]
+        writes = [self.number(t) for value in tree_iter(out) for t in plain_tensors(value)]
+        formula = flop_registry.get(func.overloadpacket)
+        self.ops.append(
+            Op(
+                func,
+                reads,
+                writes,
+                formula(*args, **kwargs, out_val=out) * _share_seen(func, args, kwargs) if formula else 0.0,
+                0.0 if func in FREE else moved_by(func, args, kwargs, out),
+                self._taken_inside(func, args) if func in BODIES else 0,
+                _sent(func, args, kwargs, out),
+                not self.joining or _own_kernel(func),
+            )
+        )
+        return out
+
+    def _taken_inside(self, func: Any, args: tuple[Any, ...]) -> int:
+        """The most that an operator takes beside its results: followed once for arguments of a kind."""
+        key = (func, *((x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else x for x in args))
+        if key not in self._inside:
+            inner = Trace()
+            inner.know(x for x in args if isinstance(x, Tensor))
+            with inner:
+                made = BODIES[func](*args)
+            most, _ = inner.timeline().most(0, len(inner.ops))
+            results = sum(
+                t.untyped_storage().nbytes() for value in tree_iter(made) for t in plain_tensors(value)
+            )
+            self._inside[key] = int(most - results)
+        return self._inside[key]
+
+    # ------------------------------------------------------------------------------------------ views
+
+    def timeline(self) -> Timeline:
+        """What lived when."""
+        died = [len(self.ops) + 1 if at is None else at for at in self.died]
+        return Timeline(
+            self.sizes, self.born, died, [op.moved for op in self.ops], [op.inside for op in self.ops]
+        )
+
+    def compiled(self, backward: int, kept: Iterable[int]) -> Timeline:
+        """The same of compiled code.
+
+        Args:
+            backward: the moment at which it begins.
+            kept: storages that leave the compiled code, or come in.
+        """
+        lies = [False] * len(self.sizes)  # in memory
+        used = [0] * len(self.sizes)  # last
+        for number in kept:
+            lies[number] = True
+        for at, op in enumerate(self.ops):
+            for number in (*op.reads, *op.writes):
+                used[number] = at + 1
+                lies[number] |= op.own_kernel
+        timeline = self.timeline()
+        died = [
+            last if born < backward < at and last <= backward else at
+            for born, at, last in zip(timeline.born, timeline.died, used, strict=True)
+        ]  # what activation checkpointing keeps for nothing is not kept
+        for number in kept:
+            died[number] = timeline.died[number]
+        self._from_anchors(lies, died, backward)
+        moved = [
+            op.moved
+            if op.own_kernel
+            else min(op.moved, sum(self.sizes[n] for n in {*op.reads, *op.writes} if lies[n]))
+            for op in self.ops
+        ]
+        sizes = [size if there else 0.0 for size, there in zip(self.sizes, lies, strict=True)]
+        return Timeline(sizes, timeline.born, died, moved, timeline.inside)
+
+    def _from_anchors(self, lies: list[bool], died: list[int], backward: int) -> None:
+        """What backward needs of what never lay in memory is made again from what did, which therefore stays
+        as long."""
+        sources: dict[int, set[int]] = {}
+        for at, op in enumerate(self.ops):
+            for number in op.writes:
+                if lies[number] or number in sources:
+                    continue
+                sources[number] = {
+                    source
+                    for read in op.reads
+                    for source in ({read} if lies[read] else sources.get(read, {read}))
+                }
+            if at + 1 == backward:
+                break
+        for number, anchors in sources.items():
+            if died[number] > backward:
+                for anchor in anchors:
+                    lies[anchor] = True
+                    died[anchor] = max(died[anchor], died[number])
+
+
+def _own_kernel(func: Any) -> bool:
+    if func.namespace != "aten":
+        return True
+    name = func.overloadpacket.__name__.strip("_")
+    return any(part in name if len(part) > 3 else part == name for part in OWN_KERNELS)
+
+
+def _named(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    names = [argument.name for argument in func._schema.arguments]
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def _share_seen(func: Any, args: Any, kwargs: Any) -> float:
+    """Of the pairs of queries and keys that torch counts in attention, the share that is computed: half of
+    the square where a token sees those before it alone."""
+    if "attention" not in func.overloadpacket.__name__:
+        return 1.0
+    given = _named(func, args, kwargs)
+    if not (given.get("is_causal") or given.get("causal")):
+        return 1.0
+    ours = "q" in given
+    q, k = (given["q"], given["k"]) if ours else (given["query"], given["key"])
+    length, keys = q.shape[1 if ours else 2], k.shape[1 if ours else 2]
+    wide = min(keys, given.get("window") or keys)
+    return seen(length, keys, wide) / (length * wide)
+
+
+def seen(length: int, keys: int, window: int) -> float:
+    """Pairs of queries and keys, the queries being the last of the keys and each seeing `window` at most."""
+    ahead = keys - length
+    few = max(0, min(length, window - ahead - 1))
+    return length * window - few * (window - ahead) + few * (few + 1) / 2
+
+
+def _sent(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[str, str, float] | None:
+    name = func.overloadpacket.__name__
+    if func.namespace == "titancli" and name.startswith("ring_"):
+        given = _named(func, args, kwargs)
+        times = 1 if name == "ring_forward" else 2  # the gradients of keys and values too
+        return "send/recv", given["name"], times * given["size"] * 2 * _bytes(given["k"])
+    if func.namespace != "_c10d_functional" or name == "wait_tensor":
+        return None
+    given = _named(func, args, kwargs)
+    whole = max(_bytes(args[0]), _bytes(out))
+    if "all_to_all" in name:
+        return "all-to-all", given["group_name"], whole
+    if name.startswith("all_reduce"):
+        return "all-reduce", given["group_name"], 2 * whole
+    return "all-gather / reduce-scatter", given["group_name"], whole
+
+
+def _bytes(tensor: Tensor) -> float:
+    return float(tensor.numel() * tensor.element_size())
