@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from tests.engine import cases
 from tests.engine.cases import Layout
+from tests.models.specs import size_of
 from tests.ranks.refused import skip_where_refused
 from tests.rows import rows
 from titancli.engine import Engine
@@ -106,7 +107,7 @@ def test_parameters_that_ranks_share_unevenly():
     one_row = recipe(Layout({"dp_shard": -1}), model, global_batch_size=None, local_batch_size=1)
     sizes = [check.parameters for check in dry_run(one_row, 3, range(3)).ranks]
     assert sizes[0] > sizes[2]
-    assert sum(sizes) == model.shape().size
+    assert sum(sizes) == size_of(model)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +119,7 @@ def test_every_schedule_beside_every_other_degree(schedule):
     skip_where_refused(cut)
     first, second = dry_run(cut, 32).ranks
     assert (first.rank, second.rank) == (0, 16)
-    assert 8 * (first.parameters + second.parameters) == pytest.approx(cut.model.shape().size, rel=0.05)
+    assert 8 * (first.parameters + second.parameters) == pytest.approx(size_of(cut.model), rel=0.05)
 
 
 def test_nothing_is_left_behind():
@@ -186,7 +187,7 @@ def test_405b_wide_on_512_ranks():
     wide = load_recipe("llama3_405b", overrides).recipe
     first, last = dry_run(wide, 512, [0, 511]).ranks
     assert last.place == {"pp": 0, "dp_replicate": 0, "dp_shard": 63, "cp": 0, "tp": 7}
-    share = wide.model.shape().size / 512
+    share = size_of(wide.model) / 512
     assert last.parameters < share < first.parameters < 1.01 * share  # 128,256 / 8 rows over 64 ranks
 
 

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from titancli.models import shape
 from titancli.models.sections import MoE
+from titancli.registry.component import build
+
+
+def size_of(config: Any) -> int:
+    """How many parameters a model has, tied ones once."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in build(config, seq_len=16).parameters())
 
 
 def attention(dim: int, heads: int, kv_heads: int, head_dim: int, **options: Any) -> shape.Attention:

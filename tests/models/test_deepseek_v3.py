@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.models.families import DEEPSEEK
+from tests.models.specs import size_of
 from titancli.checkpoint import export_hf, read_hf
 from titancli.checkpoint.hf.which import model_of
 from titancli.errors import TitanError
@@ -194,7 +195,7 @@ def test_kimi_k2_is_a_deepseek_v3(within: str | None) -> None:
     assert there["model_type"] in DeepSeekV3.model_types
     assert (config.model_type, config.rope_theta, config.moe.route_scale) == ("deepseek_v3", 50000.0, 2.827)
     assert config.moe.num_expert_groups is None
-    assert config.shape().size == 1_026_408_232_448 - 60 * 384  # the release counts balancing biases
+    assert size_of(config) == 1_026_408_232_448 - 60 * 384  # the release counts balancing biases
 
 
 def test_a_folder_of_kimi_k2_is_read(tmp_path: Path) -> None:

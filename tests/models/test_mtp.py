@@ -146,13 +146,11 @@ def test_nothing_else_knows_of_them() -> None:
         collector.drain()
         both = [m(given["tokens"], batch=given, loss=CrossEntropy()).sum for m in (model, plain)]
         assert both[0] == both[1] and "mtp_loss" not in collector.drain()
-    shape, without = model.config.shape(), plain.config.shape()
-    assert shape.size == sum(p.numel() for p in model.parameters())
-    more = shape.active_size - without.active_size
-    block = shape.blocks[-1].feed_forward
-    experts = sum(p.size for p in block.parameters if p.style == "expert")
-    assert more == shape.size - without.size - experts + experts * 3 // 8 + shape.output.size
-    assert shape.flops_per_token(64) > without.flops_per_token(64) + 6 * more
+    sizes = [sum(p.numel() for p in one.parameters()) for one in (model, plain)]
+    experts = sum(p.numel() for p in model.layers["2"].moe.experts.parameters())
+    more = sizes[0] - sizes[1] - experts + experts * 3 // 8 + model.output.weight.numel()
+    attention = model.config.shape().blocks[-1].attention.flops(64)
+    assert model.flops_per_token(64) - plain.flops_per_token(64) == 6 * more + attention
 
 
 def test_a_loss_that_does_not_weigh_tokens_is_refused() -> None:

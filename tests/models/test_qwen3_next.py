@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.models.families import QWEN3_NEXT
+from tests.models.specs import size_of
 from titancli.checkpoint import export_hf, read_hf
 from titancli.checkpoint.hf.which import hf_form, model_of
 from titancli.distributed.collectives import Group
@@ -117,7 +118,7 @@ def test_a_dense_release_that_sees_images_is_read(tied: bool) -> None:
     whole = {"model_type": "qwen3_5", "tie_word_embeddings": tied, "vision_config": {}}
     config = bind(Qwen3Next, Qwen3Next.from_config_json({**whole, "text_config": QWEN36_27B}), current())
     assert (config.tied, config.hidden_dim, config.partial_rotary_factor) == (tied, 17408, 0.25)
-    assert config.shape().size == 26_895_998_464 - tied * 248320 * 5120
+    assert size_of(config) == 26_895_998_464 - tied * 248320 * 5120
 
 
 @pytest.mark.parametrize("change", [{"output_gate_type": "sigmoid"}, {"norm_topk_prob": False}])

@@ -1,4 +1,4 @@
-"""A config's `shape()` says what the module has: every parameter, by name and shape."""
+"""A config's `shape()` has a spec of every block, and its modules declare how each parameter is sharded."""
 
 from __future__ import annotations
 
@@ -8,39 +8,40 @@ from typing import Any
 import pytest
 import torch
 
-from titancli import builtin
-from titancli.models.shape import Block, Decoder
-from titancli.registry import current
-from titancli.registry.binding import bind
-from titancli.registry.component import build, component_info
+from tests.models.by_spec import BY_SPEC
+from tests.models.families import FAMILIES, Family
+from titancli.models.blocks.declared import declared
+from titancli.models.blocks.delta import GatedDeltaNet
+from titancli.models.shape import Block, DeltaNet
+from titancli.registry.component import build
 
-FLAVORS = [
-    pytest.param(config, flavor, id=f"{config.__name__}-{flavor}")
-    for config in builtin.titan_components()
-    if component_info(config).kind == "model" and hasattr(config, "shape")
-    for flavor in config.flavors
+CASES = [
+    *((family, name, family.flavor(name)) for family in FAMILIES for name in family.config.flavors),
+    *((family, name, family.variant(name)) for family in (*FAMILIES, *BY_SPEC) for name in family.variants),
 ]
 
 
-def configured(config: Any, flavor: str) -> Any:
-    return bind(config, config.flavors[flavor], current())
-
-
-@pytest.mark.parametrize(("config", "flavor"), FLAVORS)
-def test_names_shapes_and_styles_are_those_of_the_module(config: type, flavor: str) -> None:
-    made = configured(config, flavor)
-    shape: Decoder = made.shape()
+@pytest.mark.parametrize(
+    ("family", "name", "config"), CASES, ids=[f"{family.name}-{name}" for family, name, _ in CASES]
+)
+def test_every_parameter_has_one_style(family: Family, name: str, config: Any) -> None:
     with torch.device("meta"):
-        model = build(made, seq_len=2048)
-    told = {parameter.name: parameter for parameter in shape.parameters()}
-    assert {name: told[name].shape for name in told} == {
-        name: tuple(parameter.shape) for name, parameter in model.named_parameters()
+        model = build(config, seq_len=2048)
+    for parameter, _ in model.named_parameters(remove_duplicate=False):
+        styles = [style for pattern, style in model.tensor_plan.items() if fnmatchcase(parameter, pattern)]
+        assert len(styles) == 1, parameter
+        assert (styles[0] == "expert") == (".experts." in parameter)
+    assert len(model.shape.blocks) == len(model.layers)
+    assert all(isinstance(block, Block) for block in model.shape.blocks)
+
+
+def test_what_is_declared_of_a_child_that_is_not_there_is_left_out() -> None:
+    spec = DeltaNet(dim=8, key_heads=2, heads=4, key_dim=4, value_dim=4, kernel=4, norm_eps=1e-6)
+    layer = torch.nn.Sequential(GatedDeltaNet(spec))
+    layer[0].wba = None
+    found = declared(layer, "styles")
+    assert found == {
+        **dict.fromkeys(("0.conv", "0.A_log", "0.dt_bias", "0.wqkvz.weight"), "column"),
+        "0.wo.weight": "row",
+        "0.out_norm.weight": "norm",
     }
-    assert shape.size == sum(parameter.numel() for parameter in model.parameters())
-    for name, parameter in told.items():
-        styles = [style for pattern, style in model.tensor_plan.items() if fnmatchcase(name, pattern)]
-        assert parameter.style == (styles[0] if styles else "expert"), name
-    for seq_len in (128, 8192):
-        assert shape.flops_per_token(seq_len) == pytest.approx(model.flops_per_token(seq_len), rel=1e-12)
-    assert len(shape.blocks) == len(model.layers)
-    assert all(isinstance(block, Block) for block in shape.blocks)

@@ -15,7 +15,7 @@ from titancli.distributed.local import local
 from titancli.models.blocks.decoder import Decoder
 from titancli.models.blocks.reach import WHOLE
 from titancli.models.sections import AttnTemperature
-from titancli.models.shape import Block, FeedForward, Norm, Parameter, Spec
+from titancli.models.shape import Block, FeedForward, Norm, Spec
 from titancli.registry.component import build
 
 TOKENS = torch.randint(0, 128, (2, 24), generator=torch.Generator().manual_seed(3))
@@ -26,11 +26,6 @@ class MeanSpec(Spec):
     """Each token gets a weighed mean of those before it."""
 
     module: ClassVar[str] = "tests.models.test_specs:Mean"
-    name: ClassVar[str] = "attention"
-
-    @property
-    def parameters(self) -> tuple[Parameter, ...]:
-        return (Parameter("decay", (self.dim,), "replicate"),)
 
     def flops(self, seq_len: int) -> float:
         return 0.0
@@ -38,6 +33,7 @@ class MeanSpec(Spec):
 
 class Mean(nn.Module):
     takes_local_parameters = True
+    styles: ClassVar = {"decay": "replicate"}
     reach, angles = WHOLE, None
 
     def __init__(self, spec: MeanSpec) -> None:
@@ -60,9 +56,6 @@ def test_a_plugins_spec_brings_its_module() -> None:
     config = Config(**GRANITE.small)
     model = Decoder(config)
     model.init_weights(lambda name: torch.Generator().manual_seed(0))
-    assert {p.name: p.shape for p in config.shape().parameters()} == {
-        name: tuple(p.shape) for name, p in model.named_parameters()
-    }
     assert model.tensor_plan["layers.*.attention.decay"] == "replicate"
     assert torch.equal(model.layers["1"].attention.decay, torch.full((64,), 0.5))
     model(TOKENS).sum().backward()

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from tests.models.specs import size_of
 from titancli.cli import main
 from titancli.engine.dry_run import dry_run
 from titancli.recipe import load_recipe
@@ -28,7 +29,7 @@ def test_the_memory_of_a_rank_is_that_of_the_one_with_the_most(name):
     recipe = load_recipe("llama3_debug", ["model.n_layers=2", "training.seq_len=64", *overrides]).recipe
     most = max(rank.parameters for rank in dry_run(recipe, world).ranks)
     whole, told = count_parameters(recipe, recipe.degrees(world))
-    assert told == pytest.approx(most, rel=0.001) and whole == recipe.model.shape().size
+    assert told == pytest.approx(most, rel=0.001) and whole == size_of(recipe.model)
 
 
 def test_rows_under_a_pipeline_come_in_micro_batches(capsys):

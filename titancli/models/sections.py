@@ -99,7 +99,7 @@ class Sizes:
         made: dict[Block, Block] = {}
         blocks = tuple(made.setdefault(one, one) for one in map(self.layer, range(self.n_layers)))
         return Decoder(
-            dim=self.dim, vocab_size=self.vocab_size, blocks=blocks, tied=self.tied, final_norm=self.norm
+            dim=self.dim, vocab_size=self.vocab_size, blocks=blocks, tied=self.tied, norm=self.norm
         )
 
     @property

@@ -1,5 +1,4 @@
-"""What a decoder is made of, as plain data: what its modules are built from, how they can be split, and what
-`titan plan` computes with. Torch-free.
+"""What a decoder is made of, as plain data: what its modules are built from. Torch-free.
 
 A family's config has a method `layer(number)` that returns a `Block`; `shape()` is the `Decoder` of them all,
 which `titancli.models.blocks.decoder` builds. An option of a layer is a field here, which its module reads:
@@ -8,39 +7,10 @@ each spec names the class of its module, which is called with the spec. A plugin
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, ClassVar, Literal
 
 from titancli.registry.component import load_target
-
-Style = Literal["column", "row", "vocab", "norm", "replicate", "expert"]
-"""How a parameter is cut over mesh.tp (as in a model's `tensor_plan`) or, if an expert's, over mesh.ep."""
-
-
-@dataclass(frozen=True)
-class Parameter:
-    name: str
-    """Within its module, its block or, above the blocks, within the model."""
-    shape: tuple[int, ...]
-    style: Style
-    role: Literal["", "router"] = ""
-    """In an optimizer's eyes, where that does not follow from the module; "": it does."""
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape)
-
-    def within(self, module: str) -> Parameter:
-        """Return the same with its name in what has the module as a child."""
-        return replace(self, name=f"{module}.{self.name}")
-
-
-def _linear(name: str, rows: int, columns: int, style: Style, bias: bool = False) -> list[Parameter]:
-    """The parameters of a product; its bias is cut as its rows are."""
-    weight = Parameter(f"{name}.weight", (rows, columns), style)
-    return [weight, Parameter(f"{name}.bias", (rows,), style)] if bias else [weight]
 
 
 def _need(holds: bool, rule: str) -> None:
@@ -65,10 +35,6 @@ class Norm:
         _need(layer or not self.bias, "only LayerNorm has a bias")
         _need(not (layer and self.zero_centred), "LayerNorm multiplies by its weight")
 
-    def parameters(self, name: str, width: int, style: Style = "norm") -> list[Parameter]:
-        """Return the parameters of a norm of this name and width."""
-        return [Parameter(f"{name}.{end}", (width,), style) for end in ("weight", "bias")[: 1 + self.bias]]
-
 
 @dataclass(frozen=True)
 class Rope:
@@ -92,15 +58,8 @@ class Spec:
 
     module: ClassVar[str]
     """Class of the module, as "package.module:Class"."""
-    name: ClassVar[str]
-    """Child of the block that it is."""
     dim: int
     """Width of the residual stream."""
-
-    @property
-    def parameters(self) -> tuple[Parameter, ...]:
-        """All of them, by their names within the module."""
-        raise NotImplementedError
 
     def build(self) -> Any:
         """Return the module on the current device, without initial values."""
@@ -113,7 +72,6 @@ class Attention(Spec):
     key, and `value_dim` of a value."""
 
     module: ClassVar[str] = "titancli.models.blocks.attention:Attention"
-    name: ClassVar[str] = "attention"
     heads: int
     kv_heads: int
     head_dim: int
@@ -160,28 +118,6 @@ class Attention(Spec):
         """Which of the decoder's `angles` it is given."""
         return self.temperature or self.rope
 
-    @property
-    def parameters(self) -> tuple[Parameter, ...]:
-        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        products: dict[str, tuple[int, int, Style]] = {
-            "q": (q * (1 + self.gated), self.dim, "column"),
-            "k": (kv, self.dim, "column"),
-            "v": (kv, self.dim, "column"),
-            "o": (self.dim, q, "row"),
-        }
-        found = [Parameter("sinks", (self.heads,), "column")] if self.sinks else []
-        for name, product in products.items():
-            found += _linear(f"w{name}", *product, bias=name in self.bias)
-        if self.qk_norm == "whole":
-            found += [
-                *self.norm.parameters("q_norm", q, "column"),
-                *self.norm.parameters("k_norm", kv, "column"),
-            ]
-        elif self.qk_norm:
-            for name in ("q_norm", "k_norm"):
-                found += self.norm.parameters(name, self.head_dim)
-        return tuple(found)
-
     def most(self, seq_len: int) -> int:
         """Tokens that any token of a row so long sees at most."""
         return min(seq_len, self.window or seq_len, self.chunk or seq_len)
@@ -220,22 +156,6 @@ class Latent(Attention):
         """Numbers of a head's query and key that are not rotated."""
         return self.head_dim - self.rope.dim
 
-    @property
-    def parameters(self) -> tuple[Parameter, ...]:
-        queries, made = self.heads * self.head_dim, self.heads * (self.nope_dim + self.width)
-        if self.query_rank is None:
-            found = _linear("wq", queries, self.dim, "column")
-        else:
-            found = _linear("wq_a", self.query_rank, self.dim, "replicate")
-            found += _linear("wq_b", queries, self.query_rank, "column")
-        found += _linear("wkv_a", self.kv_rank + self.rope.dim, self.dim, "replicate")
-        found += _linear("wkv_b", made, self.kv_rank, "column")
-        found += _linear("wo", self.dim, self.heads * self.width, "row")
-        found += self.norm.parameters("kv_norm", self.kv_rank)
-        return tuple(
-            found if self.query_rank is None else found + self.norm.parameters("q_norm", self.query_rank)
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaNet(Spec):
@@ -243,7 +163,6 @@ class DeltaNet(Spec):
     `value_dim`."""
 
     module: ClassVar[str] = "titancli.models.blocks.delta:GatedDeltaNet"
-    name: ClassVar[str] = "attention"
     key_heads: int
     heads: int
     """Of values."""
@@ -258,19 +177,6 @@ class DeltaNet(Spec):
         """Numbers of a token that pass the convolution."""
         return 2 * self.key_heads * self.key_dim + self.heads * self.value_dim
 
-    @property
-    def parameters(self) -> tuple[Parameter, ...]:
-        values = self.heads * self.value_dim
-        return (
-            Parameter("conv", (self.mixed, self.kernel), "column"),
-            Parameter("A_log", (self.heads,), "column"),
-            Parameter("dt_bias", (self.heads,), "column"),
-            *_linear("wqkvz", self.mixed + values, self.dim, "column"),
-            *_linear("wba", 2 * self.heads, self.dim, "column"),
-            *_linear("wo", self.dim, values, "row"),
-            Parameter("out_norm.weight", (self.value_dim,), "norm"),
-        )
-
     def flops(self, seq_len: int) -> float:
         """Forward and backward of one token, its matrices left out: a head's matrix is read twice and written
         once. Products of chunks, which do the same in another order, are more."""
@@ -282,21 +188,12 @@ class FeedForward(Spec):
     """`w2(act(w1 x) * w3 x)` (arXiv 2002.05202) or, without a gate, `w2(act(w1 x))`."""
 
     module: ClassVar[str] = "titancli.models.blocks.feed_forward:FeedForward"
-    name: ClassVar[str] = "feed_forward"
     hidden: int
     activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = "silu"
     """"gelu_tanh" is the approximation of GELU by tanh (arXiv 1606.08415, section 2)."""
     gated: bool = True
     bias: bool = False
     """Whether its products have one."""
-
-    @property
-    def parameters(self) -> tuple[Parameter, ...]:
-        found = _linear("w1", self.hidden, self.dim, "column", self.bias)
-        found += _linear("w2", self.dim, self.hidden, "row", self.bias)
-        return tuple(
-            found + (_linear("w3", self.hidden, self.dim, "column", self.bias) if self.gated else [])
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,7 +204,6 @@ class Experts(Spec):
     """
 
     module: ClassVar[str] = "titancli.models.blocks.moe:MoE"
-    name: ClassVar[str] = "moe"
     routing: Any
     """How many there are, of what width, and how they are chosen: a `titancli.models.sections.MoE`."""
     joined: bool = False
@@ -322,32 +218,10 @@ class Experts(Spec):
         _need(self.joined or self.clamped is None, "clamped experts are joined")
 
     @property
-    def experts(self) -> int:
-        return int(self.routing.num_experts)
-
-    @property
-    def top_k(self) -> int:
-        return int(self.routing.top_k)
-
-    @property
-    def hidden(self) -> int:
-        """Of one routed expert."""
-        return int(self.routing.hidden_dim)
-
-    @property
-    def shared_hidden(self) -> int:
-        """Of all shared experts together; 0: there are none."""
-        return int(self.routing.num_shared_experts * self.hidden)
-
-    @property
-    def score_before(self) -> bool:
-        """Whether scores multiply what goes into the experts, or what comes out of them."""
-        return bool(self.routing.score_before_experts)
-
-    @property
     def shared(self) -> FeedForward | None:
         """Shared experts are one of so many times the width."""
-        return FeedForward(dim=self.dim, hidden=self.shared_hidden) if self.shared_hidden else None
+        hidden = self.routing.num_shared_experts * self.routing.hidden_dim
+        return FeedForward(dim=self.dim, hidden=hidden) if hidden else None
 
     @property
     def stacks(self) -> str:
@@ -355,25 +229,6 @@ class Experts(Spec):
         if self.clamped is not None:
             return "titancli.models.blocks.clamped:ClampedExperts"
         return f"titancli.models.blocks.moe:{'JoinedExperts' if self.joined else 'Experts'}"
-
-    @property
-    def parameters(self) -> tuple[Parameter, ...]:
-        count, width = self.experts, self.hidden
-        found = [Parameter("router.gate.weight", (count, self.dim), "replicate", "router")]
-        if self.routing.gate_bias:
-            found.append(Parameter("router.gate.bias", (count,), "replicate", "router"))
-        stacks: dict[str, tuple[int, ...]] = {"w2": (self.dim, width)}
-        stacks |= (
-            {"w13": (2 * width, self.dim)} if self.joined else dict.fromkeys(("w1", "w3"), (width, self.dim))
-        )
-        if self.clamped is not None:
-            stacks |= {"w13_bias": (2 * width,), "w2_bias": (self.dim,)}
-        found += [Parameter(f"experts.{k}", (count, *shape), "expert") for k, shape in stacks.items()]
-        if self.shared is not None:
-            found += [one.within("shared_experts") for one in self.shared.parameters]
-        if self.shared_gate:
-            found.append(Parameter("shared_gate.weight", (1, self.dim), "replicate", "router"))
-        return tuple(found)
 
 
 # ----------------------------------------------------------------------------------- a block, and the decoder
@@ -401,19 +256,9 @@ class Block(Spec):
         _need(not (self.parallel and self.norms == "after"), "parallel branches are normed before")
 
     @property
-    def norms_after(self) -> bool:
-        return self.norms == "after"
-
-    @property
     def norm_names(self) -> tuple[str, ...]:
         names: tuple[str, ...] = ("attention_norm",) if self.parallel else ("attention_norm", "ffn_norm")
         return (*names, "attention_post_norm", "ffn_post_norm") if self.norms == "both" else names
-
-    @property
-    def parameters(self) -> tuple[Parameter, ...]:
-        norms = [one for name in self.norm_names for one in self.norm.parameters(name, self.dim)]
-        parts = (self.attention, self.feed_forward)
-        return (*norms, *(one.within(part.name) for part in parts for one in part.parameters))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -429,11 +274,6 @@ class MTPBlock(Block):
         """Return one that is otherwise like another block."""
         return cls(**{one.name: getattr(block, one.name) for one in fields(block)})
 
-    @property
-    def parameters(self) -> tuple[Parameter, ...]:
-        norms = [p for name in ("enorm", "hnorm", "head_norm") for p in self.norm.parameters(name, self.dim)]
-        return (*super().parameters, *norms, *_linear("eh_proj", self.dim, 2 * self.dim, "replicate"))
-
 
 @dataclass(frozen=True, kw_only=True)
 class Decoder:
@@ -447,7 +287,7 @@ class Decoder:
     blocks: tuple[Block, ...]
     tied: bool = False
     """Whether the output uses the embedding's weight."""
-    final_norm: Norm = field(default_factory=Norm)
+    norm: Norm = field(default_factory=Norm)
     embedding_scale: float = 1.0
     """By what embeddings are multiplied, in their own dtype, to which it is rounded."""
     logit_scale: float = 1.0
@@ -455,73 +295,3 @@ class Decoder:
     logit_cap: float | None = None
     """Scaled logits x become cap · tanh(x / cap); None: they stay as they are."""
     output_bias: bool = False
-
-    @property
-    def zero_centred(self) -> bool:
-        """Whether norms, but those of gated DeltaNet, multiply by 1 + weight."""
-        return self.final_norm.zero_centred
-
-    @property
-    def embedding(self) -> Parameter:
-        return Parameter("tok_embeddings.weight", (self.vocab_size, self.dim), "vocab")
-
-    @property
-    def norm(self) -> Parameter:
-        return Parameter("norm.weight", (self.dim,), "norm")
-
-    @property
-    def output(self) -> Parameter:
-        return Parameter("output.weight", (self.vocab_size, self.dim), "vocab")
-
-    @property
-    def _ends(self) -> list[Parameter]:
-        """What comes after the blocks."""
-        bias = [Parameter("output.bias", (self.vocab_size,), "vocab")] if self.output_bias else []
-        return [*self.final_norm.parameters("norm", self.dim), self.output, *bias]
-
-    @property
-    def mtp_layers(self) -> int:
-        """Blocks that predict tokens further ahead, each with the output once more."""
-        return sum(block.mtp for block in self.blocks)
-
-    @property
-    def tensor_plan(self) -> dict[str, Style]:
-        """The style of every parameter, by a pattern of names."""
-        kinds = {
-            f"layers.*.{p.name}": p.style for block in dict.fromkeys(self.blocks) for p in block.parameters
-        }
-        return {p.name: p.style for p in (self.embedding, *self._ends)} | kinds
-
-    @property
-    def roles(self) -> dict[str, Any]:
-        """What parameters are in an optimizer's eyes, by a pattern of names; see `titancli.models.roles`."""
-        blocks = dict.fromkeys(self.blocks)
-        return {f"layers.*.{p.name}": p.role for block in blocks for p in block.parameters if p.role}
-
-    def parameters(self) -> Iterator[Parameter]:
-        """All of them by their names in the model; a tied one once, as the embedding's."""
-        yield self.embedding
-        for number, block in enumerate(self.blocks):
-            for parameter in block.parameters:
-                yield parameter.within(f"layers.{number}")
-        yield from (one for one in self._ends if not (self.tied and one == self.output))
-
-    @property
-    def size(self) -> int:
-        """Parameters in all."""
-        return sum(parameter.size for parameter in self.parameters())
-
-    @property
-    def active_size(self) -> int:
-        """Parameters that take part in one token, the embedding (a look-up) left out."""
-        size = sum(one.size for one in self._ends) + self.output.size * self.mtp_layers
-        for block in self.blocks:
-            part = block.feed_forward
-            share = part.top_k / part.experts if isinstance(part, Experts) else 1.0
-            size += sum(round(p.size * share) if p.style == "expert" else p.size for p in block.parameters)
-        return size
-
-    def flops_per_token(self, seq_len: int) -> float:
-        """Forward and backward of one token: 6 per active parameter, and a layer has 12 · width of attention
-        per token of the row (PaLM, arXiv 2204.02311, appendix B)."""
-        return 6.0 * self.active_size + sum(block.attention.flops(seq_len) for block in self.blocks)

@@ -8,7 +8,7 @@ device. Nothing makes a matrix of S x S but masks of documents, and these are bl
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -257,6 +257,7 @@ def _in_window(core: _Core, q: Tensor, k: Tensor, v: Tensor, window: int) -> Ten
 class HeadsNorm(nn.RMSNorm):
     """A norm over the numbers of all heads, also where ranks have some heads each."""
 
+    styles: ClassVar = {"weight": "column"}
     tensor_group: Group | None = None
     """The ranks that have the other heads."""
 
@@ -285,6 +286,7 @@ class Attention(nn.Module):
     """
 
     takes_local_parameters = True
+    styles: ClassVar = {**dict.fromkeys(("sinks", "wq", "wk", "wv"), "column"), "wo": "row"}
 
     def __init__(self, spec: Spec) -> None:
         super().__init__()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from titancli.models import shape
 from titancli.models.blocks.cache import KVCache
+from titancli.models.blocks.declared import declared
 from titancli.models.blocks.head import Output
 from titancli.models.blocks.init import normal_, ones_, trunc_normal_, zeros_
 from titancli.models.blocks.masks import document_masks
@@ -38,22 +39,24 @@ class Decoder(nn.Module):
     """Set by context parallel: how rows are cut over ranks."""
     inputs = ("tokens", "positions", "document_ids")
     sequence_dim: ClassVar = {"tokens": 1, "positions": 1}
+    styles: ClassVar = {"tok_embeddings": "vocab", "output": "vocab"}
 
     def __init__(self, config: Sizes) -> None:
         super().__init__()
         self.config = config
         self.shape = config.shape()
-        self.tensor_plan = self.shape.tensor_plan
-        self.roles = self.shape.roles
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleDict({str(i): spec.build() for i, spec in enumerate(self.shape.blocks)})
-        self.norm = norm_of(self.shape.final_norm, config.dim)
+        self.norm = norm_of(self.shape.norm, config.dim)
         self.output = Output(config.dim, config.vocab_size, bias=self.shape.output_bias)
         self.output.scale, self.output.cap = self.shape.logit_scale, self.shape.logit_cap
         self.output.mtp_loss_weight = getattr(config, "mtp_loss_weight", 0.0)
         if config.tied:
             self.output.weight = self.tok_embeddings.weight
         self._frequencies: dict[shape.Rope, Tensor] = {}
+        # As it is built: converters may add parameters, and a pipeline stage has a part.
+        self.tensor_plan, self.roles = declared(self, "styles"), declared(self, "roles")
+        self._active = self._active_parameters()
 
     def forward(
         self,
@@ -212,9 +215,18 @@ class Decoder(nn.Module):
         for layer in moe_layers(self).values():
             layer.clear_bias()
 
+    def _active_parameters(self) -> int:
+        """How many take part in one token, the embedding (a look-up) left out."""
+        layers = moe_layers(self).values()
+        shares = {id(p): layer.active_share for layer in layers for p in layer.experts.parameters()}
+        size = sum(round(p.numel() * shares.get(id(p), 1.0)) for p in self.layers.parameters())
+        again = self.output.weight.numel() * len(self._mtp)
+        return size + again + sum(p.numel() for part in (self.norm, self.output) for p in part.parameters())
+
     def flops_per_token(self, seq_len: int) -> float:
-        """See `titancli.models.shape.Decoder.flops_per_token`."""
-        return self.shape.flops_per_token(seq_len)
+        """Forward and backward of one token: 6 per active parameter, and a layer has 12 · width of attention
+        per token of the row (PaLM, arXiv 2204.02311, appendix B)."""
+        return 6.0 * self._active + sum(block.attention.flops(seq_len) for block in self.shape.blocks)
 
 
 def _scale(temperature: Any, positions: Tensor) -> tuple[Tensor, Tensor]:

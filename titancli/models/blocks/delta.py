@@ -7,7 +7,7 @@ first, and what heads read is normed and gated.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,10 @@ class GatedDeltaNet(nn.Module):
     """
 
     takes_local_parameters = True
+    styles: ClassVar = {
+        **dict.fromkeys(("conv", "A_log", "dt_bias", "wqkvz", "wba"), "column"),
+        "wo": "row",
+    }
     reach = IN_ORDER
     angles = None
 

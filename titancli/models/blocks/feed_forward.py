@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor, nn
 from torch.nn.functional import gelu, relu, silu
@@ -22,6 +22,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 class FeedForward(nn.Module):
     """See `titancli.models.shape.FeedForward`."""
+
+    styles: ClassVar = {"w1": "column", "w2": "row", "w3": "column"}
 
     def __init__(self, spec: Spec) -> None:
         super().__init__()

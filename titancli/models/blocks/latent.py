@@ -5,7 +5,7 @@ Source: DeepSeek-V2 (arXiv 2405.04434, section 2.1).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,11 @@ class LatentAttention(nn.Module):
     """
 
     reach = WHOLE
+    styles: ClassVar = {
+        **dict.fromkeys(("wq_a", "wkv_a"), "replicate"),
+        **dict.fromkeys(("wq", "wq_b", "wkv_b"), "column"),
+        "wo": "row",
+    }
     fills = True
     """Whether values are filled up to the width of keys: `titancli.models.blocks.kernels` knows better."""
 

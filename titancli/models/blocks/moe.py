@@ -9,7 +9,7 @@ Source: the sparsely gated layer (arXiv 1701.06538), shared experts and limited 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -31,12 +31,18 @@ class Experts(nn.Module):
     is_transposed = False
     """Whether matrices are stored [in, out]."""
 
+    @property
+    def styles(self) -> dict[str, str]:
+        """All are sharded over mesh.ep."""
+        return dict.fromkeys(self._parameters, "expert")
+
     def __init__(self, spec: shape.Experts) -> None:
         super().__init__()
-        self.num_experts = spec.experts
+        routing = spec.routing
+        self.num_experts = routing.num_experts
         self.force_load_balance = False
-        for name, sizes in self.shapes(spec.dim, spec.hidden).items():
-            self.register_parameter(name, nn.Parameter(torch.empty(spec.experts, *sizes)))
+        for name, sizes in self.shapes(spec.dim, routing.hidden_dim).items():
+            self.register_parameter(name, nn.Parameter(torch.empty(routing.num_experts, *sizes)))
 
     @staticmethod
     def shapes(dim: int, hidden_dim: int) -> dict[str, tuple[int, ...]]:
@@ -100,6 +106,8 @@ class MoE(nn.Module):
     """A feed-forward layer of experts; see `titancli.models.shape.Experts`."""
 
     expert_bias: Tensor | None
+    styles: ClassVar = {"shared_gate": "replicate"}
+    roles: ClassVar = {"shared_gate": "router"}
 
     def __init__(self, spec: shape.Experts) -> None:
         super().__init__()
@@ -180,6 +188,11 @@ class MoE(nn.Module):
         if self._counts is None:
             return torch.zeros(self.config.num_experts, dtype=torch.int64, device=self.device)
         return self._counts
+
+    @property
+    def active_share(self) -> float:
+        """The share of the routed experts' parameters that take part in one token."""
+        return self.config.top_k / self.config.num_experts
 
     @property
     def device(self) -> torch.device:

@@ -7,7 +7,7 @@ and the embedding stands first in the product's input. Embedding and output are 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 class MTPBlock(Block):
     """A block over hidden states and the embeddings of tokens ahead, followed by a norm of its own."""
+
+    styles: ClassVar = {"eh_proj": "replicate"}
 
     def __init__(self, spec: Spec) -> None:
         super().__init__(spec)

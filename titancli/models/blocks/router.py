@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,9 @@ class Routes(NamedTuple):
 
 class Router(nn.Module):
     """Chooses the experts of each token, and what each of them counts for."""
+
+    styles: ClassVar = {"gate": "replicate"}
+    roles: ClassVar = {"gate": "router"}
 
     def __init__(self, dim: int, config: MoEConfig) -> None:
         super().__init__()

@@ -1,0 +1,38 @@
+"""What the modules of a decoder declare of their parameters: how they are sharded under tensor parallelism,
+and what they are to optimizers.
+
+A module declares `styles` and `roles` by the names of its own parameters and of its children. Norms are whole
+on every rank unless they say otherwise.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from torch import nn
+
+NORMS = {"weight": "norm", "bias": "norm"}
+
+
+def declared(model: nn.Module, what: Literal["styles", "roles"]) -> dict[str, Any]:
+    """Return what is declared of a decoder's parameters, by a pattern of names: that of all blocks is one."""
+    return {re.sub(r"^layers\.\d+\.", "layers.*.", name): value for name, value in _all(model, what)}
+
+
+def _all(model: nn.Module, what: str) -> Iterator[tuple[str, Any]]:
+    for path, module in model.named_modules():
+        norm = what == "styles" and isinstance(module, nn.RMSNorm | nn.LayerNorm)
+        known: Mapping[str, Any] = getattr(module, what, NORMS if norm else {})
+        for name, value in known.items():
+            child = getattr(module, name, None)
+            inside = (
+                [f"{name}.{own}" for own, _ in _parameters(child)] if isinstance(child, nn.Module) else [name]
+            )
+            for one in inside if child is not None else ():
+                yield f"{path}.{one}".removeprefix("."), value
+
+
+def _parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    return module.named_parameters(recurse=False)
