@@ -156,8 +156,7 @@ class ModelConfig(Protocol):
     """
 
     def shape(self) -> Decoder:
-        """Return the sizes: every parameter of the module by name and shape, with its style in
-        `tensor_plan`."""
+        """Return the specs of its blocks."""
         ...
 
 

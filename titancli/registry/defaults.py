@@ -93,7 +93,7 @@ class ModelConfigDefaults:
     """The function of its Hugging Face form (`titancli.protocols.HFBuilder`), if that needs no torch."""
 
     def shape(self) -> Any:
-        """Return what its blocks are, a `titancli.models.shape.Decoder`; None: only its modules know."""
+        """Return the specs of its blocks, a `titancli.models.shape.Decoder`; None: they are not known."""
         return None
 
     def small(self) -> Any:
