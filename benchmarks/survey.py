@@ -37,7 +37,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from titan_transformers.config import HFCausalLM
+from titan_transformers import HFCausalLM
 from titan_transformers.config_json import text_part
 from titan_transformers.model import build
 from titan_transformers.tiny import tiny

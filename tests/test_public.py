@@ -89,3 +89,7 @@ def test_the_names_that_plugins_bring_are_known_where_they_are_not_installed() -
         if name.partition("/")[0] in own
     }
     assert components == first_party.COMPONENTS
+    for name in first_party.COMMANDS_ALONE:  # which nothing else is asked of
+        plugin = registry._plugins[name].load()
+        assert not plugin.components and not plugin.call("titan_recipes"), name
+        assert not plugin.call("titan_checks", recipe=None), name

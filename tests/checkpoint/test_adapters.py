@@ -18,7 +18,7 @@ from tests.models.families import DEEPSEEK
 from tests.models.hf_configs import CONFIGS, LLAMA
 from tests.ranks.layouts import GPT_OSS, IROPE
 from tests.rows import rows
-from titan_transformers.config import HFCausalLM
+from titan_transformers import HFCausalLM
 from titancli.checkpoint import CheckpointReader, export_hf, read_hf, save_checkpoint
 from titancli.checkpoint import base as merging
 from titancli.checkpoint.base import base_of

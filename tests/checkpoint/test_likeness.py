@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from titan_transformers.config import HFCausalLM
+from titan_transformers import HFCausalLM
 from titancli.checkpoint.hf.likeness import complaint, differences
 from titancli.errors import EnvironmentProblem
 from titancli.models import DeepSeekV3, GptOss, Llama3, Llama4, Qwen3

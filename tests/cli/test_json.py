@@ -12,6 +12,7 @@ import pytest
 
 from tests.cli.conftest import Titan
 from titancli.cli import group
+from titancli.registry.first_party import COMMANDS
 
 LOUD = """
 import warnings
@@ -81,6 +82,7 @@ def test_a_command_that_can_print_json_is_among_these(titan: Titan) -> None:
         "generate",
         "rollouts",
         "eval",
+        "lm-eval",
         "report",
         "profile",
         "reproduce",
@@ -88,7 +90,7 @@ def test_a_command_that_can_print_json_is_among_these(titan: Titan) -> None:
         "bisect",
         "prove",
     }
-    own = [name for name in names_of(group.titan) if name.split()[0] in group.BUILTIN]
+    own = [name for name in names_of(group.titan) if name.split()[0] in group.BUILTIN | COMMANDS.keys()]
     offering = [name for name in own if "--json" in titan(*name.split(), "--help").out]
     assert [name for name in offering if name not in DOCUMENTS and name.split()[0] not in elsewhere] == []
     assert len(offering) > 30

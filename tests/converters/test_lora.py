@@ -29,7 +29,7 @@ from tests.ranks import Ranks
 from tests.ranks.layouts import GPT_OSS
 from tests.rows import rows
 from tests.run.conftest import Finished, here, train  # noqa: F401 - fixtures
-from titan_transformers.config import HFCausalLM
+from titan_transformers import HFCausalLM
 from titancli.checkpoint import CheckpointReader
 from titancli.checkpoint.format.metadata import open_metadata
 from titancli.checkpoint.hf.which import hf_form

@@ -21,7 +21,7 @@ from tests.models.specs import experts
 from tests.ranks import Ranks
 from tests.ranks.layouts import EIGHT, GPT_OSS
 from tests.rows import rows
-from titan_transformers.config import HFCausalLM
+from titan_transformers import HFCausalLM
 from titancli.checkpoint.format.metadata import open_metadata
 from titancli.converters import LoRA
 from titancli.converters.lora import Adapters

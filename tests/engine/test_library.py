@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.docs.markdown import ROOT, blocks
-from titan_transformers.config import HFCausalLM
+from titan_transformers import HFCausalLM
 from titancli import Batch, Engine, LossResult, TitanError, load_recipe
 from titancli.checkpoint.format import manifest
 from titancli.checkpoint.format.hashed import file_digest

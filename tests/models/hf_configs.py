@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from titan_transformers.config import HFCausalLM
+from titan_transformers import HFCausalLM
 
 LLAMA: dict[str, Any] = dict(
     model_type="llama",

@@ -12,7 +12,7 @@ from torch import nn
 from tests.models.families import FAMILIES
 from tests.models.hf_configs import CONFIGS, GEMMA4, HRM, LLAMA, LONGCAT, PHI3
 from tests.rows import rows
-from titan_transformers.config import HFCausalLM
+from titan_transformers import HFCausalLM
 from titancli.converters import LoRA
 from titancli.converters.lora import Adapters
 from titancli.models.roles import roles_of

@@ -48,6 +48,29 @@ def test_python_m_titancli_is_titan(plain: Environment) -> None:
     assert (module.returncode, module.stdout) == (0, plain.titan("recipe", "list").stdout)
 
 
+def test_a_command_whose_plugin_is_not_there_says_what_to_install(plain: Environment) -> None:
+    done = plain.titan("report", "RUN")
+    assert (done.returncode, done.stdout) == (4, "")
+    assert done.stderr == "error: titan report comes with titan-report: pip install titan-report\n"
+
+
+@pytest.mark.slow
+def test_titan_alone_trains_resumes_exports_generates_and_plans(plain: Environment) -> None:
+    (plain.cwd / "few.txt").write_text("a text that was not trained on\n" * 20)
+    few = ("training.seq_len=64", "training.local_batch_size=1", "metrics.log_freq=1", "model.n_layers=1")
+    for words in (
+        ("train", "llama3_debug", *few, "training.steps=1", "--run-dir", "r"),
+        ("train", "r", "--resume", "training.steps=2"),
+        ("convert-checkpoint", "r", "hf", "--to", "hf"),
+        ("generate", "hf", "def", "--max-new-tokens", "2", "--tokenizer", "byte"),
+        ("eval", "r", "--data", "few.txt"),
+        ("plan", "llama3_8b", "--world-size", "8", "--gpu", "H100"),
+    ):
+        done = plain.titan(*words)
+        assert done.returncode == 0, f"{words}\n{done.stderr}"
+    assert (plain.cwd / "r" / "checkpoints" / "step-2").is_dir()
+
+
 def test_the_wheel_carries_types_and_license_and_no_tests(titan_wheel: Path) -> None:
     names = zipfile.ZipFile(titan_wheel).namelist()
     assert "titancli/py.typed" in names

@@ -10,9 +10,8 @@ import click
 from titancli import registry
 from titancli.cli.common import split_common
 from titancli.cli.grammar import ALIASES, Lazy, Place
-from titancli.cli.offered import offered, offers, short_help
+from titancli.cli.offered import offered, offers, own_commands, short_help
 from titancli.cli.output import note
-from titancli.registry.first_party import COMMANDS
 
 
 class Row(NamedTuple):
@@ -106,10 +105,10 @@ class Titan(Lazy):
         formatter.write(f"{self.help} To begin with:\n")
         formatter.write_dl([(f"  {line}", told) for line, told in BEGIN], col_max=60)
         formatter.write("\n")
-        others = {name: found for name, found in offers(BUILTIN).items() if " " not in name}
-        own = {name for name, found in others.items() if [p for p, _ in found] == [COMMANDS.get(name)]}
+        others = {name: found for name, found in offers(BUILTIN, own=False).items() if " " not in name}
+        own = own_commands()
         rows = [shown for row in ROWS if (shown := row.shown(own))]
-        for name in sorted(others.keys() - own):
+        for name in sorted(others):
             plugins = ", ".join(plugin for plugin, _ in others[name])
             rows.append((FROM_PLUGINS, name, f"{short_help(others[name][0][1])} ({plugins})".strip()))
         rows += [
@@ -128,7 +127,7 @@ class Titan(Lazy):
 def _broken() -> list[str]:
     from titancli.registry import current
 
-    return [plugin.name for plugin in current().plugins if plugin.state == "broken"]
+    return current().broken
 
 
 def note_broken() -> None:

@@ -9,22 +9,31 @@ import click
 
 from titancli.errors import PluginError
 from titancli.registry.command import Command
-from titancli.registry.first_party import COMMANDS, install_command
+from titancli.registry.first_party import COMMANDS, PLUGINS, install_command
 
 Offer = tuple[str, "Command | click.Command"]
 """A plugin, and a command of it."""
 
 
-def offers(reserved: Collection[str] = ()) -> dict[str, list[Offer]]:
+def own_commands() -> set[str]:
+    """Return the commands of titan's own plugins that are installed, without loading them."""
+    from titancli.registry import current
+
+    return {name for name, plugin in COMMANDS.items() if current().has_own(plugin)}
+
+
+def offers(reserved: Collection[str] = (), *, own: bool = True) -> dict[str, list[Offer]]:
     """Return the commands of plugins by name, each with the plugins that offer it.
 
     Args:
         reserved: names that no plugin can have.
+        own: whether titan's own plugins are asked, too.
     """
     from titancli.registry import current
 
     found: dict[str, list[Offer]] = {}
-    for plugin, command in current().commands(reserved):
+    without = () if own else [plugin for plugin in PLUGINS if current().has_own(plugin)]
+    for plugin, command in current().commands(reserved, without=without):
         found.setdefault(str(command.name), []).append((plugin, command))
     return found
 

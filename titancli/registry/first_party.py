@@ -37,6 +37,8 @@ COMPONENTS = {
 }
 """Components, `kind/name`, each with the plugin that brings it."""
 PLUGINS = frozenset({*COMMANDS.values(), *COMPONENTS.values()})
+COMMANDS_ALONE = PLUGINS - set(COMPONENTS.values())
+"""Those that bring no components, recipes or checks, and need not be loaded to look for one."""
 FOLDER = Path(__file__).resolve().parents[2] / "plugins"
 """Their folders, in a checkout; an installed titan has none."""
 

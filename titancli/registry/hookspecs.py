@@ -36,4 +36,13 @@ def titan_checks(recipe: Any) -> list[tuple[str, str]]:  # type: ignore[empty-bo
     """Return what is wrong with a bound `titancli.Recipe` as a whole: `(dotted key, message)` pairs."""
 
 
-__all__ = ["hookimpl", "hookspec"]
+class SPECS:
+    """The hooks alone: pluggy looks at each name of what it is given, for each plugin once more."""
+
+    titan_components = staticmethod(titan_components)
+    titan_recipes = staticmethod(titan_recipes)
+    titan_commands = staticmethod(titan_commands)
+    titan_checks = staticmethod(titan_checks)
+
+
+__all__ = ["SPECS", "hookimpl", "hookspec"]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from titancli.errors import PluginError, nearest_name
 from titancli.registry.command import Command
 from titancli.registry.component import component_info, configs, is_config
-from titancli.registry.first_party import COMPONENTS, install_command
+from titancli.registry.first_party import COMMANDS_ALONE, COMPONENTS, install_command
 from titancli.registry.kinds import BUILTIN, KINDS
 from titancli.registry.plugins import LEFT_OUT, Plugin, PluginStatus
 from titancli.registry.targets import missing
@@ -118,7 +118,13 @@ class Registry:
         """Every plugin's state; loads all of them."""
         counts = Counter(key for plugin in self._loaded() for key in plugin.components)
         clashes = {key for key, count in counts.items() if count > 1}
-        return [plugin.status(clashes) for plugin in self._plugins.values()]
+        return [plugin.load().status(clashes) for plugin in self._plugins.values()]
+
+    @property
+    def broken(self) -> list[str]:
+        """The names of plugins that are broken, as far as was asked of them."""
+        list(self._loaded())
+        return [plugin.name for plugin in self._plugins.values() if plugin.state == "broken"]
 
     @property
     def guests(self) -> list[Plugin]:
@@ -143,8 +149,8 @@ class Registry:
 
     def check_targets(self) -> None:
         """Look for the code that components name; what lacks some is broken from here on."""
-        for plugin in self._loaded():
-            plugin.check_targets()
+        for plugin in self._plugins.values():
+            plugin.load().check_targets()
 
     def recipe_folders(self) -> list[tuple[str, Path]]:
         """Return the recipe folders of plugins, each with the plugin's name."""
@@ -157,12 +163,23 @@ class Registry:
                     plugin.fail(f"titan_recipes returned {str(folder)!r}, which is not a folder")
         return folders
 
-    def commands(self, reserved: Collection[str] = ()) -> list[tuple[str, Command | click.Command]]:
-        """Return the commands of plugins, each with the plugin's name; none may have a reserved name."""
+    def has_own(self, name: str) -> bool:
+        """Return whether one of titan's own plugins is there and not left out, without loading it."""
+        plugin = self._plugins.get(name)
+        return plugin is not None and plugin.distribution == name and plugin.state not in LEFT_OUT
+
+    def commands(
+        self, reserved: Collection[str] = (), *, without: Collection[str] = ()
+    ) -> list[tuple[str, Command | click.Command]]:
+        """Return the commands of plugins, each with the plugin's name; none may have a reserved name.
+
+        Args:
+            without: plugins that are not asked.
+        """
         import click
 
         commands: list[tuple[str, Command | click.Command]] = []
-        for plugin in self._plugins.values():
+        for plugin in (plugin for name, plugin in self._plugins.items() if name not in without):
             for command in plugin.call_list("titan_commands"):
                 if not isinstance(command, (Command, click.Command)) or not command.name:
                     plugin.fail(f"titan_commands returned {command!r}, which is not a command with a name")
@@ -213,8 +230,10 @@ class Registry:
     # ----------------------------------------------------------------------------------------- helpers
 
     def _loaded(self) -> Iterator[Plugin]:
-        for plugin in self._plugins.values():
-            yield plugin.load()
+        """The plugins that may have components, recipes or checks."""
+        for name, plugin in self._plugins.items():
+            if name not in COMMANDS_ALONE or plugin.distribution != name:
+                yield plugin.load()
 
     def _named(self, kind: str, owner: str, bare: str) -> Plugin:
         if owner in self._plugins:

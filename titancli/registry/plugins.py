@@ -185,7 +185,7 @@ class Plugin:
             return
         with self._guarded():
             hooks = pluggy.PluginManager(GROUP)
-            hooks.add_hookspecs(hookspecs)
+            hooks.add_hookspecs(hookspecs.SPECS)
             hooks.register(self._load(), name=self.name)
             hooks.check_pending()
             self._hooks = hooks

@@ -16,7 +16,7 @@ from tests.engine.cases import Layout, small
 from tests.models.hf_configs import CONFIGS
 from tests.rows import rows
 from titan_testing import check_plugin, recipe, run_cli
-from titan_transformers.config import HFCausalLM
+from titan_transformers import HFCausalLM
 from titancli import TitanError, load_recipe
 from titancli.models import Qwen3, Qwen3Next
 from titancli.models.sections import MoE

@@ -15,7 +15,7 @@ import pytest
 
 from tests.cli.conftest import Titan
 from titan_slurm import command as launch
-from titan_slurm.config import seconds_of
+from titan_slurm import seconds_of
 from titan_slurm.jobs import SlurmFiles
 from titancli.run.prepare import Plan
 from titancli.runs import RunFolder, hold_file

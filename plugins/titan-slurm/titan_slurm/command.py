@@ -130,7 +130,7 @@ def _options_of(given: tuple[str, ...]) -> dict[str, str | bool]:
     Raises:
         UsageError: an option that titan sets itself, or that sbatch does not have in this form.
     """
-    from titan_slurm.config import wrong_option
+    from titan_slurm import wrong_option
 
     found: dict[str, str | bool] = {}
     for text in given:
@@ -165,7 +165,7 @@ def _submit(plan: Plan, found: dict[str, Any], *, detach: bool, as_json: bool) -
 
 
 def _launcher(plan: Plan) -> Any:
-    from titan_slurm.config import Slurm
+    from titan_slurm import Slurm
 
     if isinstance(plan.loaded.recipe.launcher, Slurm):
         return plan.loaded.recipe.launcher

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titan_slurm.config import FIELDS, Slurm
+from titan_slurm import FIELDS, Slurm
 from titancli.errors import EXIT_FAILED, EXIT_OK, EnvironmentProblem
 from titancli.files import read_json
 from titancli.runs import RunFolder, hold_file, timestamp, write_atomically

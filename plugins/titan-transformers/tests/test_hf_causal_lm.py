@@ -19,7 +19,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from tests.engine import cases
 from tests.engine.cases import Layout
 from tests.models.hf_configs import CONFIGS, LLAMA, config
-from titan_transformers.config import HFCausalLM
+from titan_transformers import HFCausalLM
 from titan_transformers.model import TransformersModel, build
 from titan_transformers.tensor_plan import parts_fault
 from titan_transformers.theirs import hf_config

@@ -12,7 +12,7 @@ import tomli
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.models.hf_configs import CONFIGS, LLAMA
-from titan_transformers.config import HFCausalLM
+from titan_transformers import HFCausalLM
 from titan_transformers.config_json import decoded, encoded
 from titan_transformers.tiny import tiny
 from titancli.errors import Problem, RecipeError

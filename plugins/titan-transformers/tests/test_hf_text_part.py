@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from titan_transformers.config import HFCausalLM
+from titan_transformers import HFCausalLM
 from titan_transformers.model import build
 from titan_transformers.weights import FolderForm
 from titancli.checkpoint import export_hf, read_hf

@@ -16,8 +16,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tests.models.hf_configs import CONFIGS, LLAMA, SPARSE
-from titan_transformers import attention, trial
-from titan_transformers.config import HFCausalLM
+from titan_transformers import HFCausalLM, attention, trial
 from titan_transformers.model import build
 from titan_transformers.theirs import hf_config
 from titan_transformers.tiny import tiny

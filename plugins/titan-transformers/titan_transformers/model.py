@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from titan_transformers import HFCausalLM
 from titan_transformers.attention import Rows
 from titan_transformers.cache import Cache
-from titan_transformers.config import HFCausalLM
 from titan_transformers.parts import run_base, take_apart
 from titan_transformers.roles import declared_roles
 from titan_transformers.rope import GrowingRope

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from titan_transformers.config import HFCausalLM
+from titan_transformers import HFCausalLM
 from titan_transformers.config_json import BESIDE_TEXT, NAMED_OTHERWISE
 from titan_transformers.conversion import Conversion, no_form, sources_of
 from titan_transformers.model import TransformersModel
