@@ -19,7 +19,7 @@ from titancli.registry.defaults import OptimizerConfigDefaults, with_defaults
 
 MOST = 64
 """Changes that are computed through, at most: the command answers within three seconds."""
-ROUGHLY = 1.25
+ROUGHLY = 1.1
 """By how much what is scaled may miss what fits."""
 
 

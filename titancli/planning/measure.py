@@ -39,6 +39,10 @@ class Work:
     sends: tuple[str, str, float] | None
     """A collective: its name, the mesh dimension, and the bytes of the whole (gathered) tensor."""
 
+    def times(self, share: float) -> Work:
+        sends = None if self.sends is None else (*self.sends[:2], self.sends[2] * share)
+        return Work(self.flops * share, self.moved * share, sends)
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -61,7 +65,7 @@ class Piece:
 
     def times(self, share: float) -> Piece:
         """What it would take about, if it had this share of the tokens."""
-        operators = tuple(Work(w.flops * share, w.moved * share, w.sends) for w in self.operators)
+        operators = tuple(work.times(share) for work in self.operators)
         there, gradients = self.experts_done
         return replace(
             self,

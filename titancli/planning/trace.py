@@ -103,10 +103,6 @@ class Trace(TorchDispatchMode):
         self.joining = False
         """Whether what is done now is compiled."""
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled, and torch would import its compiler to be sure of that
-
     def know(self, tensors: Iterable[Tensor]) -> None:
         """Number the storages of tensors that are there before, and whose memory is counted elsewhere."""
         for tensor in tensors:
