@@ -176,8 +176,8 @@ THEIR_TYPES = {
     "titancli.checkpoint.hf.quantise": {"gpt_oss"},
 }
 """What other libraries do with a model_type of theirs."""
-EXAMPLES = {"titancli.models", "titancli.testing.behaviour.engines"}
-"""The list of families, and a model to try components on."""
+EXAMPLES = {"titancli.models"}
+"""The list of families."""
 
 
 def test_no_shared_room_names_a_family():
