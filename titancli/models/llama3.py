@@ -7,12 +7,13 @@ from typing import Annotated, Any, ClassVar
 from annotated_types import Gt
 
 from titancli.models.config_json import GROUPED, NO_BIAS, ROPE_SCALING, Key, RopeKeys, Table, decoder
-from titancli.models.sections import BUILD, FORM, DecoderConfig, RopeScaling
+from titancli.models.sections import BUILD, FORM, DecoderConfig, RopeScaling, sizes
 from titancli.models.shape import Block
 from titancli.registry.component import component
 
 _LLAMA31 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position": 8192}
-_LLAMA32 = {**_LLAMA31, "factor": 32.0}
+_31: dict[str, Any] = {"vocab_size": 128256, "rope_scaling": _LLAMA31}
+_32: dict[str, Any] = {"vocab_size": 128256, "rope_scaling": {**_LLAMA31, "factor": 32.0}}
 
 
 @component("model", "llama3", target=BUILD, hf=FORM)
@@ -42,53 +43,11 @@ class Llama3(DecoderConfig):
         "debugmodel": dict(
             dim=256, n_layers=6, n_heads=16, hidden_dim=768, vocab_size=2048, rope_scaling=_LLAMA31
         ),
-        "1B": dict(
-            dim=2048,
-            n_layers=16,
-            n_heads=32,
-            n_kv_heads=8,
-            hidden_dim=8192,
-            vocab_size=128256,
-            tied=True,
-            rope_scaling=_LLAMA32,
-        ),
-        "3B": dict(
-            dim=3072,
-            n_layers=28,
-            n_heads=24,
-            n_kv_heads=8,
-            hidden_dim=8192,
-            vocab_size=128256,
-            tied=True,
-            rope_scaling=_LLAMA32,
-        ),
-        "8B": dict(
-            dim=4096,
-            n_layers=32,
-            n_heads=32,
-            n_kv_heads=8,
-            hidden_dim=14336,
-            vocab_size=128256,
-            rope_scaling=_LLAMA31,
-        ),
-        "70B": dict(
-            dim=8192,
-            n_layers=80,
-            n_heads=64,
-            n_kv_heads=8,
-            hidden_dim=28672,
-            vocab_size=128256,
-            rope_scaling=_LLAMA31,
-        ),
-        "405B": dict(
-            dim=16384,
-            n_layers=126,
-            n_heads=128,
-            n_kv_heads=8,
-            hidden_dim=53248,
-            vocab_size=128256,
-            rope_scaling=_LLAMA31,
-        ),
+        "1B": sizes(2048, 16, 32, 8, 8192, **_32, tied=True),
+        "3B": sizes(3072, 28, 24, 8, 8192, **_32, tied=True),
+        "8B": sizes(4096, 32, 32, 8, 14336, **_31),
+        "70B": sizes(8192, 80, 64, 8, 28672, **_31),
+        "405B": sizes(16384, 126, 128, 8, 53248, **_31),
     }
 
     def layer(self, number: int) -> Block:
