@@ -80,3 +80,41 @@ def test_the_cores_own_commands_ask_no_plugin(titan: Titan, tmp_path: Path) -> N
     done = titan("train", "--help", "-p", str(file))
     assert done.code == 0 and "RuntimeError" not in done.err
     assert "cli_claims" not in sys.modules
+
+
+GROUPED = """
+from titancli import Command, hookimpl
+
+@hookimpl
+def titan_commands():
+    return [
+        Command("recipe wave", "Wave at a recipe.", "cli_wave_code:wave"),
+        Command("recipe new", "No.", "x:y"),
+    ]
+"""
+
+
+def test_a_plugin_adds_a_command_to_a_group_and_takes_none(titan: Titan, lazy, tmp_path: Path) -> None:
+    lazy("cli_wave_code:wave")
+    file = tmp_path / "cli_grouped.py"
+    file.write_text(GROUPED)
+    told = titan("recipe", "--help", "-p", str(file)).out
+    assert "wave             Wave at a recipe." in told and told.count("  new  ") == 1 and "No." not in told
+    assert titan("recipe", "wave", "Ada", "-p", str(file)) == (0, "waving to Ada\n", "")
+    assert "Create a recipe FILE" in titan("recipe", "new", "--help", "-p", str(file)).out
+    assert titan("recipe", "wave").code == 2
+    listed = titan("plugin", "show", "cli_grouped", "-p", str(file)).out
+    assert "broken" in listed and "'recipe new', which is the name of a built-in command" in listed
+    assert "wave" not in titan("--help", "-p", str(file)).out
+
+
+def test_plugins_of_titan_and_of_others_are_listed_apart(titan: Titan, lazy) -> None:
+    own, others = titan("plugin", "list", "-p", lazy("cli_wave_code:wave")).out.split("\nothers:\n")
+    assert own.startswith("titan's own:\ntitan ") and "\ntitan-report " in own
+    assert others.startswith("cli_wave ") and others.count("\n") == 1
+
+
+def test_a_command_of_a_plugin_that_is_left_out_says_so(titan: Titan) -> None:
+    done = titan("report", "RUN", "-p", "no:titan-report")
+    assert (done.code, done.out) == (4, "")
+    assert "titan report comes with titan-report, which is blocked" in done.err

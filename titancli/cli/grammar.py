@@ -115,6 +115,9 @@ checkpoint = Lazy(
     },
 )
 
+GROUPED = frozenset(
+    f"{group.name} {name}" for group in (recipe, data, plugin, checkpoint) for name in group.places
+)
 ALIASES = {
     "config": ("recipe show", recipe.places["show"]),
     "list-recipes": ("recipe list", recipe.places["list"]),

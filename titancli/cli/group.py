@@ -9,7 +9,7 @@ import click
 
 from titancli import registry
 from titancli.cli.common import split_common
-from titancli.cli.grammar import ALIASES, Lazy, Place
+from titancli.cli.grammar import ALIASES, GROUPED, Lazy, Place
 from titancli.cli.offered import offered, offers, own_commands, short_help
 from titancli.cli.output import note
 
@@ -61,6 +61,7 @@ PLACES = {
     if module is not None
 }
 BUILTIN = frozenset(PLACES) | frozenset(ALIASES)
+RESERVED = BUILTIN | GROUPED
 """Names that no plugin can take."""
 FROM_PLUGINS = "Plugins'"
 BEGIN = (
@@ -87,12 +88,12 @@ class Titan(Lazy):
         return super().make_context(info_name, rest, parent, **extra)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return [*self.places, *sorted(name for name in offers(BUILTIN) if " " not in name)]
+        return [*self.places, *sorted(name for name in offers(RESERVED) if " " not in name)]
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name in BUILTIN:
             return (ALIASES[name][1] if name in ALIASES else self.places[name]).load()
-        return offered(name, BUILTIN)
+        return offered(name, RESERVED)
 
     def unknown(self, ctx: click.Context, name: str, more: str = "") -> NoReturn:
         if broken := _broken():
@@ -105,7 +106,7 @@ class Titan(Lazy):
         formatter.write(f"{self.help} To begin with:\n")
         formatter.write_dl([(f"  {line}", told) for line, told in BEGIN], col_max=60)
         formatter.write("\n")
-        others = {name: found for name, found in offers(BUILTIN, own=False).items() if " " not in name}
+        others = {name: found for name, found in offers(RESERVED, own=False).items() if " " not in name}
         own = own_commands()
         rows = [shown for row in ROWS if (shown := row.shown(own))]
         for name in sorted(others):

@@ -8,14 +8,14 @@ from typing import Any
 import click
 
 from titancli.cli.completion import PluginName
-from titancli.cli.group import BUILTIN
+from titancli.cli.group import RESERVED
 from titancli.cli.output import print_json, table
 from titancli.errors import PluginError, nearest_name
 from titancli.registry import current
 from titancli.registry.apart import try_apart
 from titancli.registry.badges import badges
 from titancli.registry.first_party import PLUGINS
-from titancli.registry.kinds import BUILTIN as BUILTIN_PLUGIN
+from titancli.registry.kinds import BUILTIN
 from titancli.registry.plugins import PluginStatus
 
 JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
@@ -54,7 +54,7 @@ def command(name: str | None, as_json: bool) -> None:
 def _tell(name: str | None, as_json: bool) -> None:
     registry = current()
     try_apart(registry)
-    registry.commands(BUILTIN)  # asked for everything, a plugin shows all its faults
+    registry.commands(RESERVED)  # asked for everything, a plugin shows all its faults
     registry.recipe_folders()
     registry.check_targets()
     plugins = registry.plugins
@@ -81,7 +81,7 @@ def _print(plugins: list[PluginStatus]) -> None:
 
 
 def _is_own(plugin: PluginStatus) -> bool:
-    return plugin.name == BUILTIN_PLUGIN or (plugin.name in PLUGINS and plugin.distribution == plugin.name)
+    return plugin.name == BUILTIN or (plugin.name in PLUGINS and plugin.distribution == plugin.name)
 
 
 def _named(name: str, plugins: list[PluginStatus]) -> PluginStatus:
