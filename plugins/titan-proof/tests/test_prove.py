@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -226,6 +227,7 @@ def test_accumulation_that_is_wrong_shows_beside_converters(tmp_path):
             assert [cause["techniques"] for cause in proof.causes] == [["accumulation"]]
     finally:
         registry.configure()
+        sys.modules.pop(file.stem, None)
 
 
 def test_a_rank_that_dies_or_hangs_is_named_and_the_next_case_has_new_ranks(tmp_path):
