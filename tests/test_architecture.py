@@ -32,8 +32,10 @@ FLOORS = [
     {"rl"},
     {"engine"},
     {"generate"},
-    {"loops"},
-    {"run.worker", "run.attempt", "run.data", "run.saving", "run.probe", "run.remote", "run.watching"},
+    {"loops", "callbacks"},
+    {"run.worker", "run.attempt", "run.data", "run.saving", "run.probe", "run.remote", "run.watching"}
+    | {"run.callbacks", "run.continuing", "run.digests", "run.features", "run.joining", "run.opened"}
+    | {"run.memory_advice", "run.observing"},
     {"launchers"},
     {"run"},
     {"doctor"},

@@ -9,9 +9,21 @@ from titancli.registry.hookspecs import hookimpl
 
 @hookimpl
 def titan_components() -> list[type]:
-    from titancli import converters, data, launchers, loggers, loops, losses, models, optimizers, parallel, rl
+    from titancli import (
+        callbacks,
+        converters,
+        data,
+        launchers,
+        loggers,
+        loops,
+        losses,
+        models,
+        optimizers,
+        parallel,
+        rl,
+    )
 
-    rooms = (models, data, converters, parallel, losses, optimizers, loggers, loops, rl, launchers)
+    rooms = (models, data, converters, parallel, losses, optimizers, loggers, callbacks, loops, rl, launchers)
     return [config for room in rooms for config in room.COMPONENTS]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -68,7 +69,7 @@ class Disk:
             step, failed = pending
             if failed:
                 raise EnvironmentProblem(f"no room for step-{step}")
-            self.run.saved(step)
+            self.run.saved(step, Path())
 
 
 @pytest.fixture(autouse=True)

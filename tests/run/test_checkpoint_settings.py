@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from tests.run.conftest import Finished, losses
 from titancli.errors import EnvironmentProblem
+from titancli.process import Place
 from titancli.recipe.schema import Checkpoint
-from titancli.run.worker import Place, Rank
+from titancli.run.continuing import Continuing
 from titancli.runs import RunFolder
 
 Train = Callable[..., Finished]
@@ -75,14 +75,14 @@ def test_ranks_that_start_anew_pass_over_a_bad_checkpoint_in_one_line(
     (folder.checkpoints / "step-6" / "recipe.lock.toml").write_text("")
     folder.update_attempt(serial=0)
     caplog.clear()
-    with ExitStack() as stack, caplog.at_level(logging.WARNING, logger="titancli"):
-        again = Rank(folder, Place(restart=1), stack)
-        assert again._continue_from(None, SIZE) == folder.checkpoints / "step-4"
+    with caplog.at_level(logging.WARNING, logger="titancli"):
+        again = Continuing(folder, Place(restart=1))
+        assert again.checkpoint(None, SIZE) == folder.checkpoints / "step-4"
         [line] = caplog.messages
         assert line.startswith("checkpoint step-6 is skipped: recipe.lock.toml has 0 bytes")
-        assert again._continue_from(None, Checkpoint(verify="off")) == folder.checkpoints / "step-6"
-        first = Rank(folder, Place(), stack)
-        assert first._continue_from(folder.checkpoints / "step-4", SIZE) == folder.checkpoints / "step-4"
+        assert again.checkpoint(None, Checkpoint(verify="off")) == folder.checkpoints / "step-6"
+        first = Continuing(folder, Place())
+        assert first.checkpoint(folder.checkpoints / "step-4", SIZE) == folder.checkpoints / "step-4"
 
 
 def test_ranks_that_find_their_checkpoint_damaged_take_the_one_before(train: Train, here: Path) -> None:
@@ -90,16 +90,15 @@ def test_ranks_that_find_their_checkpoint_damaged_take_the_one_before(train: Tra
     assert train("tiny.toml", "--run-dir", "r").code == 0
     folder = RunFolder(here / "r")
     bad = {folder.checkpoints / "step-6": "it is bad"}
-    with ExitStack() as stack:
-        first, again = Rank(folder, Place(), stack), Rank(folder, Place(restart=1), stack)
-        assert first._continue_from(folder.checkpoints / "step-6", SIZE, bad) == folder.checkpoints / "step-4"
-        assert again._continue_from(folder.checkpoints / "step-2", SIZE, bad) == folder.checkpoints / "step-4"
-        folder.update_attempt(serial=3)  # all of them were there before
-        assert again._continue_from(folder.checkpoints / "step-2", SIZE, bad) == folder.checkpoints / "step-2"
-        bad |= {folder.checkpoints / f"step-{step}": "it is bad" for step in (2, 4)}
-        with pytest.raises(EnvironmentProblem, match="none of them can be used") as caught:
-            first._continue_from(folder.checkpoints / "step-6", SIZE, bad)
-        assert "--from-scratch" in str(caught.value.hint)
+    first, again = Continuing(folder, Place()), Continuing(folder, Place(restart=1))
+    assert first.checkpoint(folder.checkpoints / "step-6", SIZE, bad) == folder.checkpoints / "step-4"
+    assert again.checkpoint(folder.checkpoints / "step-2", SIZE, bad) == folder.checkpoints / "step-4"
+    folder.update_attempt(serial=3)  # all of them were there before
+    assert again.checkpoint(folder.checkpoints / "step-2", SIZE, bad) == folder.checkpoints / "step-2"
+    bad |= {folder.checkpoints / f"step-{step}": "it is bad" for step in (2, 4)}
+    with pytest.raises(EnvironmentProblem, match="none of them can be used") as caught:
+        first.checkpoint(folder.checkpoints / "step-6", SIZE, bad)
+    assert "--from-scratch" in str(caught.value.hint)
 
 
 @pytest.mark.ranks
@@ -122,11 +121,10 @@ def test_ranks_that_start_anew_stay_on_the_way_that_was_chosen(train: Train, her
     assert train("tiny.toml", "--run-dir", "r").code == 0
     assert train("r", "--resume", "--step", "4", "training.steps=5").code == 0
     folder = RunFolder(here / "r")
-    with ExitStack() as stack:
-        again = Rank(folder, Place(restart=1), stack)
-        assert again._continue_from(folder.checkpoints / "step-4", FULL) == folder.checkpoints / "step-5"
-        shutil.rmtree(folder.checkpoints / "step-5")
-        assert again._continue_from(folder.checkpoints / "step-4", FULL) == folder.checkpoints / "step-4"
+    again = Continuing(folder, Place(restart=1))
+    assert again.checkpoint(folder.checkpoints / "step-4", FULL) == folder.checkpoints / "step-5"
+    shutil.rmtree(folder.checkpoints / "step-5")
+    assert again.checkpoint(folder.checkpoints / "step-4", FULL) == folder.checkpoints / "step-4"
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])

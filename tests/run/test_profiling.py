@@ -221,7 +221,7 @@ def steps_of(profiler: Profiler, first: int, last: int, asked: dict[int, Wish]) 
         profiler.before_step(step, int(asked[step]) if step in asked else 0)
         if profiler._window is not None and (profiler._window.first, profiler._window.last) not in found:
             found.append((profiler._window.first, profiler._window.last))
-        profiler.after_step(step + 1)
+        profiler.step_done(step + 1)
     return found
 
 
@@ -262,7 +262,7 @@ def test_memory_that_runs_out_leaves_a_snapshot(tmp_path: Path, monkeypatch: pyt
             profiler.before_step(step, 0)
             if step == 2:
                 raise RuntimeError("around it") from torch.OutOfMemoryError("CUDA out of memory")
-            profiler.after_step(step + 1)
+            profiler.step_done(step + 1)
     assert recorded == [True, False]
     found = sorted(path.parent.name for path in tmp_path.glob("memory_snapshot/*/rank-0.pickle"))
     assert found == ["step-2", "step-3-out-of-memory"]

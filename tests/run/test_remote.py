@@ -29,9 +29,10 @@ from titancli.checkpoint.remote.requests import Unreachable
 from titancli.checkpoint.remote.store import RemotePath, at
 from titancli.checkpoint.remote.transfer import upload
 from titancli.cli import main
+from titancli.process import Place
 from titancli.recipe.schema import Checkpoint
+from titancli.run.continuing import Continuing
 from titancli.run.remote import upload_rest
-from titancli.run.worker import Place, Rank
 from titancli.runs import RunFolder
 
 Train = Callable[..., Finished]
@@ -370,9 +371,8 @@ def damaged(both: str, here: Path) -> Iterator[Callable[..., Path | None]]:
     step = here / "r/checkpoints/step-6"
     _flip(step)
     section, bad = Checkpoint(remote=f"file://{here}/store"), {step: "rank-00000.safetensors is damaged"}
-    with ExitStack() as stack:
-        rank = Rank(RunFolder(here / "r"), Place(), stack)
-        yield lambda: rank._continue_from(step, section, bad)
+    rank = Continuing(RunFolder(here / "r"), Place())
+    yield lambda: rank.checkpoint(step, section, bad)
 
 
 @pytest.mark.parametrize("harm", ["flipped", "short", "a file missing", "no manifest", "another run's"])
@@ -425,10 +425,9 @@ def test_ranks_that_start_anew_take_the_stores_too(both: str, here: Path) -> Non
     folder = RunFolder(here / "r")
     folder.update_attempt(serial=2)
     (folder.checkpoints / "step-6/recipe.lock.toml").unlink()
-    with ExitStack() as stack:
-        again = Rank(folder, Place(restart=1), stack)
-        section = Checkpoint(remote=f"file://{here}/store")
-        assert again._continue_from(folder.checkpoints / "step-4", section) == folder.checkpoints / "step-6"
+    again = Continuing(folder, Place(restart=1))
+    section = Checkpoint(remote=f"file://{here}/store")
+    assert again.checkpoint(folder.checkpoints / "step-4", section) == folder.checkpoints / "step-6"
     assert _is_good(folder.checkpoints / "step-6")
 
 
@@ -443,16 +442,15 @@ def test_ranks_that_start_anew_from_the_newest_need_no_store(
     monkeypatch.setattr("titancli.checkpoint.remote.transfer.newest_of_both", dead)
     folder, section = RunFolder(here / "r"), Checkpoint(remote=f"file://{here}/store")
     _flip(folder.checkpoints / "step-2", MANIFEST)
-    with ExitStack() as stack:
-        for serial, began, expected in ((2, 4, 6), (3, 6, 6), (3, 4, 4)):
-            folder.update_attempt(serial=serial)
-            again = Rank(folder, Place(restart=1), stack)
-            found = again._continue_from(folder.checkpoints / f"step-{began}", section)
-            assert found == folder.checkpoints / f"step-{expected}"
-            assert "step-2/manifest.json is damaged" in caplog.text
-        _flip(folder.checkpoints / "step-6", MANIFEST)
-        with pytest.raises(Unreachable, match="the line is dead"):  # that one may be the newest
-            again._continue_from(folder.checkpoints / "step-4", section)
+    for serial, began, expected in ((2, 4, 6), (3, 6, 6), (3, 4, 4)):
+        folder.update_attempt(serial=serial)
+        again = Continuing(folder, Place(restart=1))
+        found = again.checkpoint(folder.checkpoints / f"step-{began}", section)
+        assert found == folder.checkpoints / f"step-{expected}"
+        assert "step-2/manifest.json is damaged" in caplog.text
+    _flip(folder.checkpoints / "step-6", MANIFEST)
+    with pytest.raises(Unreachable, match="the line is dead"):  # that one may be the newest
+        again.checkpoint(folder.checkpoints / "step-4", section)
 
 
 def test_a_later_attempts_damaged_step_is_kept(damaged: Callable[..., Path | None], here: Path) -> None:
@@ -468,6 +466,5 @@ def test_a_later_attempts_damaged_step_is_kept(damaged: Callable[..., Path | Non
 
     saved = step.with_name("step-4")  # after that, as if it were: ranks that start anew go on from it
     (saved / MANIFEST).write_bytes(manifest_bytes(replace(read_manifest(saved), serial=4)))
-    with ExitStack() as stack:
-        again = Rank(folder, Place(restart=1), stack)
-        assert again._continue_from(step, Checkpoint(remote=f"file://{here}/store")) == saved
+    again = Continuing(folder, Place(restart=1))
+    assert again.checkpoint(step, Checkpoint(remote=f"file://{here}/store")) == saved

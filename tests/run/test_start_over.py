@@ -6,7 +6,6 @@ import errno
 import os
 import shutil
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,11 @@ from titancli.checkpoint.format import files
 from titancli.errors import EnvironmentProblem
 from titancli.launch import LaunchRequest
 from titancli.launchers import local
+from titancli.process import Place
 from titancli.provenance import package_versions
 from titancli.recipe.schema import Checkpoint
 from titancli.run import worker
-from titancli.run.worker import Place, Rank
+from titancli.run.continuing import Continuing
 from titancli.runs import ATTEMPT, RunFolder
 
 Train = Callable[..., Finished]
@@ -211,9 +211,8 @@ def test_ranks_that_start_anew_take_what_is_gone_from_the_store(train: Train, ru
     shutil.copytree(run / "checkpoints", run.parent / "store/r")
     purge(run)
     RunFolder(run).update_attempt(serial=0)
-    with ExitStack() as stack:
-        again = Rank(RunFolder(run), Place(restart=1), stack)
-        assert again._continue_from(None, section) == run / "checkpoints/step-4"
+    again = Continuing(RunFolder(run), Place(restart=1))
+    assert again.checkpoint(None, section) == run / "checkpoints/step-4"
 
 
 def test_an_error_of_the_disk_that_passes_is_not_told(
@@ -241,14 +240,13 @@ def test_a_data_file_that_the_disk_does_not_give_is_passed_over_as_a_damaged_one
 def test_ranks_that_start_anew_do_not_start_over_either(run: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = RunFolder(run)
     folder.update_attempt(serial=0)
-    with ExitStack() as stack:
-        again = Rank(folder, Place(restart=1), stack)
-        assert again._continue_from(None, Checkpoint()) == run / "checkpoints/step-4"
-        damage(run)
-        with pytest.raises(EnvironmentProblem, match=r"(?s)none of them can be used:.*step-4.*step-2"):
-            again._continue_from(None, Checkpoint())
-        shutil.rmtree(run / "checkpoints")
-        assert again._continue_from(None, Checkpoint()) is None
+    again = Continuing(folder, Place(restart=1))
+    assert again.checkpoint(None, Checkpoint()) == run / "checkpoints/step-4"
+    damage(run)
+    with pytest.raises(EnvironmentProblem, match=r"(?s)none of them can be used:.*step-4.*step-2"):
+        again.checkpoint(None, Checkpoint())
+    shutil.rmtree(run / "checkpoints")
+    assert again.checkpoint(None, Checkpoint()) is None
 
 
 def test_checkpoints_that_appear_after_a_start_at_step_0_are_neither_replaced_nor_purged(

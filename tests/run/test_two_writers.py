@@ -7,7 +7,6 @@ import json
 import os
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,10 @@ from tests.run.conftest import Finished
 from titancli.checkpoint.format.manifest import hidden_prefix
 from titancli.checkpoint.save import ABANDONED, Draft
 from titancli.errors import EnvironmentProblem
+from titancli.process import Place
 from titancli.run import start
+from titancli.run.continuing import Continuing
 from titancli.run.saving import perhaps_at_work
-from titancli.run.worker import Place, Rank
 from titancli.runs import ChangedMeanwhile, Claim, RunFolder, TakenOver
 
 Train = Callable[..., Finished]
@@ -120,13 +120,12 @@ def test_ranks_that_are_started_anew_do_not_take_the_other_attempt_for_theirs(
     folder = RunFolder(tmp_path)
     folder.write_record({"attempts": [{"token": "mine"}]})
     another_attempt(folder)
-    with ExitStack() as stack:
-        rank = Rank(folder, Place(restart=1), stack)
-        monkeypatch.setenv("TITAN_ATTEMPT", "")  # several nodes: the record says it
-        assert rank._own_record() == folder.record()
-        monkeypatch.setenv("TITAN_ATTEMPT", "mine")
-        with pytest.raises(TakenOver):
-            rank._own_record()
+    rank = Continuing(folder, Place(restart=1))
+    monkeypatch.setenv("TITAN_ATTEMPT", "")  # several nodes: the record says it
+    assert rank.record() == folder.record()
+    monkeypatch.setenv("TITAN_ATTEMPT", "mine")
+    with pytest.raises(TakenOver):
+        rank.record()
 
 
 def test_the_claim_is_asked_again_right_before_the_rename(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import gc
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -15,15 +15,17 @@ import torch
 import torch.distributed as dist
 
 from titancli.errors import EnvironmentProblem
+from titancli.loops.hooks import RunHooks
 from titancli.observe.phases import phase
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from titancli.checkpoint import Checkpointer
     from titancli.data.batch import Batch
     from titancli.engine import Engine
     from titancli.errors import TitanError
     from titancli.loops.validation import Validation
-    from titancli.observe.profiler import Profiler
     from titancli.protocols import Dataset
 
 logger = logging.getLogger(__name__)
@@ -85,8 +87,8 @@ class Run:
     """Rows of a micro-batch of one data-parallel rank, and tokens of a row."""
     folder: Path | None = None
     """The run folder, for what the loop itself writes there."""
-    profiler: Profiler | None = None
-    """Told of each step."""
+    hooks: RunHooks = field(default_factory=RunHooks)
+    """What takes part in the run."""
     why: str = "finished"
     """How it ended: finished, stopped, interrupted, data_ended or skipped (too many steps in a row)."""
     signal: str | None = None
@@ -96,8 +98,10 @@ class Run:
     """The step of the newest checkpoint."""
     _steps_here: int = field(default=0, repr=False)
     _stopped_at: float | None = field(default=None, repr=False)
-    _wish: int = field(default=0, repr=False)
-    """What the profiler is asked for; see `Profiler.before_step`."""
+    _early: str | None = field(default=None, repr=False)
+    """Why this rank wants the run to end with the step that it has done."""
+    _agreed: Sequence[int] = field(default=(), repr=False)
+    """What the ranks have agreed on for each hook."""
 
     def goes_on(self, step: int) -> bool:
         """Whether there is another step to do. All ranks agree on a signal that any of them got. If there is
@@ -112,8 +116,7 @@ class Run:
         evaluated = self.validation is not None and self.validation.between(step, self.asked_to_stop)
         if evaluated and self.is_to_stop():
             return False
-        if self.profiler is not None:
-            self.profiler.before_step(step, self._wish)
+        self.hooks.before_step(step, self._agreed)
         return True
 
     def asked_to_stop(self) -> bool:
@@ -127,7 +130,7 @@ class Run:
     def is_to_stop(self) -> bool:
         """Return whether a signal, or what went wrong, ends the run before the next step; `why` says which.
         Collective."""
-        self.signal, failed, too_many, self._wish = self._agree()
+        self.signal, failed, too_many, early = self._agree()
         if failed:  # on some rank; the others' threads are about to hear of it
             self._settle()
         if too_many:
@@ -136,8 +139,15 @@ class Run:
         if self.signal is not None:
             self.stopped_by(self.signal)
             self._stopped_at = time.monotonic()
+            self.hooks.call("stop_requested", self.signal)
             return True
-        return False
+        if early and self._early:
+            logger.info("the run ends early: %s", self._early)
+        return early
+
+    def end_early(self, reason: str) -> None:
+        """End the run with the step that is done, if any rank wants it: the run saves, and has finished."""
+        self._early = reason
 
     def take(self, data: Source, count: int) -> list[Batch]:
         """The micro-batches of one step; fewer, or none, at the end of the data. A dataset has as many on
@@ -152,8 +162,7 @@ class Run:
 
     def step_done(self, step: int) -> None:
         """Housekeeping between steps: garbage is collected here and nowhere else."""
-        if self.profiler is not None:
-            self.profiler.after_step(step)
+        self.hooks.call("step_done", step)
         self._steps_here += 1
         if self._steps_here == 1:
             self.on_first_step()
@@ -207,9 +216,23 @@ class Run:
         if self.validation is not None and self._steps_here and self.why != "skipped":
             self.validation.at_end(engine.step, self.asked_to_stop, stopped_at=self._stopped_at)
 
-    def saved(self, step: int) -> None:
+    def saved(self, step: int, path: Path) -> None:
         """A checkpoint is complete."""
         self.saved_step = step
+        self.hooks.call("checkpoint_saved", step, path)
+
+    def export(self, step: int, name: str, weights: Mapping[str, Tensor]) -> None:
+        """Save weights, by the names of parameters, as `exports/step-N-NAME` in the run folder; where the run
+        saves nothing, do nothing. Collective.
+
+        Raises:
+            EnvironmentProblem: the disk is full, or cannot be written.
+        """
+        if self.checkpoints is None or self.folder is None:
+            return
+        path = self.folder / "exports" / f"step-{step}-{name}"
+        self.checkpoints.save_apart(path, {f"model.{key}": tensor for key, tensor in weights.items()})
+        logger.info("weights only: exports/%s", path.name)
 
     def _settle(self) -> None:
         """Wait for the save that is under way, and tell of it if it failed."""
@@ -228,21 +251,23 @@ class Run:
                 tensors, counters = engine.save_state()
                 self.checkpoints.save(engine.step, tensors, {"engine": counters, "data": data.state})
 
-    def _agree(self) -> tuple[str | None, bool, bool, int]:
+    def _agree(self) -> tuple[str | None, bool, bool, bool]:
         """The signal that some rank got; whether some rank knows of a save that failed, or of too many steps
-        that were skipped; and what the profiler is asked for."""
+        that were skipped; and whether one wants the run to end early."""
         requested = self.stop.requested
         failed = self.checkpoints is not None and self.checkpoints.failed
         too_many = self.guard is not None and self.guard.too_many()
-        asked = 0 if self.profiler is None else self.profiler.asked()
+        self._agreed = asks = self.hooks.asks()
         if dist.get_world_size() == 1:
-            return requested, failed, too_many, asked
+            return requested, failed, too_many, self._early is not None
         number = _SIGNALS.index(requested) if requested in _SIGNALS else 0
-        numbers = torch.tensor([number, int(failed), int(too_many), asked])
+        numbers = torch.tensor([number, int(failed), int(too_many), int(self._early is not None), *asks])
         with phase("wait"):
             dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
-        agreed = numbers.tolist()
-        return _SIGNALS[agreed[0]], bool(agreed[1]), bool(agreed[2]), agreed[3]
+        signal, *decided = numbers[:4].tolist()
+        self._agreed = numbers[4:].tolist()
+        failed, too_many, early = map(bool, decided)
+        return _SIGNALS[signal], failed, too_many, early
 
 
 # The order is the precedence when ranks got different ones.

@@ -47,7 +47,7 @@ class Window:
 
 
 class Profiler:
-    """One rank's. `Run` calls it before and after each step; the session enters it around the loop."""
+    """One rank's. A hook of the run (`titancli.protocols.RunHook`), entered around the loop."""
 
     def __init__(
         self,
@@ -69,24 +69,24 @@ class Profiler:
         self._window: Window | None = None
         self._step = 0
 
-    # ------------------------------------------------------------------------------------- what Run calls
+    # ------------------------------------------------------------------------------------- as a hook
 
-    def asked(self) -> int:
+    def asks(self) -> int:
         """Return what rank 0 is asked for, for the ranks to agree on: a `Wish` as a number, 0 for nothing."""
         if self._requests is None or self._window is not None:
             return 0
         wish = self._requests.wish()
         return 0 if wish is None else int(wish)
 
-    def before_step(self, done: int, asked: int) -> None:
-        """Another step begins, after `done` ones. `asked` is what the ranks have agreed on."""
+    def before_step(self, done: int, agreed: int) -> None:
+        """Another step begins, after `done` ones. `agreed` is what the ranks have agreed on."""
         self._step = done
         if self._window is None:
-            self._window = self._planned(done, Wish.of(asked))
+            self._window = self._planned(done, Wish.of(agreed))
             if self._window is not None:
                 self._open(self._window, done)
 
-    def after_step(self, done: int) -> None:
+    def step_done(self, done: int) -> None:
         """A step is done."""
         self._step = done
         window = self._window

@@ -13,6 +13,7 @@ from titancli.protocols.callback import (
     Callback,
     CallbackBuilder,
     RunHook,
+    RunHookDefaults,
     StepHook,
     StepHookDefaults,
 )
@@ -93,6 +94,7 @@ __all__ = [
     "RewardBuilder",
     "Role",
     "RunHook",
+    "RunHookDefaults",
     "StepHook",
     "StepHookDefaults",
     "Task",

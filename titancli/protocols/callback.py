@@ -1,8 +1,8 @@
 """What takes part in the steps of an engine, and in a run: hooks. A callback of a recipe may be both.
 
 All methods are optional. Every rank has the same hooks and calls them in the same order; so a hook may call
-collectives, as long as it does so on every rank. `step` is a `titancli.engine.step.Step`, `backward` a
-`titancli.engine.step.Backward`, `run` a `titancli.loops.run.Run`.
+collectives, as long as it does so on every rank. In a `StepHook` `step` is a `titancli.engine.step.Step` and
+`backward` a `titancli.engine.step.Backward`; `run` is a `titancli.loops.run.Run`.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class StepHookDefaults:
 class RunHook(Protocol):
     """Takes part in a run, in the thread of its loop. What it raises ends the run."""
 
-    def run_start(self, run: Any) -> None:
-        """The loop is about to begin; the engine is at `run.engine.step`."""
+    def run_start(self, step: int) -> None:
+        """The loop is about to begin, after `step` steps."""
 
     def step_done(self, step: int) -> None:
         """A step is done and its metrics are reported. Any verb of the engine can be called.
@@ -74,6 +74,17 @@ class RunHook(Protocol):
     def run_end(self, why: str) -> None:
         """The loop has ended without an error, and its last checkpoint is complete: `finished`, `stopped`,
         `interrupted` or `data_ended`."""
+
+
+class RunHookDefaults:
+    """What the ranks of a run agree on for a hook, before each step."""
+
+    def asks(self) -> int:
+        """Return a number of 0 or more, such as what somebody has asked this rank for."""
+        return 0
+
+    def before_step(self, step: int, agreed: int) -> None:
+        """Another step begins, after `step` of them; `agreed` is the largest number of any rank."""
 
 
 class Callback(StepHook, RunHook, Protocol):

@@ -252,6 +252,7 @@ PARTS = {
     "data": "the position in the dataset",
     "step": "the numbers of steps, which the schedule follows, and of tokens",
     "guard": "the recent losses and gradient norms that a step is compared with",
+    "callbacks": "the state of callbacks, such as an average of the weights",
 }
 TORCHTITAN = {"dataloader": "data", "lr_scheduler": "step", "train_state": "step"}
 """Its names for what is called otherwise here."""

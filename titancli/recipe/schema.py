@@ -180,9 +180,9 @@ class Checkpoint:
     """If false, a new run loads the full training state of the checkpoint in `weights`, not only the
     model."""
     exclude_from_loading: list[str] = field(default_factory=list)
-    """Parts of a checkpoint not to load: `"optimizer"`, `"data"`, `"step"`, `"guard"`, or tensors, as in
-    `"model.output.*"`. Applies only once: a checkpoint that was saved under the same list is loaded in
-    full."""
+    """Parts of a checkpoint not to load: `"optimizer"`, `"data"`, `"step"`, `"guard"`, `"callbacks"`, or
+    tensors, as in `"model.output.*"`. Applies only once: a checkpoint that was saved under the same list is
+    loaded in full."""
     model_differs: list[str] = field(default_factory=list)
     """Keys of [model], such as `"rope_theta"`, that may differ from the model that `weights` come from. Any
     other difference that affects the model's output is an error."""
@@ -335,6 +335,7 @@ class Recipe:
     comm: Comm = field(default_factory=Comm)
     debug: Debug = field(default_factory=Debug)
     loggers: list[Annotated[Component, Slot("logger")]] = field(default_factory=list)
+    callbacks: list[Annotated[Component, Slot("callback")]] = field(default_factory=list)
     loop: Annotated[Component, Slot("loop")]
     launcher: Annotated[Component, Slot("launcher")]
 

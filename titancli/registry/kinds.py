@@ -38,6 +38,7 @@ KINDS: dict[str, Kind] = {
         Kind("loss", "the objective to minimize", default="cross_entropy"),
         Kind("optimizer", "how weights are updated", default="adamw"),
         Kind("logger", "receives the metrics and events of a run"),
+        Kind("callback", "takes part in the steps of a run"),
         Kind("loop", "the training program", default="pretrain"),
         Kind("launcher", "starts the workers", default="local"),
         Kind("task", "the source of prompts"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -30,15 +31,37 @@ from titancli.files import read_json
 from titancli.observe.events import plain
 from titancli.recipe import load_recipe
 from titancli.registry.component import build
+from titancli.registry.defaults import LoopConfigDefaults, with_defaults
 from titancli.run.watching import added, modules_of, numbers_of, watched
 from titancli.runs import REPLAY_REQUEST, REPLAY_RESULT, RunFolder, write_atomically
 
 if TYPE_CHECKING:
     from titancli.recipe.schema import Recipe
+    from titancli.run.opened import Opened
 
 Row = dict[str, Any]
 
 logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def probed(opened: Opened) -> Iterator[None]:
+    """Look at a step inside the block, in the folder of a replay."""
+    if not (opened.folder.path / REPLAY_REQUEST).is_file():
+        yield
+        return
+    engine, run, asked = opened.engine, opened.run, Asked.read(opened.folder.path)
+    if with_defaults(LoopConfigDefaults, opened.recipe.loop).joins_other_runs:
+        raise TitanError(
+            "a step of several runs that train together cannot be replayed by one of them",
+            hint="titan prove and stability.recheck_every look for wrong numbers without the others",
+        )
+    probe = Probe(asked, engine, opened.tokenizer, opened.data)
+    run.steps = asked.step
+    engine.hooks.add(probe)
+    yield
+    if run.signal is None:
+        probe.finish(engine, opened.recipe, opened.folder)
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from titancli.checkpoint.remote.uploads import Uploads
     from titancli.engine import Engine
     from titancli.loops.run import Run
-    from titancli.observe.observers import Observers
     from titancli.recipe.schema import Checkpoint, Recipe
+    from titancli.run.opened import Opened
 
 logger = logging.getLogger(__name__)
 
@@ -63,44 +63,46 @@ def open_copies(recipe: Recipe, folder: RunFolder, record: dict[str, Any], stack
     return copies
 
 
-def open_checkpoints(
-    recipe: Recipe,
-    folder: RunFolder,
-    engine: Engine,
-    run: Run,
-    observers: Observers,
-    uploads: Uploads | None,
-    *,
-    lock_text: str,
-    record: dict[str, Any],
-    from_zero: bool,
-    copies: Copies | None = None,
-) -> Checkpointer:
-    """Make what saves the run's checkpoints.
+@contextmanager
+def saved(opened: Opened) -> Iterator[None]:
+    """Save checkpoints inside the block, and afterwards what a run leaves behind."""
+    if not opened.start.trains:
+        yield
+        return
+    recipe, run, engine = opened.recipe, opened.run, opened.engine
+    uploads = open_uploads(recipe, opened.folder, opened.start.run_id, run)
+    if recipe.checkpoint.enable:
+        run.checkpoints = open_checkpoints(opened, uploads)
+        if opened.copies is not None or recipe.checkpoint.async_mode == "async_with_pinned_mem":
+            run.checkpoints.reserve(engine.live_state()[0])
+    with settled(uploads):
+        yield
+        leave_behind(recipe, engine, run, opened.folder)
+    if opened.copies is not None:
+        opened.copies.end()
 
-    Args:
-        record: what run.json says at the start of this attempt.
-        from_zero: whether the run starts at step 0.
-        copies: of `open_copies`.
-    """
 
-    def saved(step: int, path: Path) -> None:
-        run.saved(step)
-        observers.checkpoint_saved(step, path)
+def open_checkpoints(opened: Opened, uploads: Uploads | None) -> Checkpointer:
+    """Make what saves the run's checkpoints."""
+    start, run = opened.start, opened.run
+
+    def told(step: int, path: Path) -> None:
+        run.saved(step, path)
+        opened.observers.checkpoint_saved(step, path)
 
     return Checkpointer(
-        folder.checkpoints,
-        recipe.checkpoint,
-        lock_text=lock_text,
-        run_id=record["run_id"],
-        mesh=asdict(engine.mesh.degrees),
-        kept=engine.kept,
-        on_saved=saved,
+        opened.folder.checkpoints,
+        opened.recipe.checkpoint,
+        lock_text=start.lock_text,
+        run_id=start.run_id,
+        mesh=asdict(opened.engine.mesh.degrees),
+        kept=opened.engine.kept,
+        on_saved=told,
         uploads=uploads,
-        from_zero=from_zero,
-        claim=Claim.of(folder, record),
-        spared=perhaps_at_work(record),
-        copies=copies,
+        from_zero=start.checkpoint is None,
+        claim=Claim.of(opened.folder, start.record),
+        spared=perhaps_at_work(start.record),
+        copies=opened.copies,
     )
 
 

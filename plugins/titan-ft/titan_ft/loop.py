@@ -8,10 +8,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from titan_ft.replicas import NoQuorum, Replicas
-from titancli import TitanError, phase
+from titancli import phase
 from titancli.engine.replicas import reduce_gradients
 from titancli.errors import EnvironmentProblem
-from titancli.runs import REPLAY_REQUEST
 
 if TYPE_CHECKING:
     from titan_ft import FaultTolerant
@@ -30,16 +29,7 @@ def build(
 
 
 def train(config: FaultTolerant, engine: Engine, data: Loader, observers: Observers, run: Run) -> None:
-    """Train until the last step, the end of the data, or a signal; save on the way and at the end.
-
-    Raises:
-        TitanError: this is the replay of a step, which one replica alone cannot make.
-    """
-    if run.folder is not None and (run.folder / REPLAY_REQUEST).is_file():
-        raise TitanError(
-            "a step of several replicas cannot be replayed by one of them",
-            hint="titan prove and stability.recheck_every look for wrong numbers without the other replicas",
-        )
+    """Train until the last step, the end of the data, or a signal; save on the way and at the end."""
     with Replicas(config, engine, data, run.folder) as replicas:
         try:
             steps(config, engine, data, observers, run, replicas)

@@ -1,0 +1,102 @@
+"""The loggers of a run, and what they are told at its start."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from titancli.distributed import process_group
+from titancli.observe.events import EventLog, EventLogger, Listener, logs_as_events
+from titancli.observe.machine import machine
+from titancli.observe.observers import Observers
+from titancli.observe.peaks import device_name, device_peak
+from titancli.process import Place
+from titancli.registry.component import build
+from titancli.run.data import digest_of, epochs, identity_of
+from titancli.runs import RunFolder
+
+if TYPE_CHECKING:
+    from titancli.engine import Engine
+    from titancli.recipe.schema import Recipe
+    from titancli.run.opened import Start
+
+logger = logging.getLogger(__name__)
+
+
+def open_loggers(
+    recipe: Recipe,
+    folder: RunFolder,
+    place: Place,
+    stack: ExitStack,
+    *,
+    restart: int,
+    several_nodes: bool,
+    listeners: Sequence[Listener],
+) -> list[Any]:
+    """Build the loggers of a rank: before the engine, so that a package that is missing is said at once.
+
+    Args:
+        restart: how often the ranks of the attempt have been started anew.
+        listeners: are handed rank 0's events.
+    """
+    own: list[Any] = []
+    if place.rank == 0:
+        events = EventLog(folder.events, tuple(listeners))
+        stack.callback(events.close)
+        stack.enter_context(logs_as_events(events))
+        if restart:
+            cause = "a node or a rank was lost" if several_nodes else "a rank failed"
+            logger.warning("%s; all ranks were restarted (restart %d)", cause, restart)
+        own = [EventLogger(events, recipe.training.steps)]
+    return own + [build(config, run_folder=folder.path, is_main=place.rank == 0) for config in recipe.loggers]
+
+
+def observe(
+    start: Start,
+    folder: RunFolder,
+    place: Place,
+    engine: Engine,
+    loggers: Sequence[Any],
+    data: Any,
+    *,
+    restart: int,
+) -> Observers:
+    """Make what hands metrics to loggers, and announce the run. Collective.
+
+    Raises:
+        TitanError: the ranks have different data.
+    """
+    recipe, attempts = start.recipe, start.record["attempts"]
+    checkpoint = str(start.checkpoint) if start.checkpoint else None
+    found = {
+        "world": place.world,
+        "mesh": asdict(engine.mesh.degrees),
+        "device": device_name(start.device),
+        "restarts": restart,
+    }
+    identity = None if data is None else identity_of(data.state)
+    process_group.require_same("data", json.dumps(identity, sort_keys=True), socket.gethostname())
+    if place.rank == 0:
+        here = {"machine": machine(), "data": identity, "data_digest": digest_of(identity)}
+        folder.update_attempt(**found, checkpoint=checkpoint, **here)
+        found["epochs"] = epochs(recipe, data, engine)
+    known = {"attempt": len(attempts), "checkpoint": checkpoint, "recipe": start.loaded.data}
+    # The peaks are bf16's; a run that computes in fp32 has no utilisation of them.
+    peak = device_peak(start.device) if recipe.training.mixed_precision_param == "bfloat16" else None
+    observers = Observers(
+        loggers,
+        device=start.device,
+        log_freq=recipe.metrics.log_freq,
+        total_steps=recipe.training.steps,
+        info={**start.record, **known, **found},
+        world=place.world,
+        flops_per_token=engine.flops_per_token,
+        peak_flops=peak,
+    )
+    observers.run_start({"step": engine.step})
+    return observers
