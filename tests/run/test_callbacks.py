@@ -202,7 +202,7 @@ def test_what_a_callback_raises_on_one_rank_ends_the_run(
     fields = f', raises="{moment}", on_rank=1'
     done = train("tiny.toml", "--run-dir", "r", *watch(fields), "--nproc", "2")
     assert done.code == 1 and f"no {moment}" in done.out + done.err
-    assert not RunFolder(here / "r").record()["attempts"][-1].get("outcome")
+    assert RunFolder(here / "r").record()["attempts"][-1]["outcome"]["why"] == "failed"
 
 
 def test_a_veto_or_an_early_end_of_one_rank_is_that_of_all(train_on: Any, here: Path, watch: Any) -> None:

@@ -12,7 +12,13 @@ from typing import Any
 from titancli import protocols
 from titancli.registry.plugins import own_traceback
 
-OPTIONAL = {"logger": {"run_start", "step_end", "validated", "checkpoint_saved", "run_end"}}
+OPTIONAL = {
+    "logger": {"run_start", "step_end", "validated", "checkpoint_saved", "run_end"},
+    "callback": {
+        *("around_backward", "gradients_ready", "step_applied"),
+        *("run_start", "step_done", "checkpoint_saved", "stop_requested", "run_end"),
+    },
+}
 """Members of Protocols that a component may be without."""
 BUILT = (
     "model",

@@ -13,7 +13,7 @@ from titancli import __version__
 from titancli.errors import EnvironmentProblem, UsageError
 
 TEMPLATES = Path(__file__).parent / "templates"
-MANY = ("converter", "logger", "reward")
+MANY = ("converter", "logger", "callback", "reward")
 """Kinds that a recipe holds lists of: their slot is `[[converters]]`."""
 OF_GRPO = ("task", "generator", "reward", "advantage")
 """Kinds whose slot is one of the loop grpo."""

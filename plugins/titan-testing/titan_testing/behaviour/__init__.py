@@ -23,6 +23,7 @@ ROOMS = {
     "loss": "losses",
     "optimizer": "optimizers",
     "logger": "loggers",
+    "callback": "callbacks",
     "task": "rollouts",
     "reward": "rollouts",
     "advantage": "rollouts",
