@@ -175,21 +175,15 @@ def test_middles_are_filled_in_at_the_rates_asked_for(configs: Any, bpe_folder: 
 
 
 @pytest.mark.parametrize("name", ["jsonl", "parquet", "text_files", "hf"])
-def test_middles_of_live_text_are_those_of_shards_in_their_order(
-    configs: Any, name: str, bpe_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_middles_of_cached_text_are_those_of_shards_in_their_order(
+    configs: Any, name: str, bpe_folder: Path, tmp_path: Path
 ) -> None:
-    """Where a document has the same number; what `token_shards` gives is shown above."""
-    monkeypatch.setattr("titancli.data.parquet.HELD_BYTES", 0)
-    texts = [text + "." for text in TEXTS]  # an empty one has a number in the others alone
-    for number, text in enumerate(texts):
-        (tmp_path / "text" / f"{number:03}.txt").write_text(text)
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    pq.write_table(pa.table({"text": texts}), tmp_path / "a.parquet", row_group_size=30)
+    """What `token_shards` gives is shown above."""
     inputs = open_inputs([str(tmp_path / "a.jsonl")], Options())
     tokenize(Job(inputs, HFTokenizer(path=bpe_folder), tmp_path / "out", 900, 1))
     fim = FillInTheMiddle(rate=0.5, prefix="<|begin|>", middle="<|user|>", suffix="<|late|>")
     same: dict[str, Any] = {"fim": fim, "repeat": True, "shuffle": False}
-    config = type(configs[name])(**{**vars(configs[name]), **same, "length_index": True})
+    config = type(configs[name])(**{**vars(configs[name]), **same, "cache_tokens": True})
     shards = {**vars(configs["token_shards"]), **same, "shuffle": "off", "paths": [tmp_path / "out"]}
     options: dict[str, Any] = {"tokenizer": build(HFTokenizer(path=bpe_folder)), "seq_len": 40}
     whole, _ = global_rows(TokenShards(**shards), 100, dp_size=1, rows=2, **options)
@@ -216,8 +210,8 @@ def test_settings_that_do_nothing_are_refused(tmp_path: Path, capsys: pytest.Cap
     assert "middles are filled in with packing" in "".join(capsys.readouterr())
     text = ["dataset.type=text_files", 'dataset.paths=["x"]', "dataset.document_mask=true", *fim]
     assert main(["validate", "llama3_debug", *text, "dataset.packing=best_fit"]) == 3
-    assert "set length_index = true" in "".join(capsys.readouterr())
-    assert main(["validate", "llama3_debug", "dataset.type=python_stdlib", *fim]) == 3
-    assert "unknown key 'fim'" in "".join(capsys.readouterr())
+    assert "set cache_tokens = true" in "".join(capsys.readouterr())
+    assert main(["validate", "llama3_debug", "dataset.type=jsonl", "dataset.length_index=true"]) == 3
+    assert "in titan: dataset.cache_tokens=true" in "".join(capsys.readouterr())
     chosen = ["dataset.packing=best_fit", "dataset.document_mask=true", "dataset.max_document_length=5"]
     assert main(["validate", "llama3_debug", *chosen]) == 0

@@ -15,14 +15,14 @@ Tokens that are in files already are read by `shards/`, which also writes them (
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le, MinLen
 
+from titancli.data.paths import absolute, absolute_lines, hub_keys
 from titancli.registry.component import component, section
 from titancli.registry.defaults import DatasetConfigDefaults, ParallelizeConfigDefaults, with_defaults
 from titancli.registry.fields import Component, LocalPath, Slot
@@ -47,8 +47,61 @@ class FillInTheMiddle:
     """That before a suffix."""
 
 
+@section
+class Packed:
+    """The keys of all datasets whose rows are made of documents' tokens."""
+
+    repeat: bool = True
+    """Start over at the end of the data, as often as needed; false: end the run there."""
+    document_mask: bool = False
+    """Keep attention and positions within a document; false: treat a row as one document."""
+    packing: Literal["stream", "best_fit"] = "stream"
+    """`"stream"`: cut rows from the documents one after another. `"best_fit"`: put whole documents into rows
+    where they fit best, cut only what is longer than a row, and pad the rest. Needs document_mask."""
+    max_document_length: Annotated[int, Gt(0)] | None = None
+    """With best_fit, cut documents into pieces of at most so many tokens; None: training.seq_len."""
+    fim: FillInTheMiddle | None = None
+    """With best_fit, fill in the middle of some documents, chosen by (training.seed, epoch, document)."""
+
+    def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
+        if self.packing == "best_fit" and not self.document_mask:
+            yield "packing", "best_fit puts documents beside each other: set document_mask = true"
+        if self.packing == "stream" and self.max_document_length is not None:
+            yield "max_document_length", 'documents are cut with packing = "best_fit" only: remove it'
+        if self.packing == "stream" and self.fim is not None:
+            yield "fim", 'middles are filled in with packing = "best_fit" only: remove it'
+
+
+@section
+class Text(Packed):
+    """The keys of all datasets of text."""
+
+    shuffle: bool = True
+    """Shuffle documents by (training.seed, epoch); false: keep the order in which they are listed."""
+    cache_tokens: bool = False
+    """Tokenize all documents once, before the first step, into token shards in titan's cache: then each rank
+    and each worker process reads its own rows only. Shuffled documents are in the order of `token_shards`."""
+    fim: FillInTheMiddle | None = None
+    """With best_fit and cache_tokens, fill in the middle of some documents, chosen by (training.seed, epoch,
+    document)."""
+
+    @property
+    def skips_rows(self) -> bool:
+        return self.cache_tokens
+
+    @property
+    def shuffles_source(self) -> bool:
+        """Whether the source shuffles its documents; token shards are shuffled as they are read."""
+        return self.shuffle and not self.cache_tokens
+
+    def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
+        yield from super().check(recipe)
+        if self.fim is not None and not self.cache_tokens:
+            yield "fim", "middles are filled in where lengths are known: set cache_tokens = true"
+
+
 @component("dataset", "text_files", target="titancli.data.files:build_text_files")
-class TextFiles:
+class TextFiles(Text):
     """Text files on disk, in UTF-8; each file is one document."""
 
     paths: Annotated[list[Path], MinLen(1)]
@@ -56,56 +109,15 @@ class TextFiles:
     format: Literal["auto", "text"] = "auto"
     """`"auto"`: refuse files whose content is not text (JSON Lines, a list in JSON, CSV, Parquet, compressed
     or binary data), unless their suffix says text (`.txt`, `.md`). `"text"`: take them as they are."""
-    shuffle: bool = True
-    """Shuffle documents by (training.seed, epoch); false: keep the order in which they are listed."""
-    repeat: bool = True
-    """Start over at the end of the data, as often as needed; false: end the run there."""
-    document_mask: bool = False
-    """Keep attention and positions within a document; false: treat a row as one document."""
-    packing: Literal["stream", "best_fit"] = "stream"
-    """`"stream"`: cut rows from the documents one after another. `"best_fit"`: put whole documents into rows
-    where they fit best, cut only what is longer than a row, and pad the rest. Needs document_mask."""
-    max_document_length: Annotated[int, Gt(0)] | None = None
-    """With best_fit, cut documents into pieces of at most so many tokens; None: training.seq_len."""
-    length_index: bool = False
-    """Measure all documents once, before the first step, and keep their lengths in titan's cache: then each
-    rank and each worker process tokenizes its own rows only. The rows stay the same.
-    A file may have 1 MiB at most."""
-    fim: FillInTheMiddle | None = None
-    """With best_fit and length_index, fill in the middle of some documents, chosen by (training.seed, epoch,
-    document)."""
-
-    @property
-    def skips_rows(self) -> bool:
-        return self.length_index
-
-    def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
-        yield from packing_keys(self)
 
 
 @component("dataset", "python_stdlib", target="titancli.data.files:build_python_stdlib")
-class PythonStdlib:
+class PythonStdlib(Text):
     """Source code of the Python standard library: real text, available on every machine."""
-
-    shuffle: bool = True
-    """Shuffle documents by (training.seed, epoch); false: sort them by name."""
-    repeat: bool = True
-    """Start over at the end of the data, as often as needed; false: end the run there."""
-    document_mask: bool = False
-    """Keep attention and positions within a document; false: treat a row as one document."""
-    packing: Literal["stream", "best_fit"] = "stream"
-    """`"stream"`: cut rows from the documents one after another. `"best_fit"`: put whole documents into rows
-    where they fit best, cut only what is longer than a row, and pad the rest. Needs document_mask."""
-    max_document_length: Annotated[int, Gt(0)] | None = None
-    """With best_fit, cut documents into pieces of at most so many tokens; None: training.seq_len."""
-    skips_rows: ClassVar[bool] = False
-
-    def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
-        yield from packing_keys(self)
 
 
 @component("dataset", "hf", target="titancli.data.hf_datasets:build")
-class HFDataset:
+class HFDataset(Text):
     """A Hugging Face dataset: a local folder or file, or a name on the Hub."""
 
     path: Annotated[str, MinLen(1), LocalPath()]
@@ -122,77 +134,23 @@ class HFDataset:
     """Stream the data while training instead of downloading it first."""
     shuffle: bool = False
     """Shuffle documents by (training.seed, epoch); not with streaming."""
-    repeat: bool = True
-    """Start over at the end of the data, as often as needed; false: end the run there."""
-    document_mask: bool = False
-    """Keep attention and positions within a document; false: treat a row as one document."""
-    packing: Literal["stream", "best_fit"] = "stream"
-    """`"stream"`: cut rows from the documents one after another. `"best_fit"`: put whole documents into rows
-    where they fit best, cut only what is longer than a row, and pad the rest. Needs document_mask."""
-    max_document_length: Annotated[int, Gt(0)] | None = None
-    """With best_fit, cut documents into pieces of at most so many tokens; None: training.seq_len."""
-    length_index: bool = False
-    """Measure all documents once, before the first step, and keep their lengths in titan's cache: then each
-    rank and each worker process tokenizes its own rows only. The rows stay the same."""
-    fim: FillInTheMiddle | None = None
-    """With best_fit and length_index, fill in the middle of some documents, chosen by (training.seed, epoch,
-    document)."""
-
-    @property
-    def skips_rows(self) -> bool:
-        return self.length_index
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "path", _absolute(self.path))
+        object.__setattr__(self, "path", absolute(self.path))
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
-        yield from packing_keys(self)
+        yield from super().check(recipe)
         yield from hub_keys(self)
         if self.streaming and self.shuffle:
             yield "shuffle", "a shuffled stream cannot be resumed exactly: remove shuffle or streaming"
         if self.streaming and "[" in self.split:
             yield "split", f"a slice of a split ({self.split!r}) needs streaming = false"
-        if self.streaming and self.length_index:
-            yield (
-                "length_index",
-                "the documents of a stream cannot be counted before: remove it, or streaming",
-            )
-
-
-def _absolute(path: str) -> str:
-    """A local path is stored absolute, so that a lock file means the same from every folder."""
-    local = path == "~" or path in (".", "..") or path.startswith(("/", "./", "../", "~/"))
-    return os.path.abspath(os.path.expanduser(path)) if local else path
-
-
-def absolute_lines(path: str) -> str:
-    """The same; what ends in `.jsonl` is always local."""
-    return os.path.abspath(os.path.expanduser(path)) if path.endswith(".jsonl") else _absolute(path)
-
-
-def packing_keys(config: Any) -> Iterator[tuple[str, str]]:
-    """What is wrong with the keys of a dataset of text that say how rows are made."""
-    if config.packing == "best_fit" and not config.document_mask:
-        yield "packing", "best_fit puts documents beside each other: set document_mask = true"
-    if config.packing == "stream" and config.max_document_length is not None:
-        yield "max_document_length", 'documents are cut with packing = "best_fit" only: remove it'
-    if getattr(config, "fim", None) is not None:
-        if config.packing == "stream":
-            yield "fim", 'middles are filled in with packing = "best_fit" only: remove it'
-        if not getattr(config, "length_index", True):
-            yield "fim", "middles are filled in where lengths are known: set length_index = true"
-
-
-def hub_keys(config: Any) -> Iterator[tuple[str, str]]:
-    """Which keys of a config say something of the Hub while its `path` is on this machine, and why not."""
-    if os.path.isabs(config.path) or config.path.startswith("titan:"):
-        for key in ("name", "revision"):
-            if getattr(config, key) is not None:
-                yield key, f"a {key} only applies to datasets on the Hub, not to {config.path}: remove it"
+        if self.streaming and self.cache_tokens:
+            yield "cache_tokens", "a stream may differ each time that it is read: remove it, or streaming"
 
 
 @component("dataset", "jsonl", target="titancli.data.jsonl:build")
-class JsonLines:
+class JsonLines(Text):
     """JSON Lines on disk; each row is one document. Bad rows are skipped and counted."""
 
     paths: Annotated[list[Path], MinLen(1)]
@@ -204,34 +162,10 @@ class JsonLines:
     line."""
     max_bytes: Annotated[int, Gt(0)] = 8_388_608
     """Maximum length of a row; longer ones are bad rows."""
-    shuffle: bool = True
-    """Shuffle documents by (training.seed, epoch); false: keep the order in which they are listed."""
-    repeat: bool = True
-    """Start over at the end of the data, as often as needed; false: end the run there."""
-    document_mask: bool = False
-    """Keep attention and positions within a document; false: treat a row as one document."""
-    packing: Literal["stream", "best_fit"] = "stream"
-    """`"stream"`: cut rows from the documents one after another. `"best_fit"`: put whole documents into rows
-    where they fit best, cut only what is longer than a row, and pad the rest. Needs document_mask."""
-    max_document_length: Annotated[int, Gt(0)] | None = None
-    """With best_fit, cut documents into pieces of at most so many tokens; None: training.seq_len."""
-    length_index: bool = False
-    """Measure all documents once, before the first step, and keep their lengths in titan's cache: then each
-    rank and each worker process tokenizes its own rows only. The rows stay the same."""
-    fim: FillInTheMiddle | None = None
-    """With best_fit and length_index, fill in the middle of some documents, chosen by (training.seed, epoch,
-    document)."""
-
-    @property
-    def skips_rows(self) -> bool:
-        return self.length_index
-
-    def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
-        yield from packing_keys(self)
 
 
 @component("dataset", "parquet", target="titancli.data.parquet:build")
-class Parquet:
+class Parquet(Text):
     """Parquet files on disk; each row is one document."""
 
     paths: Annotated[list[Path], MinLen(1)]
@@ -239,34 +173,12 @@ class Parquet:
     text: str = "text"
     """Column with the text of a document."""
     shuffle: bool = True
-    """Shuffle the row groups, and the rows in each, by (training.seed, epoch); false: keep the order in which
-    they are listed."""
-    repeat: bool = True
-    """Start over at the end of the data, as often as needed; false: end the run there."""
-    document_mask: bool = False
-    """Keep attention and positions within a document; false: treat a row as one document."""
-    packing: Literal["stream", "best_fit"] = "stream"
-    """`"stream"`: cut rows from the documents one after another. `"best_fit"`: put whole documents into rows
-    where they fit best, cut only what is longer than a row, and pad the rest. Needs document_mask."""
-    max_document_length: Annotated[int, Gt(0)] | None = None
-    """With best_fit, cut documents into pieces of at most so many tokens; None: training.seq_len."""
-    length_index: bool = False
-    """Measure all documents once, before the first step, and keep their lengths in titan's cache: then each
-    rank and each worker process tokenizes its own rows only. The rows stay the same."""
-    fim: FillInTheMiddle | None = None
-    """With best_fit and length_index, fill in the middle of some documents, chosen by (training.seed, epoch,
-    document)."""
-
-    @property
-    def skips_rows(self) -> bool:
-        return self.length_index
-
-    def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
-        yield from packing_keys(self)
+    """Shuffle the row groups, and the rows in each, by (training.seed, epoch), or with cache_tokens all rows;
+    false: keep the order in which they are listed."""
 
 
 @component("dataset", "token_shards", target="titancli.data.shards.dataset:build")
-class TokenShards:
+class TokenShards(Packed):
     """Tokens in files: shards of `titan data tokenize`, or files of other tools as they are."""
 
     paths: Annotated[list[Path], MinLen(1)]
@@ -279,23 +191,14 @@ class TokenShards:
     dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] | None = None
     """Type of the tokens in raw files."""
     shuffle: Literal["rows", "documents", "off"] = "rows"
-    """Shuffle by (training.seed, epoch): rows of training.seq_len tokens, whole documents, or nothing."""
-    repeat: bool = True
-    """Start over at the end of the data, as often as needed; false: end the run there."""
+    """Shuffle by (training.seed, epoch): rows of training.seq_len tokens, whole documents (which best_fit
+    needs unless it is off), or nothing."""
     document_mask: bool = False
     """Keep attention and positions within a document, as far as documents end with the end marker; false:
     treat a row as one document."""
-    packing: Literal["stream", "best_fit"] = "stream"
-    """`"stream"`: cut rows from the documents one after another. `"best_fit"`: put whole documents into rows
-    where they fit best, cut only what is longer than a row, and pad the rest. Needs document_mask, and
-    shuffle `"documents"` or `"off"`."""
-    max_document_length: Annotated[int, Gt(0)] | None = None
-    """With best_fit, cut documents into pieces of at most so many tokens; None: training.seq_len."""
-    fim: FillInTheMiddle | None = None
-    """With best_fit, fill in the middle of some documents, chosen by (training.seed, epoch, document)."""
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
-        yield from packing_keys(self)
+        yield from super().check(recipe)
         if self.packing == "best_fit" and self.shuffle == "rows":
             yield "shuffle", 'best_fit needs whole documents: set it to "documents" or "off"'
         if (self.format == "raw") != (self.dtype is not None):
@@ -375,34 +278,23 @@ class Mix:
                 yield key, "at least one weight must be above 0"
 
 
-@component("dataset", "chat", target="titancli.data.chat:build")
-class Chat:
-    """Conversations as `messages`, with the tokenizer's chat template; bad rows are skipped and counted."""
+@section
+class RowsOfExamples:
+    """The keys of datasets whose rows are conversations or pairs."""
 
     path: Annotated[str, MinLen(1), LocalPath()]
     """JSON Lines (a file or a glob that ends in `.jsonl`); a Hugging Face dataset: a local folder or file
-    (begins with `/`, `./`, `../` or `~`), or a Hub name; or titan's bundled data (`"titan:sums"`)."""
+    (begins with `/`, `./`, `../` or `~`), or a Hub name; or titan's bundled data (chat:
+    `"titan:sums"`, preference: `"titan:sums_pairs"`)."""
     name: str | None = None
     """Configuration of a dataset on the Hub."""
     revision: str | None = None
     """Commit, tag or branch of a dataset on the Hub."""
     split: str = "train"
     """Split of a Hugging Face dataset, e.g. `"train"` or `"train[:95%]"`."""
-    messages: str = "messages"
-    """Key of a row's list of messages (`{"role": …, "content": …}`)."""
-    train_on: Literal["assistant", "all"] = "assistant"
-    """Train on what the assistant says, including its end marker, or on every token."""
-    trailing_newline: bool = False
-    """Also train on the line break that a chat template puts after the assistant's end marker (ChatML:
-    `<|im_end|>\\n`); false: the end marker is the last target of a turn."""
-    pack: bool = True
-    """Pack several whole conversations into a row, with attention kept apart; false: one conversation per
-    row."""
-    too_long: Literal["cut", "skip"] = "cut"
-    """What to do with a conversation longer than training.seq_len + 1 tokens: truncate it (and count it), or
-    treat it as a bad row."""
     strict: bool = False
-    """End the run at a bad row (no JSON, no messages, rejected by the chat template, without a target)."""
+    """End the run at a bad row: no JSON, messages or pair, rejected by the chat template, without a target,
+    or (pairs; conversations with `too_long = "skip"`) longer than training.seq_len + 1 tokens."""
     max_bytes: Annotated[int, Gt(0)] = 8_388_608
     """Maximum length of a line of JSON; longer ones are bad rows."""
     shuffle: bool = True
@@ -422,6 +314,29 @@ class Chat:
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield from hub_keys(self)
+
+
+@component("dataset", "chat", target="titancli.data.chat:build")
+class Chat(RowsOfExamples):
+    """Conversations as `messages`, with the tokenizer's chat template; bad rows are skipped and counted."""
+
+    path: Annotated[str, MinLen(1), LocalPath()]
+    messages: str = "messages"
+    """Key of a row's list of messages (`{"role": …, "content": …}`)."""
+    train_on: Literal["assistant", "all"] = "assistant"
+    """Train on what the assistant says, including its end marker, or on every token."""
+    trailing_newline: bool = False
+    """Also train on the line break that a chat template puts after the assistant's end marker (ChatML:
+    `<|im_end|>\\n`); false: the end marker is the last target of a turn."""
+    pack: bool = True
+    """Pack several whole conversations into a row, with attention kept apart; false: one conversation per
+    row."""
+    too_long: Literal["cut", "skip"] = "cut"
+    """What to do with a conversation longer than training.seq_len + 1 tokens: truncate it (and count it), or
+    treat it as a bad row."""
+
+    def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
+        yield from super().check(recipe)
         if self.trailing_newline and self.train_on == "all":
             yield "trailing_newline", 'every token is a target with train_on = "all": remove it'
         ring = with_defaults(ParallelizeConfigDefaults, recipe.parallelize).context_parallel == "ring"
@@ -431,7 +346,7 @@ class Chat:
 
 
 @component("dataset", "preference", target="titancli.data.chat_pairs:build")
-class Preference:
+class Preference(RowsOfExamples):
     """Preference pairs of a `chosen` and a `rejected` answer; bad rows are skipped and counted.
 
     Answers are messages or text. The prompt is in `prompt` (messages, or the text of a user message), or both
@@ -440,39 +355,13 @@ class Preference:
     """
 
     path: Annotated[str, MinLen(1), LocalPath()]
-    """As in dataset/chat; titan's bundled data is `"titan:sums_pairs"`."""
-    name: str | None = None
-    """Configuration of a dataset on the Hub."""
-    revision: str | None = None
-    """Commit, tag or branch of a dataset on the Hub."""
-    split: str = "train"
-    """Split of a Hugging Face dataset."""
     reference_logps: bool = False
     """Read `reference_chosen_logp` and `reference_rejected_logp` from each row: the summed log-probabilities
     of the answers under the reference model, which then need not be in memory."""
-    strict: bool = False
-    """End the run at a bad row (no pair, rejected by the chat template, longer than training.seq_len + 1
-    tokens)."""
-    max_bytes: Annotated[int, Gt(0)] = 8_388_608
-    """Maximum length of a line of JSON; longer ones are bad rows."""
-    shuffle: bool = True
-    """Shuffle pairs by (training.seed, epoch); false: keep the order in which they are listed."""
-    repeat: bool = True
-    """Start over at the end of the data, as often as needed; false: end the run there."""
-    length_index: bool = False
-    """Measure all rows once, before the first step, and keep their lengths in titan's cache: then each rank
-    and each worker process prepares its own rows only."""
     gives_pairs: ClassVar[bool] = True
 
-    @property
-    def skips_rows(self) -> bool:
-        return self.length_index
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "path", absolute_lines(self.path))
-
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
-        yield from hub_keys(self)
+        yield from super().check(recipe)
         if recipe.training.local_batch_size % 2:
             yield "", "a pair consists of two rows: use an even training.local_batch_size"
         if recipe.mesh.pp != 1 and recipe.pipeline.microbatch_size % 2:
@@ -499,15 +388,6 @@ class HFTokenizer:
 
 
 COMPONENTS: list[type] = [
-    TextFiles,
-    PythonStdlib,
-    JsonLines,
-    Parquet,
-    TokenShards,
-    Mix,
-    HFDataset,
-    Chat,
-    Preference,
-    ByteTokenizer,
-    HFTokenizer,
+    *(TextFiles, PythonStdlib, JsonLines, Parquet, TokenShards, Mix, HFDataset, Chat, Preference),
+    *(ByteTokenizer, HFTokenizer),
 ]

@@ -22,7 +22,7 @@ from titancli.data.hf_datasets import (
     refuse_hub_keys,
 )
 from titancli.data.jsonl import BadRow, BadRows, LineReader, Row, check_characters, parse
-from titancli.data.source import ByNumber
+from titancli.data.source import document_order
 from titancli.errors import EnvironmentProblem, TitanError
 from titancli.observe.metrics import collector
 
@@ -90,7 +90,7 @@ class LineRows:
         return f"{file.path}, line {row.line}", found
 
 
-class HFRows(ByNumber):
+class HFRows:
     """Rows of a dataset of the `datasets` library, on disk."""
 
     def __init__(self, label: str, config: Chat | Preference, dataset: Any, seed: int) -> None:
@@ -102,6 +102,18 @@ class HFRows(ByNumber):
             "order": f"shuffled by seed {seed}" if config.shuffle else "as listed",
             **at_revision(config),
         }
+
+    def index(self) -> None:
+        """Do nothing: they are counted from the start."""
+
+    def order(self, epoch: int) -> np.ndarray:
+        return document_order(self._seed, epoch, self.count, shuffle=self._shuffle)
+
+    def mark(self, epoch: int, place: int) -> dict[str, Any]:
+        return {"document": place}
+
+    def place(self, epoch: int, mark: Mapping[str, Any]) -> int:
+        return int(mark["document"])
 
     def row(self, row: int) -> tuple[str, dict[str, Any] | BadRow]:
         try:

@@ -11,13 +11,13 @@ import glob
 import os
 import stat
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from titancli.data import PythonStdlib, TextFiles
 from titancli.data.formats import require_text
-from titancli.data.source import ByNumber, Piece, Size
+from titancli.data.source import Piece, Size, document_order
 from titancli.data.text import text_dataset
 from titancli.data.unchanged import Stamp, require_unchanged
 from titancli.errors import EnvironmentProblem
@@ -43,8 +43,8 @@ class TextFile(NamedTuple):
         return Stamp(self.size, self.modified)
 
 
-class FileSource(ByNumber):
-    """Documents out of text files: a `titancli.data.source.Source`, and an `IndexedSource`.
+class FileSource:
+    """Documents out of text files: a `titancli.data.source.Source`.
 
     Raises:
         EnvironmentProblem: a file cannot be read or is not UTF-8, or all files are empty.
@@ -57,30 +57,10 @@ class FileSource(ByNumber):
         self._seed = seed
         self.identity = corpus_identity(label, files, shuffle=shuffle, seed=seed)
         self.size = Size(self.identity["bytes"], "bytes")
-        self.count = len(files)
-
-    def index(self) -> None:
-        """
-        Raises:
-            EnvironmentProblem: a file is longer than a piece, so it cannot be tokenized at once.
-        """
-        if long := next((file for file in self._files if file.size > PIECE_BYTES), None):
-            raise EnvironmentProblem(
-                f"{long.path} has {long.size:,} bytes, and only files of at most {PIECE_BYTES:,} have their "
-                "lengths kept",
-                hint="divide it, set dataset.length_index = false, or tokenize it: `titan data tokenize`",
-            )
-
-    def mark(self, epoch: int, place: int) -> dict[str, Any]:
-        return {"document": place, "byte": 0}
-
-    def texts(self, rows: Sequence[int]) -> list[str | None]:
-        """Return the documents of rows."""
-        return [next(_pieces(self._files[row], row, 0)).text for row in rows]
 
     def read(self, epoch: int, mark: dict[str, Any] | None) -> Iterator[Piece]:
         """The epoch's pieces; a mark is a document's place in the order, and a byte in its file."""
-        order = self.order(epoch)
+        order = document_order(self._seed, epoch, len(self._files), shuffle=self._shuffle)
         first, byte = (mark["document"], mark["byte"]) if mark else (0, 0)
         for document in range(first, len(order)):
             yield from _pieces(self._files[order[document]], document, byte)
@@ -282,5 +262,5 @@ def build_python_stdlib(config: PythonStdlib, *, seed: int, **runtime: Any) -> D
 def _packed(
     label: str, files: list[TextFile], config: TextFiles | PythonStdlib, seed: int, runtime: dict[str, Any]
 ) -> Dataset:
-    source = FileSource(label, files, shuffle=config.shuffle, seed=seed)
+    source = FileSource(label, files, shuffle=config.shuffles_source, seed=seed)
     return text_dataset(source, config, seed=seed, **runtime)

@@ -17,8 +17,9 @@ from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from typing import Any, NoReturn
 
-from titancli.data import HFDataset, hub_keys
-from titancli.data.source import ByNumber, Piece, Size
+from titancli.data import HFDataset
+from titancli.data.paths import hub_keys
+from titancli.data.source import Piece, Size, document_order
 from titancli.data.text import text_dataset
 from titancli.data.unchanged import Stamp, require_unchanged
 from titancli.errors import EnvironmentProblem, RecipeError, TitanError
@@ -43,13 +44,13 @@ READERS = {
 """Which of the library's readers takes a single file; `.gz`, `.zst` and the like may follow."""
 
 
-class IndexedSource(ByNumber):
+class IndexedSource:
     """Documents of a dataset on disk: a `titancli.data.source.Source`."""
 
     def __init__(self, config: HFDataset, dataset: Any, seed: int) -> None:
         self.label = _label(config)
         self._column = config.text
-        self._shuffle = config.shuffle
+        self._shuffle = config.shuffles_source
         self._seed = seed
         _check_column(config, dataset.column_names)
         if len(dataset) == 0:
@@ -60,19 +61,17 @@ class IndexedSource(ByNumber):
             "rows": len(dataset),
             "column": config.text,
             "contents": contents_of(config.path, dataset),
-            "order": f"shuffled by seed {seed}" if config.shuffle else "as listed",
+            "order": f"shuffled by seed {seed}" if self._shuffle else "as listed",
             **at_revision(config),
         }
         self._mapped = MappedFiles(dataset)
         self._dataset = dataset.select_columns([config.text])
         self.size = Size(len(dataset), "documents")
-        self.count = len(dataset)
 
-    def texts(self, rows: Sequence[int]) -> list[str | None]:
-        """Return the documents of rows."""
+    def _texts(self, rows: list[int]) -> list[str]:
         try:
             with self._mapped.unchanged(len(rows)):
-                found = self._dataset[list(rows)][self._column]
+                found = self._dataset[rows][self._column]
         except TitanError:
             raise
         except Exception as error:  # whatever the file system or Arrow says
@@ -81,10 +80,10 @@ class IndexedSource(ByNumber):
 
     def read(self, epoch: int, mark: dict[str, Any] | None) -> Iterator[Piece]:
         """The epoch's documents; a mark is a document's place in the order."""
-        order = self.order(epoch)
+        order = document_order(self._seed, epoch, self.size.amount, shuffle=self._shuffle)
         for first in range(mark["document"] if mark else 0, len(order), GROUP):
-            for i, text in enumerate(self.texts(order[first : first + GROUP].tolist())):
-                yield Piece(text or "", True, True, {"document": first + i})
+            for i, text in enumerate(self._texts(order[first : first + GROUP].tolist())):
+                yield Piece(text, True, True, {"document": first + i})
 
 
 def contents_of(path: str, dataset: Any) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
@@ -180,33 +180,11 @@ class JsonLinesSource:
 
     def __init__(self, config: JsonLines, files: list[TextFile], seed: int) -> None:
         self._config = config
-        found = corpus_identity(self.label, files, shuffle=config.shuffle, seed=seed, text=False)
+        found = corpus_identity(self.label, files, shuffle=config.shuffles_source, seed=seed, text=False)
         self.identity: dict[str, Any] = {**found, "key": config.text}
-        self._rows = LineReader(files, shuffle=config.shuffle, seed=seed, max_bytes=config.max_bytes)
+        self._rows = LineReader(files, shuffle=config.shuffles_source, seed=seed, max_bytes=config.max_bytes)
         self._bad = BadRows(strict=config.strict)
         self.limits = {"strict": config.strict, "max_bytes": config.max_bytes}
-        self.index, self.order = self._rows.index, self._rows.order
-        self.mark, self.place = self._rows.mark, self._rows.place
-
-    @property
-    def count(self) -> int:
-        return self._rows.count
-
-    def texts(self, rows: Sequence[int]) -> list[str | None]:
-        """Return the documents of rows; None, and reported, for one that is none."""
-        return [self._document(*self._rows.row(row)) for row in rows]
-
-    def _document(self, file: TextFile, row: Row) -> str | None:
-        try:
-            return _text(row.data, self._config)
-        except BadRow as reason:
-            self._bad.tell(f"{file.path}, line {row.line}", reason)
-            return None
-
-    def count_bad(self, bad: int) -> None:
-        """Report how many rows are none, if any."""
-        self._bad.skipped = bad
-        self._bad.count()
 
     @property
     def skipped(self) -> int:

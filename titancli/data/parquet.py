@@ -6,27 +6,22 @@ Shuffling permutes the row groups, and the rows in each: a single row cannot be 
 from __future__ import annotations
 
 import os
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import numpy as np
 
 from titancli.data import Parquet
 from titancli.data.files import TextFile, corpus_identity, files_of
-from titancli.data.source import ByNumber, Piece, Size, document_order
+from titancli.data.source import Piece, Size, document_order
 from titancli.data.text import text_dataset
 from titancli.data.unchanged import require_unchanged
 from titancli.errors import EnvironmentProblem, RecipeError
 from titancli.protocols import Dataset
 
-HELD_BYTES = 1 << 28
-"""Of row groups that were read last, where single rows of them are asked for."""
 
-
-class ParquetSource(ByNumber):
-    """Documents of Parquet files: a `titancli.data.source.Source`, and an `IndexedSource`. A row without a
-    text is an empty document.
+class ParquetSource:
+    """Documents of Parquet files: a `titancli.data.source.Source`. A row without a text is an empty document.
 
     Raises:
         EnvironmentProblem: a file cannot be read, or is no Parquet file.
@@ -36,20 +31,20 @@ class ParquetSource(ByNumber):
     label = "dataset parquet"
 
     def __init__(self, config: Parquet, files: list[TextFile], seed: int) -> None:
-        self._files, self._column, self._shuffle, self._seed = files, config.text, config.shuffle, seed
-        found = corpus_identity(self.label, files, shuffle=config.shuffle, seed=seed, text=False)
+        self._files, self._column, self._shuffle, self._seed = (
+            files,
+            config.text,
+            config.shuffles_source,
+            seed,
+        )
+        found = corpus_identity(self.label, files, shuffle=self._shuffle, seed=seed, text=False)
         self.identity: dict[str, Any] = {**found, "column": config.text}
         counts = [self._groups(file) for file in files]
         self._firsts = np.cumsum([0, *(len(rows) for rows in counts)])
         """The number of the first row group of each file, and of all of them."""
         self._rows = np.array([rows for of_file in counts for rows in of_file], np.int64)
         """Of each row group."""
-        self._starts = np.cumsum([0, *self._rows])
-        """The number of the first row of each row group, and of all rows."""
-        self.count = int(self._starts[-1])
-        self.size = Size(self.count, "documents")
-        self._held: OrderedDict[int, Any] = OrderedDict()
-        """Columns of the row groups that were read last."""
+        self.size = Size(int(self._rows.sum()), "documents")
 
     def read(self, epoch: int, mark: dict[str, Any] | None) -> Iterator[Piece]:
         """The epoch's documents; a mark is a row group's place in the order, and a row's in it."""
@@ -67,37 +62,6 @@ class ParquetSource(ByNumber):
     def progress(self, mark: dict[str, Any]) -> float:
         """Which share of the row groups lies before a mark."""
         return mark["group"] / int(self._firsts[-1])
-
-    def order(self, epoch: int) -> np.ndarray:
-        """Return the rows in the order of an epoch, int64 [count]."""
-        groups = self._groups_of(epoch).tolist()
-        rows = [self._starts[n] + self._order(epoch, n, int(self._rows[n])) for n in groups]
-        return np.concatenate(rows or [np.zeros(0, np.int64)])
-
-    def mark(self, epoch: int, place: int) -> dict[str, Any]:
-        """Return the mark of the row at a place of the order."""
-        starts = np.cumsum([0, *self._rows[self._groups_of(epoch)]])
-        group = int(np.searchsorted(starts, place, side="right")) - 1
-        return {"group": group, "row": place - int(starts[group])}
-
-    def place(self, epoch: int, mark: Mapping[str, Any]) -> int:
-        """Return the place in the order that a mark leads to."""
-        return int(self._rows[self._groups_of(epoch)[: mark["group"]]].sum()) + int(mark["row"])
-
-    def texts(self, rows: Sequence[int]) -> list[str | None]:
-        """Return the documents of rows, whose row groups are read once each."""
-        numbers, found = np.searchsorted(self._starts, rows, side="right") - 1, [""] * len(rows)
-        for number in np.unique(numbers).tolist():
-            here = np.flatnonzero(numbers == number)
-            if number not in self._held:
-                self._held[number] = self._column_of(number)
-            self._held.move_to_end(number)
-            texts = self._held[number].take(np.asarray(rows)[here] - self._starts[number]).to_pylist()
-            for at, text in zip(here.tolist(), texts, strict=True):
-                found[at] = text or ""
-            while len(self._held) > 1 and sum(held.nbytes for held in self._held.values()) > HELD_BYTES:
-                self._held.popitem(last=False)
-        return list(found)
 
     def _groups_of(self, epoch: int) -> np.ndarray:
         """The row groups in the order of an epoch."""

@@ -6,8 +6,7 @@ for all datasets and lives in `stream.py` and `packing.py`; a source only reads 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from types import MappingProxyType
+from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -34,7 +33,10 @@ class Size(NamedTuple):
 
 
 class Source(Protocol):
-    """Documents of text in an order that depends on the epoch alone."""
+    """Documents of text in an order that depends on the epoch alone.
+
+    What else decides which rows are no documents may be the attribute `limits` (plain JSON).
+    """
 
     label: str
     """How error messages name it."""
@@ -48,34 +50,6 @@ class Source(Protocol):
             TitanError: something cannot be read, or is not text.
         """
         ...
-
-
-class ByNumber:
-    """Documents whose numbers are known from the start, all of them good, in an order of single ones: what
-    `titancli.data.indexed_text.IndexedSource` has besides `texts`."""
-
-    limits: Mapping[str, Any] = MappingProxyType({})
-    count: int
-    _seed: int
-    _shuffle: bool
-
-    def index(self) -> None:
-        """There is nothing to be found."""
-
-    def count_bad(self, bad: int) -> None:
-        """There are none."""
-
-    def order(self, epoch: int) -> np.ndarray:
-        """Return the documents in the order of an epoch, int64 [count]."""
-        return document_order(self._seed, epoch, self.count, shuffle=self._shuffle)
-
-    def mark(self, epoch: int, place: int) -> dict[str, Any]:
-        """Return the mark of the document at a place of the order."""
-        return {"document": place}
-
-    def place(self, epoch: int, mark: Mapping[str, Any]) -> int:
-        """Return the place in the order that a mark leads to."""
-        return int(mark["document"])
 
 
 def document_order(seed: int, epoch: int, count: int, *, shuffle: bool) -> np.ndarray:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, cast
+from dataclasses import fields
+from typing import Any
 
 import numpy as np
 
+from titancli.data import Packed, Text, TokenShards
 from titancli.data.fitting import PIECES, Conversation, PackedRows
-from titancli.data.indexed_text import IndexedSource, TextPackedDataset, TextStreamDataset, TextTokens
 from titancli.data.packing import PackedDataset
 from titancli.data.rows import RowDataset
 from titancli.data.source import Source
 from titancli.data.stream import encode, groups, with_end
-from titancli.protocols import Tokenizer
+from titancli.data.token_cache import cached_shards
+from titancli.protocols import Dataset, Tokenizer
+from titancli.registry.component import build
 
 
 class _Documents:
@@ -36,18 +39,19 @@ class _Documents:
 
 
 def text_dataset(
-    source: Source, config: Any, *, tokenizer: Tokenizer, seq_len: int, seed: int = 0, **runtime: Any
-) -> PackedDataset | RowDataset:
-    """Return the dataset of a config that has the fields `packing`, `max_document_length`, `repeat` and
-    `document_mask`; perhaps `length_index` and `fim`, for an `IndexedSource`. Only `fim` needs the seed."""
-    if getattr(config, "length_index", False):
-        tokens = TextTokens(cast(IndexedSource, source), tokenizer)
-        options = {"tokenizer": tokenizer, "seq_len": seq_len, **runtime}
-        if config.packing == "stream":
-            return TextStreamDataset(
-                tokens, repeat=config.repeat, document_mask=config.document_mask, **options
-            )
-        return TextPackedDataset(tokens, config, seed=seed, **options)
+    source: Source, config: Text, *, tokenizer: Tokenizer, seq_len: int, seed: int, **runtime: Any
+) -> Dataset:
+    """Return the dataset of a config, whose source is shuffled as `shuffles_source` says.
+
+    Raises:
+        EnvironmentProblem: with `cache_tokens`, the cache cannot be written or the source cannot be read.
+    """
+    if config.cache_tokens:
+        keys = {field.name: getattr(config, field.name) for field in fields(Packed)}
+        folder = cached_shards(source, tokenizer)
+        shards = TokenShards(paths=[folder], shuffle="documents" if config.shuffle else "off", **keys)
+        found: Dataset = build(shards, tokenizer=tokenizer, seq_len=seq_len, seed=seed, **runtime)
+        return found
     if config.packing == "stream":
         return PackedDataset(
             source,

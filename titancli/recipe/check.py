@@ -99,9 +99,9 @@ def _dataloader(recipe: Recipe) -> Iterator[Finding]:
     elif not with_defaults(DatasetConfigDefaults, recipe.dataset).skips_rows:
         name = component_info(recipe.dataset).name
         message = f"the dataset {name} tokenizes all rows before a row, so each worker would prepare all"
-        indexed = hasattr(recipe.dataset, "length_index")
+        keys = (key for key in ("cache_tokens", "length_index") if hasattr(recipe.dataset, key))
         shards = "write token shards with `titan data tokenize`, and use the dataset token_shards"
-        yield path, message, "set dataset.length_index = true" if indexed else shards
+        yield path, message, f"set dataset.{key} = true" if (key := next(keys, None)) else shards
 
 
 def _validation(recipe: Recipe) -> Iterator[Finding]:

@@ -95,6 +95,7 @@ SYNONYMS = {
     "cutoff_len": "training.seq_len",
     "micro_batch_size": "training.local_batch_size",
     "num_epochs": STEPS,
+    "length_index": "dataset.cache_tokens",
     "sample_packing": "dataset.packing: rows are always filled; how, says packing",
     "val_set_size": HELD_OUT,
     "val_size": HELD_OUT,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import inspect
 import keyword
 import re
 from collections.abc import Callable, Iterator
@@ -38,18 +39,30 @@ class ComponentInfo:
 def section(cls: type[T]) -> type[T]:
     """Make a class a strictly bound, frozen, keyword-only dataclass (a core section of a recipe)."""
     cls = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+    _own_fields_first(cls)
     cls.__pydantic_config__ = PYDANTIC  # type: ignore[attr-defined]
     cls.__get_pydantic_json_schema__ = classmethod(_json_schema)  # type: ignore[attr-defined]
     return cls
 
 
+def _own_fields_first(cls: type) -> None:
+    """Order the fields as a class declares them, then those of its base sections."""
+    fields = cls.__dataclass_fields__  # type: ignore[attr-defined]
+    own = [name for name in inspect.get_annotations(cls) if name in fields]
+    ordered = dict.fromkeys([*own, *fields])
+    cls.__dataclass_fields__ = {name: fields[name] for name in ordered}  # type: ignore[attr-defined]
+
+
 def _json_schema(cls: type, core_schema: Any, handler: Any) -> dict[str, Any]:
     """Add the docstrings of fields. pydantic could read them itself, but each time that a class is bound."""
     schema = handler(core_schema)
-    properties = handler.resolve_ref_schema(schema).get("properties", {})
+    resolved = handler.resolve_ref_schema(schema)
+    properties = resolved.get("properties", {})
     for name, field in fields_of(cls).items():
         if field.doc:
             properties[name].setdefault("description", field.doc)
+    if properties:  # pydantic has those of base classes first
+        resolved["properties"] = {name: properties[name] for name in fields_of(cls)}
     return schema
 
 

@@ -107,12 +107,12 @@ class Prompts:
     """Shuffle prompts by (training.seed, epoch); false: keep their order."""
 
     def __post_init__(self) -> None:
-        from titancli.data import absolute_lines
+        from titancli.data.paths import absolute_lines
 
         object.__setattr__(self, "path", absolute_lines(self.path))
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
-        from titancli.data import hub_keys
+        from titancli.data.paths import hub_keys
 
         yield from hub_keys(self)
         if self.system is not None and not self.chat:

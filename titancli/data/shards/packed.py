@@ -49,10 +49,10 @@ class ShardPackedDataset(RowDataset):
         seed: int,
         **runtime: Any,
     ) -> None:
-        """`config`: one with the fields `packing`, `max_document_length` and `repeat`, perhaps `fim`."""
+        """`config`: one with the fields `shuffle`, `packing`, `max_document_length`, `repeat` and `fim`."""
         self._documents, self._config, self._seed = documents, config, seed
         self._longest = min(seq_len, config.max_document_length or seq_len)
-        self._fim_config: FillInTheMiddle | None = getattr(config, "fim", None)
+        self._fim_config: FillInTheMiddle | None = config.fim
         self._fim = None if self._fim_config is None else marker_ids(self._fim_config, tokenizer)
         settings: dict[str, Any] = {"packing": config.packing, "longest": self._longest}
         if (fim := self._fim_config) is not None:
@@ -76,7 +76,7 @@ class ShardPackedDataset(RowDataset):
 
     def _indexed_groups(self, epoch: int, mark: dict[str, Any] | None) -> Iterator[Group]:
         held = np.zeros((0, 6), np.int64)
-        for pieces in self._pieces(epoch, *(self._at(epoch, mark) if mark else (0, 0))):
+        for pieces in self._pieces(epoch, *((mark["document"], mark["past"]) if mark else (0, 0))):
             held = np.concatenate((held, pieces))
             while len(held) >= self._group:
                 yield self._group_of(epoch, held[: self._group])
@@ -85,20 +85,13 @@ class ShardPackedDataset(RowDataset):
             yield self._group_of(epoch, held)
 
     def _group_of(self, epoch: int, pieces: np.ndarray) -> Group:
-        mark = self._mark(epoch, int(pieces[0, 0]), int(pieces[0, 1]))
+        mark = {"document": int(pieces[0, 0]), "past": int(pieces[0, 1])}
         return Group(mark, pieces[:, 4].tolist(), partial(self._piece, epoch, pieces))
 
-    def _order(self, epoch: int, places: np.ndarray) -> np.ndarray:
+    def _numbers(self, epoch: int, places: np.ndarray) -> np.ndarray:
         """Which documents stand at some places of an epoch."""
         shuffled = self._config.shuffle == "documents"
         return permuted(places, self._documents.ends.documents, self._seed, epoch) if shuffled else places
-
-    def _mark(self, epoch: int, place: int, past: int) -> dict[str, Any]:
-        return {"document": place, "past": past}
-
-    def _at(self, epoch: int, mark: dict[str, Any]) -> tuple[int, int]:
-        """The place of a document, and its tokens before the piece, that a mark leads to."""
-        return mark["document"], mark["past"]
 
     def _pieces(self, epoch: int, begin: int, before: int) -> Iterator[np.ndarray]:
         """Pieces from one on, int64 [n, 6]: the place of the document in the order, its tokens before the
@@ -107,7 +100,7 @@ class ShardPackedDataset(RowDataset):
         count, longest = self._documents.ends.documents, self._longest
         for first in range(begin, count, BLOCK):
             places = np.arange(first, min(count, first + BLOCK))
-            numbers = self._order(epoch, places)
+            numbers = self._numbers(epoch, places)
             bounds = self._documents.ends.bounds(numbers)
             inputs = np.maximum(0, bounds[:, 1] - bounds[:, 0] - 1)
             each = -(-inputs // longest)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +16,8 @@ from titancli.data.formats import formats_of
 from titancli.data.hf_datasets import IndexedSource, load
 from titancli.data.jsonl import JsonLinesSource
 from titancli.data.parquet import ParquetSource
-from titancli.data.source import Piece, Source
+from titancli.data.shards.inputs import Input
+from titancli.data.source import Source
 from titancli.errors import UsageError
 
 HUB = "hf://datasets/"
@@ -37,20 +38,6 @@ class Options(NamedTuple):
     revision: str | None = None
     split: str = "train"
     """Of a dataset of the Hub, or of a folder of `save_to_disk`."""
-
-
-class Input(NamedTuple):
-    """A source, and how far a mark is in it."""
-
-    label: str
-    source: Source
-    weight: float
-    """Its share of the work."""
-    progress: Callable[[dict[str, Any]], float]
-
-    @property
-    def skipped(self) -> int:
-        return getattr(self.source, "skipped", 0)
 
 
 def open_inputs(names: Sequence[str], options: Options) -> list[Input]:
@@ -74,23 +61,6 @@ def open_inputs(names: Sequence[str], options: Options) -> list[Input]:
     if options.format and all(isinstance(one.source, IndexedSource) for one in inputs):
         raise UsageError("--format is for files, and no source is one: remove it")
     return inputs
-
-
-def pieces(inputs: Sequence[Input], at: dict[str, Any] | None) -> Iterator[tuple[Piece, dict[str, Any]]]:
-    """Yield every piece of all inputs with its mark, from a mark on."""
-    first, mark = (at["source"], at["mark"]) if at else (0, None)
-    for number in range(first, len(inputs)):
-        for piece in inputs[number].source.read(0, mark):
-            yield piece, {"source": number, "mark": piece.mark}
-        mark = None
-
-
-def share(inputs: Sequence[Input], at: dict[str, Any]) -> float:
-    """Return about which share of the work lies before a mark, from 0 to 1."""
-    total = sum(one.weight for one in inputs) or 1.0
-    before = sum(one.weight for one in inputs[: at["source"]])
-    here = inputs[at["source"]]
-    return (before + here.weight * min(1.0, here.progress(at["mark"]))) / total
 
 
 def _entries(names: Sequence[str], chosen: str | None) -> Iterator[tuple[str, Any]]:

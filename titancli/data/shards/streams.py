@@ -94,12 +94,11 @@ class DocumentStream:
     def read(self, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Go `count` tokens on; return them and the one after them, and which begin a document."""
         tokens = np.empty(self.available(count + 1), self._files.dtype)
-        starts = np.zeros(len(tokens), bool)
-        self._walk(len(tokens), (tokens, starts))
+        self._walk(len(tokens), tokens)
         if len(tokens) > count:
             self._back()
         self._settle()
-        return tokens, self._begins(tokens, starts)
+        return tokens, begins(tokens, self._eos_id)
 
     def skip(self, count: int) -> int:
         skipped = self.available(count)
@@ -120,9 +119,6 @@ class DocumentStream:
             if self._place == count and self._repeat:
                 self._epoch, self._place = self._epoch + 1, 0
 
-    def _begins(self, tokens: np.ndarray, starts: np.ndarray) -> np.ndarray:
-        return begins(tokens, self._eos_id)
-
     def _back(self) -> None:
         """Go one token back."""
         while self._offset == 0:
@@ -133,8 +129,8 @@ class DocumentStream:
             self._offset = int(lengths[within])
         self._offset -= 1
 
-    def _walk(self, count: int, into: tuple[np.ndarray, np.ndarray] | None) -> None:
-        """Go so many tokens on, which there are; fill arrays with them, and with which start a document."""
+    def _walk(self, count: int, into: np.ndarray | None) -> None:
+        """Go so many tokens on, which there are; fill an array with them."""
         filled = 0
         while filled < count:
             starts, lengths, within = self._bounds(self._epoch, self._place)
@@ -146,10 +142,7 @@ class DocumentStream:
                 firsts[0] += self._offset
                 sizes[0] -= self._offset
                 sizes[-1] -= max(0, int(ends[whole]) - (count - filled))
-                self._files.gather(firsts, sizes, into[0][filled : filled + int(sizes.sum())])
-                new = sizes > 0
-                new[0] &= self._offset == 0
-                into[1][(filled + np.cumsum(sizes) - sizes)[new]] = True
+                self._files.gather(firsts, sizes, into[filled : filled + int(sizes.sum())])
             if last < len(ends) and ends[last] > count - filled:  # it ends within a document
                 before = int(ends[last - 1]) if last else -self._offset
                 self._place, self._offset = self._place + last, count - filled - before

@@ -19,7 +19,7 @@ import numpy as np
 
 from titancli.data.packing import tokenizer_identity
 from titancli.data.shards import INDEX, LOCK, PROGRESS, Index, read_index
-from titancli.data.shards.sources import Input, pieces, share
+from titancli.data.shards.inputs import Input, pieces, share
 from titancli.data.shards.workers import Encoded, Plugins, encoder
 from titancli.data.shards.writer import ShardWriter
 from titancli.errors import EnvironmentProblem
@@ -69,15 +69,23 @@ class _Group(NamedTuple):
     skipped: int
 
 
-def tokenize(job: Job, report: Callable[[Progress], None] = lambda progress: None) -> Index:
+def tokenize(
+    job: Job,
+    report: Callable[[Progress], None] = lambda progress: None,
+    *,
+    tokenizer: Tokenizer | None = None,
+) -> Index:
     """Write the token shards of all inputs, or go on where an interrupted command stopped.
+
+    Args:
+        tokenizer: that of the job, where it is built already and there is one worker.
 
     Raises:
         EnvironmentProblem: the folder is in use, holds something else or other data, or cannot be written; a
             worker process dies.
         TitanError: an input cannot be read.
     """
-    tokenizer = build(job.tokenizer)
+    tokenizer = build(job.tokenizer) if tokenizer is None else tokenizer
     with _held(job.out):
         settings = _settings(job, tokenizer)
         if (job.out / INDEX).is_file():
