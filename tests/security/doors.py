@@ -177,7 +177,7 @@ DOORS = [
     ),
     Door(
         "caches of this user",
-        "fingerprint data.lengths data.row_index data.shards.remote registry.badges",
+        "fingerprint data.lengths data.row_index data.shards.remote data.token_cache registry.badges",
         "tests/data/test_remote_shards.py::test_a_link_in_the_cache_is_not_followed",
         "tests/data/test_fingerprint.py::test_a_cache_that_is_damaged_or_cannot_be_written_changes_nothing",
     ),

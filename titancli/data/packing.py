@@ -8,8 +8,8 @@ run can go on with other numbers of them.
 
 Every rank reads and tokenises the whole stream and keeps its own rows: the price of a position that is exact
 and independent of the ranks. A tokenizer does half a million tokens per CPU-second and more, so data is the
-limit only where all ranks together train faster than one core tokenises; then tokenise in advance, or measure
-the documents (`titancli.data.token_cache`).
+limit only where all ranks together train faster than one core tokenises; then tokenise in advance, or once
+(`titancli.data.token_cache`).
 """
 
 from __future__ import annotations
