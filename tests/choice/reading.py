@@ -66,7 +66,12 @@ def _branches(path: Path) -> Iterator[tuple[str, Branch]]:
         contexts = {
             number: owner(name) for number, name in database.execute("select id, context from context")
         }
-        files = dict(database.execute("select id, path from file"))
+        # A process in another folder has them with their whole paths.
+        prefix = f"{ROOT}/"
+        files = {
+            number: file.removeprefix(prefix)
+            for number, file in database.execute("select id, path from file")
+        }
         for context, file, begin, end in database.execute(
             "select context_id, file_id, fromno, tono from arc"
         ):
