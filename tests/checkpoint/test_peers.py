@@ -318,7 +318,7 @@ def test_runs_share_a_node_and_only_what_is_forgotten_is_deleted(tmp_path: Path)
     assert not other.folder.exists()
     gone = Memory(tmp_path, OTHER, tmp_path / "deleted")
     gone.close()
-    mine.sweep()
+    Copies(tmp_path, run, RUN, 1)  # as each run does when it starts
     assert not gone.folder.exists() and mine.folder.is_dir()
 
 

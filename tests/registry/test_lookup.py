@@ -64,6 +64,8 @@ def test_names_for_a_hint_are_titans_first_and_say_how_many_more_there_are(
     many = Registry(components=[("aaa", MUON), ("titan", HF_DATA), ("aaa", HF_DATA), ("zzz", OTHER_MUON)])
     assert many.choices("dataset") == "titan/hf, aaa/hf" and many.choices("reward") == "none is installed"
     assert registry.choices("optimizer") == "muon"
+    monkeypatch.setattr("titancli.registry.lookup.SHOWN", 2)
+    assert many.choices("dataset") == "titan/hf, aaa/hf"
     monkeypatch.setattr("titancli.registry.lookup.SHOWN", 1)
     assert many.choices("dataset") == "titan/hf, and 1 more: titan list-components dataset"
 
