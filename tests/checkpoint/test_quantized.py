@@ -81,7 +81,7 @@ def same(reader: HFReader, name: str, wanted: Tensor) -> None:
     assert isinstance(virtual, Virtual)
     region = tuple(range(size // 3, size - size // 4, 1 + dim % 2) for dim, size in enumerate(wanted.shape))
     part = wanted[tuple(slice(r.start, r.stop, r.step) for r in region)]
-    assert bits(virtual.part(tuple(range(r[0], r[-1] + 1, r.step) for r in region))) == bits(part)
+    assert bits(virtual.read(tuple(range(r[0], r[-1] + 1, r.step) for r in region))) == bits(part)
 
 
 # ------------------------------------------------------------------------------------------------- the values

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from tests.checkpoint.test_quantized import Same, folder
 from titancli.checkpoint.format import files
+from titancli.checkpoint.format.region import Region
 from titancli.checkpoint.format.tensorfile import read_header
 from titancli.checkpoint.hf import stored
 from titancli.checkpoint.hf.folder import read_hf
 from titancli.checkpoint.hf.stored import Stored
-from titancli.checkpoint.hf.virtual import Region, Virtual, blocks, everything
+from titancli.checkpoint.hf.virtual import Virtual, blocks, everything
 
 
 def of(tensor: Tensor) -> Virtual:
@@ -67,7 +68,7 @@ def test_a_part_of_a_transform_is_that_part_of_its_result(move: str, data: st.Da
         region.append(range(start, data.draw(st.integers(start, size)), data.draw(st.integers(1, 2))))
     region = [range(r.start, r[-1] + 1, r.step) if r else r for r in region]
     part = wanted[tuple(slice(r.start, r.stop, r.step) for r in region)]
-    assert torch.equal(made.part(tuple(region)), part)
+    assert torch.equal(made.read(tuple(region)), part)
     assert torch.equal(made.whole(), wanted)
 
 
@@ -100,7 +101,7 @@ def test_no_block_is_larger_than_the_limit_and_together_they_are_the_region():
     assert isinstance(made, Virtual)
     filled = torch.zeros(4, 6, 6, dtype=torch.int64)
     for block in blocks(made, everything(made.shape), limit=100):
-        values = made.part(block)
+        values = made.read(block)
         assert values.nbytes <= 100
         filled[tuple(slice(r.start, r.stop) for r in block)] += values
     assert torch.equal(filled, made.whole())
@@ -128,5 +129,5 @@ def test_a_stored_tensor_reads_what_is_wanted_and_little_more(
         ((range(7, 8), range(10, 20)), 20),
     ]
     for region, least in regions:
-        assert torch.equal(place.part(region), x[tuple(slice(r.start, r.stop, r.step) for r in region)])
+        assert torch.equal(place.read(region), x[tuple(slice(r.start, r.stop, r.step) for r in region)])
         assert read.pop() <= least

@@ -19,6 +19,7 @@ from titancli.checkpoint.format.files import read_into
 from titancli.checkpoint.format.hashed import Digest, checksum
 from titancli.checkpoint.format.layout import Box, Chunk, TensorLayout, common
 from titancli.checkpoint.format.manifest import DamagedCheckpoint
+from titancli.checkpoint.format.region import runs
 from titancli.checkpoint.format.tensorfile import ITEM_SIZE, Entry
 from titancli.checkpoint.format.tensors import TORCH_DTYPE
 from titancli.distributed.private import boxes_of
@@ -208,14 +209,8 @@ class _Work(NamedTuple):
     def spans(self) -> list[tuple[int, int]]:
         """Return the bytes of the chunk, in whole pieces, in which its elements lie."""
         item, piece = ITEM_SIZE[self.entry.dtype], self.chunk.piece
-        starts, run, alone = np.array([self.first * item]), item, True
-        for size, whole, stride in zip(
-            reversed(self.target.shape), reversed(self.entry.shape), reversed(self.strides), strict=True
-        ):
-            if alone:
-                run, alone = run * size, size == whole
-            else:
-                starts = np.add.outer(np.arange(size) * stride * item, starts).ravel()
+        region = [range(low, low + size) for low, size in zip(self.start, self.target.shape, strict=True)]
+        starts, run = runs(region, self.entry.shape, item)
         lows, highs = starts // piece, -(-(starts + run) // piece)
         apart = np.flatnonzero(lows[1:] > highs[:-1]) + 1
         begins, ends = lows[np.r_[0, apart]], highs[np.r_[apart - 1, len(highs) - 1]]

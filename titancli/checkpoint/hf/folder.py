@@ -295,7 +295,7 @@ class HFReader:
                 mine = (range(rows * number // count, rows * (number + 1) // count),)
                 region = (*mine, *everything(one.shape[1:]))
                 if (one.dtype, one.shape) != (other.dtype, other.shape) or any(
-                    not torch.equal(one.part(block), other.part(block)) for block in blocks(one, region)
+                    not torch.equal(one.read(block), other.read(block)) for block in blocks(one, region)
                 ):
                     raise EnvironmentProblem(
                         f"{self.folder}: {name} differs from {original}, but the model has one tensor for "

@@ -18,11 +18,12 @@ import xxhash
 from torch import Tensor
 
 from titancli.checkpoint.format.columns import Columns, columns_of
+from titancli.checkpoint.format.region import Region
 from titancli.checkpoint.format.stream import Progress, no_progress
 from titancli.checkpoint.format.tensors import TORCH_DTYPE
 from titancli.checkpoint.hf.folder import HFReader, read_hf
 from titancli.checkpoint.hf.stored import Stored
-from titancli.checkpoint.hf.virtual import Region, Virtual, blocks, put
+from titancli.checkpoint.hf.virtual import Virtual, blocks, put
 from titancli.checkpoint.load import everywhere
 from titancli.distributed.process_group import patient_group
 from titancli.protocols import HFForm
@@ -100,15 +101,15 @@ def _fill_together(parameters: Mapping[str, Tensor], reader: HFReader, alike: Se
 
 def _waste(reader: HFReader, name: str, columns: Columns) -> float:
     """How many bytes the first of the ranks would read for each that it needs; the same on all of them."""
-    read = 0
+    count = 0
 
     def unread(place: Stored) -> Virtual:
-        def part(region: Region) -> Tensor:
-            nonlocal read
-            read += place.bytes_read(region)
+        def read(region: Region) -> Tensor:
+            nonlocal count
+            count += place.bytes_read(region)
             return torch.empty([len(r) for r in region], dtype=TORCH_DTYPE[place.dtype])
 
-        return Virtual.of(place.shape, TORCH_DTYPE[place.dtype], part)
+        return Virtual.of(place.shape, TORCH_DTYPE[place.dtype], read)
 
     stored = [place for place in reader.sources(name) if isinstance(place, Stored)]
     if len(stored) < len(reader.sources(name)):
@@ -122,8 +123,8 @@ def _waste(reader: HFReader, name: str, columns: Columns) -> float:
     region = list(_region(columns.box))
     region[columns.dim] = range(*columns.bounds[:2])
     block = next(blocks(whole, tuple(region)))
-    whole.part(block)
-    return read / (math.prod(map(len, block)) * whole.dtype.itemsize)
+    whole.read(block)
+    return count / (math.prod(map(len, block)) * whole.dtype.itemsize)
 
 
 def _rows(whole: Any, columns: Columns, failures: list[Exception], low: int, high: int) -> Tensor:
@@ -132,7 +133,7 @@ def _rows(whole: Any, columns: Columns, failures: list[Exception], low: int, hig
     region = (rows[low:high], *others)
     if not failures:
         try:
-            return whole.part(region)
+            return whole.read(region)
         except Exception as error:
             failures.append(error)
     return torch.zeros([len(r) for r in region], dtype=whole.dtype)

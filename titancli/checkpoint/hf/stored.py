@@ -9,20 +9,22 @@ values each, and `X_scales`, an e8m0 exponent for each 32 values, [out, in] wher
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from titancli.checkpoint.format.files import read_runs
+from titancli.checkpoint.format.region import Region, runs
 from titancli.checkpoint.format.tensorfile import ITEM_SIZE, Entry
 from titancli.checkpoint.format.tensors import TORCH_DTYPE, read_tensor
-from titancli.checkpoint.hf.virtual import Region, Virtual, blocks, everything
+from titancli.checkpoint.hf.virtual import Virtual, everything, put
 from titancli.errors import EnvironmentProblem
 from titancli.models.quantization import Quantization
 
@@ -39,33 +41,44 @@ _PAIRS = torch.view_as_complex(torch.stack((_SIGNED.repeat(16), _SIGNED.repeat_i
 """The two values of a byte."""
 
 
-class Place(Protocol):
-    """Where the values of a tensor come from."""
+class Place(ABC):
+    """A tensor of a folder, unread: the values of any region are read alone."""
 
     @property
+    @abstractmethod
     def dtype(self) -> str:
-        """The file format's name of it."""
-        ...
+        """The file format's name of it; of a quantized tensor that of what it stands for."""
 
     @property
+    @abstractmethod
     def shape(self) -> tuple[int, ...]: ...
 
     @property
+    @abstractmethod
     def where(self) -> tuple[str, int]:
         """The file, and where in it the values begin."""
-        ...
+
+    @abstractmethod
+    def read(self, region: Region) -> Tensor:
+        """Return the values of a region, on the CPU, reading next to nothing else.
+
+        Raises:
+            EnvironmentProblem: the file cannot be read, or its values are invalid; names it.
+        """
 
     def virtual(self) -> Virtual:
-        """The tensor, unread."""
-        ...
+        """Return the tensor, unread."""
+        return Virtual.of(self.shape, TORCH_DTYPE[self.dtype], self.read)
 
     def whole(self) -> Tensor:
-        """The tensor, on the CPU."""
-        ...
+        """Return the tensor, on the CPU; beside it memory holds one block."""
+        made = torch.empty(self.shape, dtype=TORCH_DTYPE[self.dtype])
+        put(made, self.virtual())
+        return made
 
 
 @dataclass(frozen=True)
-class Stored:
+class Stored(Place):
     """A tensor of a file."""
 
     path: Path
@@ -83,24 +96,22 @@ class Stored:
     def where(self) -> tuple[str, int]:
         return self.path.name, self.entry.start
 
-    def virtual(self) -> Virtual:
-        return Virtual.of(self.shape, TORCH_DTYPE[self.dtype], self.part)
-
     def whole(self) -> Tensor:
         """Mapped, and not yet read."""
         return read_tensor(self.path, self.entry)
 
-    def part(self, region: Region) -> Tensor:
-        """Read a region, and next to nothing else.
-
-        Raises:
-            EnvironmentProblem: the file cannot be read.
-        """
+    def read(self, region: Region) -> Tensor:
         wider = self._widened(region)
         memory = np.empty(math.prod(map(len, wider)) * ITEM_SIZE[self.dtype], dtype=np.uint8)
-        starts, run = self._runs(wider)
+        starts, run = runs(wider, self.shape, ITEM_SIZE[self.dtype])
         view = memory.data
-        read_runs(self.path, [(start, view[i * run : (i + 1) * run]) for i, start in enumerate(starts)])
+        read_runs(
+            self.path,
+            [
+                (self.entry.start + start, view[i * run : (i + 1) * run])
+                for i, start in enumerate(starts.tolist())
+            ],
+        )
         values = torch.from_numpy(memory).view(TORCH_DTYPE[self.dtype]).view([len(r) for r in wider])
         return values[
             tuple(
@@ -110,7 +121,7 @@ class Stored:
         ]
 
     def bytes_read(self, region: Region) -> int:
-        """Return how many bytes `part` reads of the file."""
+        """Return how many bytes `read` reads of the file."""
         return math.prod(map(len, self._widened(region))) * ITEM_SIZE[self.dtype]
 
     def _widened(self, region: Region) -> Region:
@@ -133,27 +144,12 @@ class Stored:
             inner *= size
         return tuple(wider)
 
-    def _runs(self, region: Region) -> tuple[list[int], int]:
-        """Where in the file each run of neighbours begins, and the bytes of one."""
-        run, stride = ITEM_SIZE[self.dtype], ITEM_SIZE[self.dtype]
-        starts = np.array([self.entry.start])
-        alone = True
-        for r, size in zip(reversed(region), reversed(self.shape), strict=True):
-            if alone and r.step == 1:
-                starts, run = starts + r.start * stride, run * len(r)
-                alone = len(r) == size
-            else:
-                starts = np.add.outer(np.arange(r.start, r.stop, r.step) * stride, starts).ravel()
-                alone = False
-            stride *= size
-        return starts.tolist(), run
-
 
 # ---------------------------------------------------------------------------------------- quantized, as bf16
 
 
 @dataclass(frozen=True)
-class Quantised:
+class Quantised(Place):
     """A tensor that is read as bf16, out of those that a folder has in its place."""
 
     values: Stored
@@ -169,19 +165,6 @@ class Quantised:
     def where(self) -> tuple[str, int]:
         return self.values.where
 
-    def virtual(self) -> Virtual:
-        return Virtual.of(self.shape, torch.bfloat16, self.part)
-
-    def whole(self) -> Tensor:
-        virtual = self.virtual()
-        made = torch.empty(virtual.shape, dtype=virtual.dtype)
-        for region in blocks(virtual, everything(virtual.shape)):
-            made[tuple(slice(r.start, r.stop) for r in region)] = virtual.part(region)
-        return made
-
-    def part(self, region: Region) -> Tensor:
-        raise NotImplementedError
-
     def fault(self) -> str | None:
         """What is wrong with shapes and dtypes."""
         raise NotImplementedError
@@ -192,7 +175,7 @@ class Quantised:
         Raises:
             EnvironmentProblem: one of them is no number.
         """
-        found = self.scales.part(region)
+        found = self.scales.read(region)
         if found.dtype == torch.uint8:
             found = found.view(torch.float8_e8m0fnu)
         found = found.float()
@@ -216,8 +199,8 @@ class BlockFP8(Quantised):
 
     block: tuple[int, int] | None
 
-    def part(self, region: Region) -> Tensor:
-        made = self.values.part(region).float()
+    def read(self, region: Region) -> Tensor:
+        made = self.values.read(region).float()
         if self.block is None:
             return made.mul_(self._scales(everything(self.scales.shape)).view(())).bfloat16()
         *outer, rows, columns = region
@@ -254,7 +237,7 @@ class MXFP4(Quantised):
     """Four bits a value, the lower ones first, and an exponent for 32 values in a row."""
 
     def virtual(self) -> Virtual:
-        made: Any = Virtual.of(self._rows, torch.bfloat16, self.part).transpose(-2, -1)
+        made: Any = Virtual.of(self._rows, torch.bfloat16, self._transposed).transpose(-2, -1)
         return made
 
     @property
@@ -267,10 +250,15 @@ class MXFP4(Quantised):
         *outer, groups, size = self.values.shape
         return (*outer, groups * size * 2)
 
-    def part(self, region: Region) -> Tensor:
+    def read(self, region: Region) -> Tensor:
+        *outer, rows, columns = region
+        return self._transposed((*outer, columns, rows)).transpose(-2, -1)
+
+    def _transposed(self, region: Region) -> Tensor:
+        """A region of [out, in], as it is stored."""
         *outer, columns = region
         groups = range(columns[0] // 32, columns[-1] // 32 + 1)
-        packed = self.values.part((*outer, groups, range(16)))
+        packed = self.values.read((*outer, groups, range(16)))
         pairs = torch.view_as_real(_PAIRS.index_select(0, packed.flatten().int()))
         made = pairs.view(*packed.shape[:-1], 32).mul_(self._scales((*outer, groups))[..., None])
         made = made.bfloat16().flatten(-2)
@@ -308,12 +296,12 @@ class PackedInt4(Quantised):
             )
         return True
 
-    def part(self, region: Region) -> Tensor:
+    def read(self, region: Region) -> Tensor:
         rows, columns = region
         words = range(columns[0] // 8, columns[-1] // 8 + 1)
         size = self.shape[1] // self.scales.shape[1]
         groups = range(columns[0] // size, columns[-1] // size + 1)
-        packed = self.values.part((rows, words)) if self._checked else torch.empty(0)
+        packed = self.values.read((rows, words)) if self._checked else torch.empty(0)
         made = (packed[..., None] >> torch.arange(0, 32, 4, dtype=torch.int32)).bitwise_and_(15).flatten(1)
         start = columns.start - 8 * words.start
         made = made[:, start : start + columns[-1] - columns[0] + 1 : columns.step]

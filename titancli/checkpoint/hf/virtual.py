@@ -17,12 +17,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
+from titancli.checkpoint.format.region import Region
 from titancli.distributed.private import boxes_of
 from titancli.errors import TitanError
 
-Region = tuple[range, ...]
-"""The indices that are wanted along each dimension, ascending."""
-Part = Callable[[Region], Tensor]
+Read = Callable[[Region], Tensor]
 """Gives the values of a region, as a tensor in memory of its shape."""
 
 BLOCK = 1 << 22
@@ -32,38 +31,38 @@ aten = torch.ops.aten
 
 
 class Virtual(Tensor):
-    """A CPU tensor without memory. `part` gives the values of a region, `whole` all of them."""
+    """A CPU tensor without memory. `read` gives the values of a region, `whole` all of them."""
 
     like: Tensor
     """On meta: its shape, strides and dtype."""
-    part: Part
+    read: Read
     order: tuple[int, ...]
     """Of each dimension, how far inside the file it is: neighbours along the largest lie side by side."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, like: Tensor, part: Part, order: Sequence[int]) -> Virtual:
+    def __new__(cls, like: Tensor, read: Read, order: Sequence[int]) -> Virtual:
         made: Any = Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=torch.device("cpu")
         )
 
         def guarded(region: Region) -> Tensor:
             if all(map(len, region)):
-                return part(region)
+                return read(region)
             return torch.empty([len(r) for r in region], dtype=like.dtype)
 
-        made.like, made.part, made.order = like, guarded, tuple(order)
+        made.like, made.read, made.order = like, guarded, tuple(order)
         return made
 
     @staticmethod
-    def of(shape: Sequence[int], dtype: torch.dtype, part: Part) -> Virtual:
+    def of(shape: Sequence[int], dtype: torch.dtype, read: Read) -> Virtual:
         """Make one that lies in a file row by row."""
-        return Virtual(torch.empty(tuple(shape), dtype=dtype, device="meta"), part, range(len(shape)))
+        return Virtual(torch.empty(tuple(shape), dtype=dtype, device="meta"), read, range(len(shape)))
 
     def whole(self) -> Tensor:
         """Return all values."""
-        return self.part(everything(self.shape))
+        return self.read(everything(self.shape))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -120,7 +119,7 @@ def put(parameter: Tensor, whole: Tensor) -> None:
             continue
         for block in blocks(whole, region):
             inside = tuple(slice(r.start - o, r.stop - o) for r, o in zip(block, offsets, strict=True))
-            target[inside].copy_(whole.part(block))
+            target[inside].copy_(whole.read(block))
 
 
 def _likes(values: Any) -> Any:
@@ -130,8 +129,8 @@ def _likes(values: Any) -> Any:
 
 # ------------------------------------------------------------------------------------ what only moves values
 
-Moved = tuple[Part, Sequence[int]]
-"""The part and the order of a result."""
+Moved = tuple[Read, Sequence[int]]
+"""How a result is read, and its order."""
 
 
 def _virtual(tensor: Tensor) -> Virtual:
@@ -150,16 +149,16 @@ def _same(x: Virtual, **more: Any) -> Moved | None:
     dtype = more.get("dtype") or x.dtype
     if torch.device(more.get("device") or "cpu").type != "cpu":
         return None
-    return (lambda region: x.part(region).to(dtype)), x.order
+    return (lambda region: x.read(region).to(dtype)), x.order
 
 
 def _permuted(x: Virtual, dims: Sequence[int]) -> Moved:
     dims = [dim % x.ndim for dim in dims]
 
-    def part(region: Region) -> Tensor:
-        return x.part(tuple(region[dims.index(dim)] for dim in range(x.ndim))).permute(dims)
+    def read(region: Region) -> Tensor:
+        return x.read(tuple(region[dims.index(dim)] for dim in range(x.ndim))).permute(dims)
 
-    return part, [x.order[dim] for dim in dims]
+    return read, [x.order[dim] for dim in dims]
 
 
 def _transposed(x: Virtual, first: int, second: int) -> Moved:
@@ -171,10 +170,10 @@ def _transposed(x: Virtual, first: int, second: int) -> Moved:
 def _selected(x: Virtual, dim: int, index: int) -> Moved:
     dim, index = dim % x.ndim, index % x.shape[dim]
 
-    def part(region: Region) -> Tensor:
-        return x.part((*region[:dim], range(index, index + 1), *region[dim:])).select(dim, 0)
+    def read(region: Region) -> Tensor:
+        return x.read((*region[:dim], range(index, index + 1), *region[dim:])).select(dim, 0)
 
-    return part, [*x.order[:dim], *x.order[dim + 1 :]]
+    return read, [*x.order[:dim], *x.order[dim + 1 :]]
 
 
 def _sliced(
@@ -183,11 +182,11 @@ def _sliced(
     dim = dim % x.ndim
     chosen = range(x.shape[dim])[start:end:step]
 
-    def part(region: Region) -> Tensor:
+    def read(region: Region) -> Tensor:
         r = region[dim]
-        return x.part((*region[:dim], chosen[r.start : r.stop : r.step], *region[dim + 1 :]))
+        return x.read((*region[:dim], chosen[r.start : r.stop : r.step], *region[dim + 1 :]))
 
-    return part, x.order
+    return read, x.order
 
 
 def _split(x: Virtual, sizes: int | Sequence[int], dim: int = 0) -> list[Moved]:
@@ -206,22 +205,22 @@ def _stacked(tensors: Sequence[Tensor], dim: int = 0) -> Moved:
     given = [_virtual(tensor) for tensor in tensors]
     dim = dim % (given[0].ndim + 1)
 
-    def part(region: Region) -> Tensor:
+    def read(region: Region) -> Tensor:
         inner = (*region[:dim], *region[dim + 1 :])
         made = torch.empty([len(r) for r in region], dtype=given[0].dtype)
         for place, index in enumerate(region[dim]):
-            made.select(dim, place).copy_(given[index].part(inner))
+            made.select(dim, place).copy_(given[index].read(inner))
         return made
 
     outermost = min(given[0].order, default=0) - 1
-    return part, [*given[0].order[:dim], outermost, *given[0].order[dim:]]
+    return read, [*given[0].order[:dim], outermost, *given[0].order[dim:]]
 
 
 def _joined(tensors: Sequence[Tensor], dim: int = 0) -> Moved:
     given = [_virtual(tensor) for tensor in tensors]
     dim = dim % given[0].ndim
 
-    def part(region: Region) -> Tensor:
+    def read(region: Region) -> Tensor:
         made, begin = [], 0
         for one in given:
             length = one.shape[dim]
@@ -229,10 +228,10 @@ def _joined(tensors: Sequence[Tensor], dim: int = 0) -> Moved:
             begin += length
             if mine:
                 rows = range(mine[0], mine[-1] + 1, region[dim].step)
-                made.append(one.part((*region[:dim], rows, *region[dim + 1 :])))
+                made.append(one.read((*region[:dim], rows, *region[dim + 1 :])))
         return torch.cat(made, dim)
 
-    return part, given[0].order
+    return read, given[0].order
 
 
 # ---------------------------------------------------------------------------------------------- other shapes
@@ -241,14 +240,14 @@ def _joined(tensors: Sequence[Tensor], dim: int = 0) -> Moved:
 def _reshaped(x: Virtual, shape: Sequence[int]) -> Moved:
     groups = list(_groups(x.shape, shape))
 
-    def part(region: Region) -> Tensor:
+    def read(region: Region) -> Tensor:
         wanted: list[range] = []
         for dims, made in groups:
             if pieces := _pieces(x.shape[dims], shape[made], region[made]):
                 dim, ranges = made.start + pieces[0], pieces[1]
-                return torch.cat([part((*region[:dim], r, *region[dim + 1 :])) for r in ranges], dim)
+                return torch.cat([read((*region[:dim], r, *region[dim + 1 :])) for r in ranges], dim)
             wanted += _covering(x.shape[dims], shape[made], region[made])
-        values = x.part(tuple(wanted))
+        values = x.read(tuple(wanted))
         place = 0
         for dims, made in groups:
             values = _picked(values, place, wanted[dims], x.shape[dims], shape[made], region[made])
@@ -256,7 +255,7 @@ def _reshaped(x: Virtual, shape: Sequence[int]) -> Moved:
         return values
 
     order = [min(x.order[dims], default=0) for dims, made in groups for _ in range(made.start, made.stop)]
-    return part, order
+    return read, order
 
 
 def _groups(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[slice, slice]]:

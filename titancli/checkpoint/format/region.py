@@ -1,0 +1,29 @@
+"""A region of a tensor, and the bytes of a row-major one in which it lies. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+Region = tuple[range, ...]
+"""The indices that are wanted along each dimension, ascending."""
+
+
+def runs(region: Sequence[range], shape: Sequence[int], item: int) -> tuple[np.ndarray, int]:
+    """Return where each run of neighbours begins, from the tensor's first byte on, and the bytes of one.
+
+    Args:
+        region: of a tensor of this shape; not empty.
+        item: bytes of an element.
+    """
+    starts, run, stride, together = np.zeros(1, dtype=np.int64), item, item, True
+    for chosen, size in zip(reversed(region), reversed(shape), strict=True):
+        if together and chosen.step == 1:
+            starts, run = starts + chosen.start * stride, run * len(chosen)
+            together = len(chosen) == size
+        else:
+            starts = np.add.outer(np.arange(chosen.start, chosen.stop, chosen.step) * stride, starts).ravel()
+            together = False
+        stride *= size
+    return starts, run
