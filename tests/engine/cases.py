@@ -13,12 +13,11 @@ from titancli.engine import Engine
 from titancli.loops import Pretrain
 from titancli.losses import CrossEntropy
 from titancli.models import Llama3
-from titancli.optimizers import AdamW
+from titancli.optimizers import AdamW, WarmupStableDecay
 from titancli.parallel import Decoder
 from titancli.recipe.schema import (
     ActivationCheckpoint,
     Compile,
-    LRScheduler,
     Mesh,
     Pipeline,
     Recipe,
@@ -81,7 +80,7 @@ def recipe(layout: Layout, **training: Any) -> Recipe:
         activation_checkpoint=ActivationCheckpoint(**layout.activation_checkpoint),
         compile=Compile(enable=layout.compile is not None, backend=layout.compile or "inductor"),
         optimizer=AdamW(lr=1e-2, eps=1e-4),
-        lr_scheduler=LRScheduler(warmup_steps=0),
+        lr_scheduler=WarmupStableDecay(warmup_steps=0),
         loss=layout.loss,
         training=Training(**{**settings, **training}),
         loop=Pretrain(),

@@ -30,10 +30,10 @@ from titancli.engine.inputs import RESERVED
 from titancli.errors import EnvironmentProblem, RecipeError, UsageError
 from titancli.losses import DPO, SFT, CrossEntropy, CrossEntropyFull, Grpo, Gspo
 from titancli.models import Llama3
-from titancli.optimizers import AdamW
-from titancli.optimizers.schedule import lr_factor
+from titancli.optimizers import AdamW, WarmupStableDecay
+from titancli.optimizers.schedule import schedule_of
 from titancli.recipe import lock_text
-from titancli.recipe.schema import Comm, Debug, LRScheduler, Mesh, Training
+from titancli.recipe.schema import Comm, Debug, Mesh, Training
 
 TINY: dict[str, Any] = dict(
     dim=32, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=48, vocab_size=64, max_seq_len=64
@@ -151,7 +151,8 @@ def test_a_scripts_defaults_are_float32_on_a_cpu_no_recomputation_and_a_constant
     recipe = recipes.recipe_of(Llama3(**TINY), parts, torch.device("cpu"))  # type: ignore[arg-type]
     assert recipe.training.mixed_precision_param == "float32"
     assert recipe.activation_checkpoint.mode == "none"
-    assert [lr_factor(recipe.lr_scheduler, step, recipe.training.steps) for step in range(9)] == [1.0] * 9
+    schedule = schedule_of(recipe)
+    assert [schedule(step) for step in range(9)] == [1.0] * 9
     on_gpu = recipes.recipe_of(Llama3(**TINY), parts, torch.device("cuda"))  # type: ignore[arg-type]
     assert on_gpu.training.mixed_precision_param == "bfloat16"
     written = Training(steps=1, mixed_precision_param="bfloat16")
@@ -165,7 +166,7 @@ def test_rows_of_a_model_that_names_no_length_have_one() -> None:
 
 
 def test_a_script_hears_what_the_commands_say_of_a_recipe(caplog: pytest.LogCaptureFixture) -> None:
-    parts: Any = {"training": Training(steps=9, seq_len=16), "lr_scheduler": LRScheduler()}
+    parts: Any = {"training": Training(steps=9, seq_len=16), "lr_scheduler": WarmupStableDecay()}
     recipes.recipe_of(Llama3(**TINY), parts, torch.device("cpu"))
     recipes.recipe_from("llama3_debug", ["training.steps=3"])
     assert [message.partition(",")[0] for message in caplog.messages] == [
@@ -184,7 +185,7 @@ def test_an_engine_of_parts_has_a_recipes_defaults() -> None:
     parts: dict[str, Any] = dict(
         optimizer=AdamW(lr=0.5),
         training=Training(steps=4, seq_len=16, mixed_precision_param="float32"),
-        lr_scheduler=LRScheduler(warmup_steps=2),
+        lr_scheduler=WarmupStableDecay(warmup_steps=2),
         mesh=Mesh(dp_replicate=1),
         debug=Debug(deterministic=True),
     )
@@ -206,7 +207,7 @@ def test_an_engine_of_parts_has_a_recipes_defaults() -> None:
         (lambda: Engine.of(Llama3(**TINY), optimizer=AdamW(lr=math.nan)), RecipeError, "lr is nan"),
         (lambda: Engine.of(Llama3(**TINY), optimizer=AdamW(lr=math.inf)), RecipeError, "lr is inf"),
         (lambda: Engine.of("llama3"), UsageError, "model: got a str"),
-        (lambda: Engine.of(Llama3(**TINY), lr_scheduler=LRScheduler()), UsageError, "needs a length"),
+        (lambda: Engine.of(Llama3(**TINY), lr_scheduler=WarmupStableDecay()), UsageError, "needs a length"),
         (lambda: Engine.of(Llama3(**TINY), mesh=Mesh(tp=2)), RecipeError, "tp=2 does not make 1 rank"),
         (lambda: Engine.of(Llama3(**TINY), weights="nowhere"), EnvironmentProblem, "neither a Hugging Face"),
         (lambda: Engine.of(Llama3(**TINY), converters=AdamW()), UsageError, "got a AdamW, expected a list"),

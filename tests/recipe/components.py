@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, MinLen
 
+from titancli.optimizers import WarmupStableDecay
 from titancli.recipe.schema import Recipe
 from titancli.registry.component import component, section
 from titancli.registry.fields import Component, Slot
@@ -111,7 +112,20 @@ class Local:
     nproc: Annotated[int, Gt(0)] | Literal["auto"] = "auto"
 
 
-OURS = [Tiny, PlainModel, Chars, Lines, Cast, Decoder, CrossEntropy, AdamW, Book, Pretrain, Local]
+OURS = [
+    Tiny,
+    PlainModel,
+    Chars,
+    Lines,
+    Cast,
+    Decoder,
+    CrossEntropy,
+    AdamW,
+    WarmupStableDecay,
+    Book,
+    Pretrain,
+    Local,
+]
 
 
 def registry_of(*more: tuple[str, type]) -> Registry:

@@ -36,13 +36,16 @@ def test_every_section_stands_in_the_table_and_no_other() -> None:
     top = {"recipe", "name", "description", "weights", "assets"}
     assert {name for _, name in listed} == set(fields_of(Recipe)) - top
     for brackets, name in listed:
-        is_array = name in recipe_slots() and recipe_slots()[name].kind != name
+        is_array = name in recipe_slots() and not fields_of(Recipe)[name].type.slot
         assert brackets == ("[[" if is_array else "[")
 
 
 def test_the_default_types_are_those_of_the_kinds() -> None:
     listed = dict(re.findall(r"^\| `\[(\w+)\]` \| component[^|]*\(`(\w+)`\)", TEXT, re.MULTILINE))
-    assert listed == {kind.name: kind.default for kind in KINDS.values() if kind.default}
+    kinds = {name: slot.kind for name, slot in recipe_slots().items()}
+    assert {kinds[name]: default for name, default in listed.items()} == {
+        kind.name: kind.default for kind in KINDS.values() if kind.default
+    }
 
 
 def test_every_code_is_explained() -> None:

@@ -12,13 +12,12 @@ from titancli.cli.completion import ComponentName
 from titancli.cli.naming import find_component
 from titancli.cli.output import print_json
 from titancli.errors import UsageError, nearest_name
-from titancli.recipe.schema import Recipe, recipe_slots
+from titancli.recipe.schema import Recipe, default_type, recipe_slots
 from titancli.recipe.toml import inline
 from titancli.registry import current
 from titancli.registry.component import component_info, is_config
 from titancli.registry.defaults import ConfigDefaults, with_defaults
 from titancli.registry.fields import Field, fields_of, nested_fields, plain
-from titancli.registry.kinds import KINDS
 
 
 @click.command("show", short_help="Show the fields of a component or section.")
@@ -57,7 +56,7 @@ def _key(name: str) -> Field | None:
     if not rest:
         return top
     slot = recipe_slots().get(first)
-    default = KINDS[slot.kind].full_default if slot else None
+    default = default_type(first)
     config = current().find(slot.kind, default) if slot and default else _section(first)
     known = {field.name: field for field in nested_fields(config)} if config else {}
     if rest not in known:

@@ -45,7 +45,7 @@ from titancli.models.blocks.kernels import prefer_fast_kernels
 from titancli.models.blocks.moe import moe_layers
 from titancli.models.roles import roles_of
 from titancli.optimizers.nothing import Nothing
-from titancli.optimizers.schedule import lr_factor
+from titancli.optimizers.schedule import schedule_of
 from titancli.parallel.pipeline import Placement, split
 from titancli.protocols import ConverterDefaults, ModelDefaults, Role
 from titancli.recipe.check import component_checks
@@ -358,7 +358,7 @@ def _settings(recipe: Recipe, degrees: Degrees, row_cut: RowCut | None) -> Engin
         seed=training.seed,
         max_norm=training.max_norm,
         accumulation=recipe.accumulation(degrees),
-        lr_factor=lambda step: lr_factor(recipe.lr_scheduler, step, training.steps),
+        lr_factor=schedule_of(recipe),
         limits=limits_of(recipe, degrees, row_cut),
     )
 

@@ -348,9 +348,11 @@ class Engine(EngineCore):
                         "optim_step: the gradients of forward_backward were removed from the parameters",
                         hint="call engine.clear_gradients() to start over; optim_step clears them itself",
                     )
-                rate = set_rates(optimizer, lr, self.settings.lr_factor(self.step))
+                factor = self.settings.lr_factor(self.step) if lr is None else 1.0
+                rate = set_rates(optimizer, lr, factor)
                 step.lr, step.lr_given = rate, lr
-                call.given("with the recipe's rate" if lr is None else f"with lr={rate!r}")
+                # To 9 digits: another machine's cos may round its last bit otherwise.
+                call.given(f"with the schedule at {factor:.9g}" if lr is None else f"with lr={rate!r}")
             try:
                 with call.shared():
                     reported = self._apply(optimizer, step)

@@ -18,6 +18,7 @@ from titancli.distributed import process_group
 from titancli.engine.agreement import Call
 from titancli.engine.ranks import rank_group
 from titancli.errors import EnvironmentProblem, UsageError
+from titancli.optimizers import ScheduleConfig, WarmupStableDecay
 from titancli.recipe import load_recipe
 from titancli.recipe.bind import absolute
 from titancli.recipe.check import remarks
@@ -27,7 +28,6 @@ from titancli.recipe.schema import (
     Comm,
     Compile,
     Debug,
-    LRScheduler,
     Mesh,
     Pipeline,
     Recipe,
@@ -60,7 +60,7 @@ class Parts(TypedDict, total=False):
     converters: Sequence[Any]
     parallelize: Any
     training: Training
-    lr_scheduler: LRScheduler
+    lr_scheduler: ScheduleConfig
     mesh: Mesh
     pipeline: Pipeline
     activation_checkpoint: ActivationCheckpoint
@@ -72,7 +72,7 @@ class Parts(TypedDict, total=False):
 
 
 SLOTS = {"model": "model", "optimizer": "optimizer", "loss": "loss", "parallelize": "parallelize"}
-SLOTS |= {"converters": "converter"}
+SLOTS |= {"converters": "converter", "lr_scheduler": "schedule"}
 """The parts that are components, and their kinds."""
 
 
@@ -194,7 +194,7 @@ def recipe_of(model: Any, parts: Parts, device: torch.device) -> Recipe:
         "training",
         Training(steps=1, seq_len=min(2048, with_defaults(ModelConfigDefaults, model).max_seq_len or 2048)),
     )
-    given.setdefault("lr_scheduler", LRScheduler(warmup_steps=0, decay_ratio=0.0, min_lr_factor=1.0))
+    given.setdefault("lr_scheduler", WarmupStableDecay(warmup_steps=0, decay_ratio=0.0, min_lr_factor=1.0))
     given.setdefault("activation_checkpoint", ActivationCheckpoint(mode="none"))
     training = given["training"]
     if not isinstance(training, Training):

@@ -1,13 +1,14 @@
-"""The configs of the optimizers. Torch-free; the code and the schedule are in the files beside this one."""
+"""The configs of optimizers and learning rate schedules. Torch-free; the code is in the files beside this."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import field
 from typing import Annotated, ClassVar, Literal
 
-from annotated_types import Ge, Gt, Lt
+from annotated_types import Ge, Gt, Le, Lt
 
-from titancli.registry.component import component
+from titancli.registry.component import component, section
 
 
 @component("optimizer", "adamw", target="titancli.optimizers.adamw:build")
@@ -38,4 +39,51 @@ class AdamW:
         return 2.0 * {"float32": 4, "bfloat16": 2}[self.state_dtype]
 
 
-COMPONENTS: list[type] = [AdamW]
+@section
+class ScheduleConfig:
+    """What the config of every schedule has."""
+
+    total_steps: Annotated[int, Gt(0)] | None = None
+    """Length of the schedule in steps; None: training.steps."""
+
+
+@component("schedule", "wsd", target="titancli.optimizers.schedule:build")
+class WarmupStableDecay(ScheduleConfig):
+    """Warm-up, stable phase, decay (arXiv 2404.06395). After its end the rate stays as it is."""
+
+    warmup_steps: Annotated[int, Ge(0)] = 200
+    """Linear warm-up steps; capped at the length of the schedule."""
+    decay_ratio: Annotated[float, Ge(0), Le(1)] | None = None
+    """Fraction of the steps used for decay, starting after warm-up at the earliest; None: all steps after
+    warm-up."""
+    decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
+    """Shape of the decay."""
+    min_lr_factor: Annotated[float, Ge(0), Le(1)] = 0.0
+    """Final learning rate as a fraction of the peak."""
+
+    def phases(self, steps: int) -> tuple[int, int]:
+        """Return the warm-up and decay steps of a schedule of so many steps.
+
+        Warm-up takes no more than there are, and decay what that leaves, as in torchtitan.
+        """
+        warmup = min(self.warmup_steps, steps)
+        share = steps if self.decay_ratio is None else round(steps * self.decay_ratio)
+        return warmup, min(share, steps - warmup)
+
+    def remarks(self, steps: int) -> Iterator[str]:
+        """Yield a sentence for each phase that is shorter than its field says."""
+        of = "training.steps" if self.total_steps is None else "lr_scheduler.total_steps"
+        warmup, decay = self.phases(steps)
+        if warmup < self.warmup_steps:
+            yield (
+                f"the warm-up is shortened from {self.warmup_steps} steps to {warmup}, all of {of}: "
+                "the learning rate rises until the last step"
+            )
+        if self.decay_ratio is not None and decay < (asked := round(steps * self.decay_ratio)):
+            yield (
+                f"the decay is shortened from {asked} steps to {decay}: "
+                f"{of} = {steps}, and the warm-up takes {warmup} of them"
+            )
+
+
+COMPONENTS: list[type] = [AdamW, WarmupStableDecay]

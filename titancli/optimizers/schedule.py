@@ -1,33 +1,85 @@
-"""The learning-rate schedule: warm-up, stable, decay."""
+"""The learning rate over a run: the schedule `wsd`, and any recipe's, checked. Torch-free."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from titancli.errors import PluginError
+from titancli.registry import current
+from titancli.registry.component import build as build_component
+
 if TYPE_CHECKING:
-    from titancli.recipe.schema import LRScheduler
+    from titancli.optimizers import WarmupStableDecay
+    from titancli.protocols import Schedule
+    from titancli.recipe.schema import Recipe
+
+SAMPLES = 1000
+"""Steps of a run at which its schedule is tried before the run starts."""
 
 
-def lr_factor(section: LRScheduler, step: int, training_steps: int) -> float:
-    """The factor on the peak learning rate at a step.
-
-    Args:
-        step: counted from 0.
-        training_steps: the length of the schedule unless the section names one.
+def build(config: WarmupStableDecay, *, steps: int) -> Schedule:
+    """Build a schedule of warm-up, stable phase and decay.
 
     The first step already has a learning rate, and so has the last: decay would reach its end one step later.
     """
-    total, warmup, decay = section.phases(training_steps)
-    if step < warmup:
-        return (step + 1) / warmup
-    if step < total - decay or not decay:
-        return 1.0
-    progress = min(1.0, (step - (total - decay)) / decay)
-    if section.decay_type == "linear":
-        left = 1.0 - progress
-    elif section.decay_type == "sqrt":
-        left = 1.0 - math.sqrt(progress)
-    else:
-        left = 0.5 * (1.0 + math.cos(math.pi * progress))
-    return section.min_lr_factor + (1.0 - section.min_lr_factor) * left
+    warmup, decay = config.phases(steps)
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        if step < steps - decay or not decay:
+            return 1.0
+        progress = min(1.0, (step - (steps - decay)) / decay)
+        if config.decay_type == "linear":
+            left = 1.0 - progress
+        elif config.decay_type == "sqrt":
+            left = 1.0 - math.sqrt(progress)
+        else:
+            left = 0.5 * (1.0 + math.cos(math.pi * progress))
+        return config.min_lr_factor + (1.0 - config.min_lr_factor) * left
+
+    return factor
+
+
+def schedule_of(recipe: Recipe) -> Callable[[int], float]:
+    """Build a recipe's schedule, and try it at the first, the last and up to 1,000 more steps of the run.
+
+    Returns:
+        The schedule; a step, counted from 0, at which it gives no factor is an error when it is used.
+
+    Raises:
+        PluginError: it cannot be built, or gives no factor.
+    """
+    config = recipe.lr_scheduler
+    name = f"the schedule {current().full_name(type(config))}"
+    try:
+        schedule = build_component(config, steps=recipe.schedule_steps)
+    except PluginError:
+        raise
+    except Exception as error:
+        raise PluginError(f"{name} cannot be built: {type(error).__name__}: {error}") from error
+    if not callable(schedule):
+        raise PluginError(
+            f"{name} built a {type(schedule).__name__}, which cannot be called",
+            hint="its target returns a function from a step to a factor",
+        )
+
+    def factor(step: int) -> float:
+        try:
+            value = schedule(step)
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            raise PluginError(f"{name} raised an error at step {step}: {why}") from error
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+            raise PluginError(
+                f"{name} gave {value!r} at step {step}",
+                hint="the factor on the learning rate is a finite int or float of at least 0",
+            )
+        return value
+
+    steps = recipe.training.steps
+    for step in (*range(0, steps, -(-steps // SAMPLES)), steps - 1):
+        factor(step)
+    return factor

@@ -5,8 +5,8 @@ kind's Protocol; it gets nothing else from the recipe. Required members are in t
 members are declared in classes of defaults, which `titancli.registry.defaults.with_defaults` reads.
 
 Import the names from here. The files: `model`, `hf` (its Hugging Face form), `data`, `transforms`
-(converters, parallelize), `training` (losses, optimizers), `run` (loops, launchers, loggers), `callback`,
-`rl`.
+(converters, parallelize), `training` (losses, optimizers, schedules), `run` (loops, launchers, loggers),
+`callback`, `rl`.
 """
 
 from titancli.protocols.callback import (
@@ -47,7 +47,15 @@ from titancli.protocols.rl import (
     TaskDefaults,
 )
 from titancli.protocols.run import LauncherBuilder, Logger, LoggerBuilder, LoopBuilder
-from titancli.protocols.training import Loss, LossBuilder, LossDefaults, OptimizerBuilder, OptimizerConfig
+from titancli.protocols.training import (
+    Loss,
+    LossBuilder,
+    LossDefaults,
+    OptimizerBuilder,
+    OptimizerConfig,
+    Schedule,
+    ScheduleBuilder,
+)
 from titancli.protocols.transforms import (
     Converter,
     ConverterBuilder,
@@ -95,6 +103,8 @@ __all__ = [
     "Role",
     "RunHook",
     "RunHookDefaults",
+    "Schedule",
+    "ScheduleBuilder",
     "StepHook",
     "StepHookDefaults",
     "Task",

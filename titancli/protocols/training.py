@@ -1,4 +1,4 @@
-"""Losses and optimizers."""
+"""Losses, optimizers and learning rate schedules."""
 
 from __future__ import annotations
 
@@ -77,4 +77,24 @@ class OptimizerBuilder(Protocol):
         """Build the optimizer; `named_parameters` are those of this rank (with a pipeline, of its
         stages). `roles` says what each parameter is that is trained in the whole model, whatever this
         rank has of it; its keys are the names to check patterns against."""
+        ...
+
+
+class Schedule(Protocol):
+    """The learning rate over a run, as factors on the optimizer's.
+
+    It depends on nothing but the step, so that a resume continues it and all ranks have the same. A factor
+    that is not a finite int or float of at least 0, and an error, end the run: before its first step where
+    one of 1,000 steps over the run shows it, else at the step.
+    """
+
+    def __call__(self, step: int) -> float:
+        """Return the factor of a step, counted from 0; a run may go on after the end of the schedule."""
+        ...
+
+
+class ScheduleBuilder(Protocol):
+    def __call__(self, config: Any, *, steps: int) -> Schedule:
+        """Build the schedule; `steps` is its length: `total_steps` of the config, or training.steps. The
+        config derives from `titancli.optimizers.ScheduleConfig`."""
         ...

@@ -23,6 +23,7 @@ from titancli.registry.defaults import (
     DatasetConfigDefaults,
     LoopConfigDefaults,
     OptimizerConfigDefaults,
+    ScheduleConfigDefaults,
     with_defaults,
 )
 
@@ -263,23 +264,8 @@ TORCHTITAN = {"dataloader": "data", "lr_scheduler": "step", "train_state": "step
 
 def remarks(recipe: Recipe) -> list[str]:
     """Sentences, none of which ends a command."""
-    return [*_schedule(recipe), *_rounding(recipe)]
-
-
-def _schedule(recipe: Recipe) -> Iterator[str]:
-    section = recipe.lr_scheduler
-    of = "training.steps" if section.total_steps is None else "lr_scheduler.total_steps"
-    total, warmup, decay = section.phases(recipe.training.steps)
-    if warmup < section.warmup_steps:
-        yield (
-            f"the warm-up is shortened from {section.warmup_steps} steps to {warmup}, all of {of}: "
-            "the learning rate rises until the last step"
-        )
-    if section.decay_ratio is not None and decay < (asked := round(total * section.decay_ratio)):
-        yield (
-            f"the decay is shortened from {asked} steps to {decay}: "
-            f"{of} = {total}, and the warm-up takes {warmup} of them"
-        )
+    schedule = with_defaults(ScheduleConfigDefaults, recipe.lr_scheduler)
+    return [*schedule.remarks(recipe.schedule_steps), *_rounding(recipe)]
 
 
 def _rounding(recipe: Recipe) -> Iterator[str]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from titancli.errors import PluginError
-from titancli.recipe.schema import Recipe, needs_dataset, needs_tokenizer, recipe_slots
+from titancli.recipe.schema import Recipe, default_type, needs_dataset, needs_tokenizer
 from titancli.recipe.toml import inline
 from titancli.registry.component import component_info
 from titancli.registry.defaults import ConfigDefaults, with_defaults
@@ -174,10 +174,9 @@ def _section(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _whole_recipe(registry: Registry) -> dict[str, Any]:
-    slots = {name: slot.kind for name, slot in recipe_slots().items() if name == slot.kind}
-    defaults = {kind.name for kind in KINDS.values() if kind.default}
+    slots = {name: field.type.slot.kind for name, field in fields_of(Recipe).items() if field.type.slot}
     properties: dict[str, Any] = {name: {"$ref": f"#/$defs/whole.{kind}"} for name, kind in slots.items()}
-    required = [name for name in required_fields(Recipe) if name not in defaults and name != "model"]
+    required = [name for name in required_fields(Recipe) if not default_type(name) and name != "model"]
     model = {"required": ["model"], "properties": {"model": properties.pop("model")}}
     for name in required:
         for section in fields_of(Recipe)[name].type.tables:

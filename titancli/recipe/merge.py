@@ -15,9 +15,9 @@ from titancli.errors import Location, PluginError, RecipeError
 from titancli.recipe.find import NAMED, bundled_folder, named_recipe
 from titancli.recipe.problems import Problems, nearest
 from titancli.recipe.read import DEEPEST, FORMAT, parse, read_file
-from titancli.recipe.schema import recipe_slots
+from titancli.recipe.schema import default_type, recipe_slots
 from titancli.recipe.toml import DEFAULT, OVERRIDE, KeyPath, Node, Origin, Source, dotted, match_key, scan
-from titancli.registry.kinds import BUILTIN, KINDS
+from titancli.registry.kinds import BUILTIN
 
 if TYPE_CHECKING:
     from titancli.registry.lookup import Registry
@@ -69,8 +69,7 @@ def _kept(low: dict[str, Node], high: dict[str, Node], path: KeyPath) -> dict[st
 def _type(table: dict[str, Node], path: KeyPath) -> object:
     if "type" in table:
         return table["type"].value
-    kind = KINDS.get(str(path[0])) if len(path) == 1 else None
-    return kind.full_default if kind else None
+    return default_type(str(path[0])) if len(path) == 1 else None
 
 
 def _same_type(old: object, new: object) -> bool:

@@ -16,11 +16,11 @@ from titancli.recipe.find import LOCK_HEADER, beside, bundled_folder
 from titancli.recipe.merge import without
 from titancli.recipe.problems import Problems, nearest
 from titancli.recipe.read import taken_as_text
-from titancli.recipe.schema import Recipe, recipe_slots
+from titancli.recipe.schema import Recipe, default_type, recipe_slots
 from titancli.recipe.toml import DEFAULT, KeyPath, Node, Origin, dotted, from_python
 from titancli.registry.defaults import ConfigDefaults, with_defaults
 from titancli.registry.fields import Type, fields_of
-from titancli.registry.kinds import BUILTIN, KINDS
+from titancli.registry.kinds import BUILTIN
 
 if TYPE_CHECKING:
     from titancli.registry.lookup import Registry
@@ -53,8 +53,8 @@ def resolve(root: Node, registry: Registry, problems: Problems, unset: Collectio
     """
     resolver = _Resolver(registry, problems, unset)
     tables = dict(root.value)
-    for name, slot in recipe_slots().items():
-        default = KINDS[slot.kind].full_default if name == slot.kind else None
+    for name in recipe_slots():
+        default = default_type(name)
         if default is None:
             continue
         table = tables.get(name, Node({}, DEFAULT))

@@ -18,6 +18,7 @@ from titancli.layout.stages import Pipeline
 from titancli.registry.component import section
 from titancli.registry.defaults import DatasetConfigDefaults, LoopConfigDefaults, with_defaults
 from titancli.registry.fields import Component, Slot, fields_of
+from titancli.registry.kinds import KINDS
 
 BFLOAT16: Literal["bfloat16"] = str(b"bfloat16", "ascii")  # type: ignore[assignment]
 """What recipes compute in by default, and scripts on a CPU do not. An object of its own: `is` tells it from
@@ -109,33 +110,6 @@ class Compile:
     def loss(self, *, on_gpu: bool) -> bool:
         """Return whether the loss is compiled."""
         return self.enable and (on_gpu if self.components is None else "loss" in self.components)
-
-
-@section
-class LRScheduler:
-    """Learning rate schedule: warm-up, stable, decay. Scales the optimizer's learning rate."""
-
-    warmup_steps: Annotated[int, Ge(0)] = 200
-    """Linear warm-up steps; capped at the length of the schedule."""
-    total_steps: Annotated[int, Gt(0)] | None = None
-    """Length of the schedule in steps, after which the rate stays as it is; None: training.steps."""
-    decay_ratio: Annotated[float, Ge(0), Le(1)] | None = None
-    """Fraction of the steps used for decay, starting after warm-up at the earliest; None: all steps after
-    warm-up."""
-    decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
-    """Shape of the decay."""
-    min_lr_factor: Annotated[float, Ge(0), Le(1)] = 0.0
-    """Final learning rate as a fraction of the peak."""
-
-    def phases(self, training_steps: int) -> tuple[int, int, int]:
-        """Return the total, warm-up and decay steps of the schedule.
-
-        Warm-up takes no more than there are, and decay what that leaves, as in torchtitan.
-        """
-        total = self.total_steps or training_steps
-        warmup = min(self.warmup_steps, total)
-        share = total if self.decay_ratio is None else round(total * self.decay_ratio)
-        return total, warmup, min(share, total - warmup)
 
 
 @section
@@ -324,7 +298,7 @@ class Recipe:
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     compile: Compile = field(default_factory=Compile)
     optimizer: Annotated[Component, Slot("optimizer")]
-    lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
+    lr_scheduler: Annotated[Component, Slot("schedule")]
     loss: Annotated[Component, Slot("loss")]
     training: Training
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
@@ -341,6 +315,11 @@ class Recipe:
 
     def degrees(self, world: int) -> Degrees:
         return self.mesh.resolve(world)
+
+    @property
+    def schedule_steps(self) -> int:
+        """The length of the learning rate schedule."""
+        return self.lr_scheduler.total_steps or self.training.steps
 
     def accumulation(self, degrees: Degrees) -> int:
         """Return the number of micro-batches per optimizer step.
@@ -368,6 +347,13 @@ def recipe_slots() -> dict[str, Slot]:
         if slot := known.type.slot or (element and element.slot):
             found[name] = slot
     return found
+
+
+def default_type(section: str) -> str | None:
+    """Return the full name of the component that a recipe gets that does not have this section, or no type in
+    it; None: it gets none."""
+    slot = recipe_slots().get(section)
+    return KINDS[slot.kind].full_default if slot else None
 
 
 def needs_tokenizer(dataset: Any) -> bool:

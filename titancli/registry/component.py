@@ -78,8 +78,8 @@ def component(
     for what is wrong with the recipe as a whole (key: dotted and relative to the component, or `""`).
 
     Raises:
-        PluginError: a bad name or target, a reserved or keyword field name, or a field that may be None
-            without None as its default (TOML has no null).
+        PluginError: a bad name or target, a reserved or keyword field name, a field that may be None
+            without None as its default (TOML has no null), or a class without its kind's base class.
     """
     from titancli.registry.kinds import KINDS
 
@@ -94,6 +94,9 @@ def component(
         for reference in filter(None, (target, hf)):
             if not re.match(r"[\w.]+:\w+\Z", reference):
                 raise PluginError(f"{where}: {reference!r} is not of the form 'module:callable'")
+        base = KINDS[kind].base
+        if base and base not in (f"{each.__module__}.{each.__qualname__}" for each in cls.__mro__):
+            raise PluginError(f"{where}: the config of a {kind} must derive from {base}")
         cls = section(cls)
         _check_fields(cls, where)
         cls.__component__ = ComponentInfo(kind, name, target, hf, device)  # type: ignore[attr-defined]

@@ -143,6 +143,14 @@ class OptimizerConfigDefaults:
         return None
 
 
+class ScheduleConfigDefaults:
+    """Of a schedule's config, which derives from `titancli.optimizers.ScheduleConfig`."""
+
+    def remarks(self, steps: int) -> Iterable[str]:
+        """Return sentences on a schedule of so many steps that a user may not expect; none ends a command."""
+        return ()
+
+
 class ParallelizeConfigDefaults:
     """Of a parallelize plan's config."""
 

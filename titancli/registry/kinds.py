@@ -20,6 +20,8 @@ class Kind:
     summary: str
     default: str | None = None
     """The type a recipe gets that names none: titan's own of this name, whoever else has one."""
+    base: str | None = None
+    """The class that each of its configs derives from, by its full name."""
 
     @property
     def full_default(self) -> str | None:
@@ -37,6 +39,12 @@ KINDS: dict[str, Kind] = {
         Kind("parallelize", "how a model is distributed over devices", default="decoder"),
         Kind("loss", "the objective to minimize", default="cross_entropy"),
         Kind("optimizer", "how weights are updated", default="adamw"),
+        Kind(
+            "schedule",
+            "the learning rate over the run",
+            default="wsd",
+            base="titancli.optimizers.ScheduleConfig",
+        ),
         Kind("logger", "receives the metrics and events of a run"),
         Kind("callback", "takes part in the steps of a run"),
         Kind("loop", "the training program", default="pretrain"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from titancli.checkpoint.start_from import start_from
 from titancli.errors import EXIT_PLUGIN, Problem, RecipeError
 from titancli.layout.degrees import Degrees
+from titancli.optimizers.schedule import schedule_of
 from titancli.recipe.check import component_checks, components
 from titancli.recipe.layout import check_layout, on, takes
 from titancli.recipe.load import Loaded
@@ -143,6 +144,7 @@ def import_components(loaded: Loaded) -> None:
     Raises:
         NotImportable: some cannot be: which, whose they are, and the error.
         RecipeError: a config's `try_out` says why it cannot be built.
+        PluginError: the schedule gives no factor at some step.
     """
     problems, tried = [], set()
     for path, config in components(loaded.recipe):
@@ -170,3 +172,4 @@ def import_components(loaded: Loaded) -> None:
         raise NotImportable(problems)
     for _, config in components(loaded.recipe):
         with_defaults(ConfigDefaults, config).try_out()
+    schedule_of(loaded.recipe)

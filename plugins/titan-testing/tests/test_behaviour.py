@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,7 +26,7 @@ from titancli import Batch, LossResult
 from titancli.data import ByteTokenizer, PythonStdlib
 from titancli.losses import CrossEntropy, Grpo
 from titancli.models import Llama3
-from titancli.optimizers import AdamW
+from titancli.optimizers import AdamW, WarmupStableDecay
 from titancli.registry.component import build, component, load_target
 from titancli.rl import Local
 from titancli.rl.samples import Completion, Prompt
@@ -387,6 +389,28 @@ def test_titans_optimizer(faults: Faults) -> None:
     assert faults("optimizer", AdamW()) == ""
     [job] = take_jobs()
     assert job.measure == "weights" and job.layouts == {"dp_shard = 2": {"dp_shard": 2}}
+
+
+# ------------------------------------------------------------------------------------------ schedules
+
+
+CALLS = itertools.count()
+
+
+@pytest.mark.parametrize(
+    ("made", "fault"),
+    [
+        (lambda step: math.nan, "[factors] of 1 steps, it gives nan at step 0"),
+        (lambda step: 5 - step, "[factors] of 7 steps, it gives -1 at step 6"),
+        (lambda step: float(next(CALLS)), "[again] step 999 has another factor"),
+    ],
+)
+def test_a_schedule(faults: Faults, made: Any, fault: str) -> None:
+    assert fault in faults("schedule", WarmupStableDecay(), lambda config, *, steps: made)
+
+
+def test_titans_schedule(faults: Faults) -> None:
+    assert faults("schedule", WarmupStableDecay(decay_type="cosine", min_lr_factor=0.1)) == ""
 
 
 # ------------------------------------------------------------- tasks, rewards, advantages and generators

@@ -27,6 +27,7 @@ BUILT = (
     "converter",
     "loss",
     "optimizer",
+    "schedule",
     "logger",
     "task",
     "reward",
@@ -114,6 +115,8 @@ def _runtime(kind: str, config: Any, folder: Path, seq_len: int) -> dict[str, An
 
         named = list(nn.Linear(4, 3).named_parameters())
         return {"named_parameters": named, "roles": {"weight": "matrix", "bias": "other"}}
+    if kind == "schedule":
+        return {"steps": 1000}
     if kind == "task":
         return {"seed": 0}
     return {"run_folder": folder, "is_main": True} if kind == "logger" else {}

@@ -17,6 +17,8 @@ MANY = ("converter", "logger", "callback", "reward")
 """Kinds that a recipe holds lists of: their slot is `[[converters]]`."""
 OF_GRPO = ("task", "generator", "reward", "advantage")
 """Kinds whose slot is one of the loop grpo."""
+SECTIONS = {"schedule": "lr_scheduler"}
+"""Kinds whose section has another name."""
 STANDARD = {
     "loop": ("json",),
     "parallelize": ("json",),
@@ -128,7 +130,7 @@ def _words(name: str) -> dict[str, str]:
 def _words_of(kind: str, words: dict[str, str], *, several: bool) -> dict[str, str]:
     """What the templates of a kind leave open."""
     name, component = words["name"], words["component"]
-    slot = f"loop.{kind}" if kind in OF_GRPO else kind
+    slot = f"loop.{kind}" if kind in OF_GRPO else SECTIONS.get(kind, kind)
     array = f"{slot}s='[{{type = \"{component}\"}}]'"
     helpers = [*([] if several else ["check_plugin"]), *([] if kind in OF_GRPO else ["recipe"]), "run_cli"]
     standard = "".join(f"import {module}\n" for module in STANDARD.get(kind, ()))
@@ -176,7 +178,7 @@ def _trains(name: str, kind: str, component: str) -> str:
             '    small = ("training.steps=1", "loop.eval_freq=0", "loop.samples=4", use)\n'
             '    done = run_cli("train", "grpo_digit", *small, cwd=tmp_path)'
         )
-    table = f"[[{kind}s]]" if kind in MANY else f"[{kind}]"
+    table = f"[[{kind}s]]" if kind in MANY else f"[{SECTIONS.get(kind, kind)}]"
     return (
         f"    file = recipe(tmp_path, '{table}\\ntype = \"{name}/{component}\"')\n"
         '    done = run_cli("train", file, cwd=tmp_path)'

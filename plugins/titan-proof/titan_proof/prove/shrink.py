@@ -134,7 +134,7 @@ def _plain_settings(loaded: Loaded, device: str) -> tuple[dict[str, Any], list[s
     }
     data["activation_checkpoint"] = {"mode": "none"}
     data["compile"]["enable"] = False
-    data["lr_scheduler"] = {"warmup_steps": 0, "decay_ratio": 0.0, "min_lr_factor": 1.0}
+    data["lr_scheduler"] = {"type": "titan/wsd", "warmup_steps": 0, "decay_ratio": 0.0, "min_lr_factor": 1.0}
     data["stability"] = {"skip_nonfinite": False, "sigma": 0.0}
     data["checkpoint"] = {"enable": False}
     data["launcher"] = {"type": "titan/local"}

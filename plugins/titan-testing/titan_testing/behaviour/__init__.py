@@ -22,6 +22,7 @@ ROOMS = {
     "parallelize": "converters",
     "loss": "losses",
     "optimizer": "optimizers",
+    "schedule": "schedules",
     "logger": "loggers",
     "callback": "callbacks",
     "task": "rollouts",

@@ -11,9 +11,9 @@ from titancli import IGNORE, Batch
 from titancli.engine import Engine
 from titancli.losses import CrossEntropy
 from titancli.models import Llama3
-from titancli.optimizers import AdamW
+from titancli.optimizers import AdamW, WarmupStableDecay
 from titancli.parallel import Decoder
-from titancli.recipe.schema import ActivationCheckpoint, LRScheduler, Mesh, Pipeline, Training
+from titancli.recipe.schema import ActivationCheckpoint, Mesh, Pipeline, Training
 
 ROWS, LENGTH, VOCABULARY = 4, 16, 64
 
@@ -52,7 +52,7 @@ def engine_of(
             seed=7,
             local_batch_size=rows,
         ),
-        lr_scheduler=LRScheduler(warmup_steps=0, decay_ratio=0.0, min_lr_factor=1.0),
+        lr_scheduler=WarmupStableDecay(warmup_steps=0, decay_ratio=0.0, min_lr_factor=1.0),
         activation_checkpoint=ActivationCheckpoint(mode=recompute),  # type: ignore[arg-type]
         pipeline=Pipeline(first_stage_less_layers=0, last_stage_less_layers=0),
         mesh=Mesh(**mesh),

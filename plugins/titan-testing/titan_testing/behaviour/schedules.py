@@ -1,0 +1,35 @@
+"""Learning rate schedules: a factor at every step, the same one whenever it is asked for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from titan_testing.behaviour.subject import Check, Subject
+
+LENGTHS = (1, 7, 1000)
+
+
+def factors(subject: Subject) -> Iterator[str]:
+    """Finite numbers of at least 0 over runs of several lengths, and after the schedule's end."""
+    for steps in LENGTHS:
+        schedule = subject.target(subject.config, steps=steps)
+        for step in (*range(steps), 2 * steps):
+            value = schedule(step)
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not number or not 0 <= value < math.inf:
+                yield f"of {steps} steps, it gives {value!r} at step {step}: not a finite number >= 0"
+                break
+
+
+def again(subject: Subject) -> Iterator[str]:
+    """A step has the same factor always: asked again, in another order, of a second instance."""
+    one, other = (subject.target(subject.config, steps=LENGTHS[-1]) for _ in range(2))
+    first = [one(step) for step in range(LENGTHS[-1])]
+    for step in reversed(range(LENGTHS[-1])):
+        if one(step) != first[step] or other(step) != first[step]:
+            yield f"step {step} has another factor when it is asked for again: it must follow from the step"
+            return
+
+
+CHECKS: dict[str, dict[str, Check]] = {"schedule": {"factors": factors, "again": again}}
