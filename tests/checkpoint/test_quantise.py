@@ -115,7 +115,6 @@ def test_what_readers_would_misread_is_left_and_the_rest_is_not():
     assert _misread("layers.0.self_attn.o_proj.weight", 128, 192)
 
 
-@pytest.mark.slow
 def test_a_smaller_last_block_of_deepseek_is_written_and_said_to_be_unread_by_transformers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -10,9 +10,13 @@ import heapq
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+import pytest
+
 from tests.choice.reading import ROOT, Functions, Measured, inside
 
 NIGHTLY = ROOT / "tests/nightly.txt"
+ABSENT = pytest.StashKey[set[str]]()
+"""In pytest's config: which of them are not in their files."""
 CHEAP = 0.5
 """CPU-seconds below which a test stays: it costs little, and may ask what no branch shows."""
 HEAD = """\

@@ -367,7 +367,6 @@ def test_a_worker_process_that_dies_is_told_with_its_documents(
 
 
 @pytest.mark.e2e
-@pytest.mark.slow  # its bytes: test_interrupted_anywhere_...
 def test_a_command_that_is_killed_goes_on_when_it_is_given_again(lines: Path, tmp_path: Path) -> None:
     plugin = Path(__file__).with_name("deadly_plugin.py")
     (tmp_path / "r.toml").write_text(

@@ -64,7 +64,7 @@ def file(tmp_path: Path) -> Iterator[Path]:
     ("fails", "said"),
     [
         (False, "its result differs from that of one rank: "),
-        pytest.param(True, "ArithmeticError: on rank 1", marks=pytest.mark.slow),
+        (True, "ArithmeticError: on rank 1"),
     ],
 )
 def test_a_model_that_is_wrong_on_two_ranks_alone_is_found(file: Path, fails: bool, said: str) -> None:
