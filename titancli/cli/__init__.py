@@ -67,7 +67,7 @@ def _configure(common: Common) -> None:
 
 
 def _configure_logging(verbosity: int) -> None:
-    """The level of titan's loggers: what a run shows follows it (WARNING: nothing but warnings)."""
+    """Set the level of titan's loggers, which a run's output follows (WARNING: only warnings)."""
     import logging
 
     logger = logging.getLogger("titancli")

@@ -120,7 +120,7 @@ def _row(found: Found) -> tuple[str, ...]:
 
 
 def _writers(found: Found) -> str:
-    """E.g. `8 ranks (dp_shard 4, tp 2)`."""
+    """Return the ranks that wrote it, such as `8 ranks (dp_shard 4, tp 2)`."""
     mesh = ", ".join(f"{name} {degree}" for name, degree in found.mesh.items() if degree > 1)
     ranks = f"{found.ranks} rank{'' if found.ranks == 1 else 's'}"
     return f"{ranks} ({mesh})" if mesh else ranks

@@ -16,13 +16,13 @@ VERBOSITY = {"-v": 1, "--verbose": 1, "-q": -1, "--quiet": -1}
 
 @dataclass(frozen=True)
 class Common:
-    """What they said; a command gets it with `@click.pass_obj`."""
+    """The values of the common options; a command gets them with `@click.pass_obj`."""
 
     plugin_files: tuple[Path, ...] = ()
-    """Absolute."""
+    """Absolute paths."""
     blocked: tuple[str, ...] = ()
     color: str | None = None
-    """`always`, `never`, or None: as the terminal and NO_COLOR say."""
+    """`always`, `never`, or None: follow the terminal and NO_COLOR."""
     verbosity: int = 0
     """1 for each `-v`, -1 for each `-q`."""
     traceback: bool = False
@@ -30,7 +30,8 @@ class Common:
 
 
 def split_common(arguments: Sequence[str]) -> tuple[list[str], Common]:
-    """The arguments without the common options, and what these say. Nothing after `--` is one of them.
+    """Return the arguments without the common options, and the values of these. Words after `--` are left
+    alone.
 
     Raises:
         UsageError: `-p` without a value, or with one that is neither `no:NAME` nor a `.py` file; `--color`
@@ -77,7 +78,8 @@ def _color(word: str) -> str | None:
 
 
 def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Recipes, and overrides `KEY=VALUE`. A `/` before the `=` makes a path of it: `runs/lr=3e-4`."""
+    """Split the arguments into recipes and overrides `KEY=VALUE`. With a `/` before its `=` a word is a path:
+    `runs/lr=3e-4`."""
     recipes: list[str] = []
     overrides: list[str] = []
     for argument in arguments:

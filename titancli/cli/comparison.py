@@ -1,4 +1,4 @@
-"""What `titan runs compare` finds, and how it is printed."""
+"""The document of `titan runs compare`, and how it is printed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 ENVIRONMENT = ("host", "platform", "device", "world", "mesh", "git")
 USUAL = re.compile(r"loss|validation/.*/loss")
 WIDEST = 40
-"""Characters of a value of a recipe; `--json` has them all."""
+"""Maximum width in characters of a recipe's value; `--json` prints values whole."""
 
 
 def document(runs: Sequence[Summary], names: Sequence[str], count: int) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def document(runs: Sequence[Summary], names: Sequence[str], count: int) -> dict[
 
 
 def print_comparison(found: dict[str, Any], by: str) -> None:
-    """Print it, each run under a letter."""
+    """Print the comparison; each run is labelled with a letter."""
     from titancli.observe.console import duration, short
 
     letters = [_letter(number) for number in range(len(found["runs"]))]
@@ -109,7 +109,7 @@ def print_comparison(found: dict[str, Any], by: str) -> None:
 
 
 def _print(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table whose columns nobody could tell without the header, on a terminal or not."""
+    """Print a table with its header, on a terminal or not: its columns are not self-explanatory."""
     table(header, rows, explained=True)
 
 

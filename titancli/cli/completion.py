@@ -1,8 +1,8 @@
-"""What a shell completes: recipes, overrides, runs, KIND/NAME, plugins. Switched on as click has it:
+"""Shell completion of recipes, overrides, runs, KIND/NAME and plugins. Enable it with click's own line:
 
     eval "$(_TITAN_COMPLETE=bash_source titan)"
 
-Nothing that goes wrong here is told: a shell in the middle of a line is no place for it.
+Errors are never printed here: they would appear in the middle of the line that is being typed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from titancli.errors import TitanError
 
 
 class RecipeOrOverride(click.ParamType):
-    """RECIPE, or several, then KEY=VALUE."""
+    """A RECIPE, or several, followed by KEY=VALUE."""
 
     name = "recipe"
 
@@ -88,7 +88,7 @@ class PluginName(click.ParamType):
 
 
 def _recipe(incomplete: str) -> list[CompletionItem]:
-    """Names of recipes, and files: the shell completes paths itself."""
+    """Complete names of recipes; files are completed by the shell itself."""
     from titancli.registry import current
     from titancli.registry.kinds import BUILTIN
 

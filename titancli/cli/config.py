@@ -1,4 +1,5 @@
-"""`titan recipe show|diff`: a recipe with everything filled in, where each value came from, what differs."""
+"""`titan recipe show|diff`: a recipe with all values filled in and their origins; the differences between
+two."""
 
 from __future__ import annotations
 
@@ -95,7 +96,7 @@ def _diff(reference: str, overrides: list[str], unset: tuple[str, ...], other: s
 
 
 def with_origins(loaded: Loaded) -> Iterator[str]:
-    """The lines of the recipe as TOML, each value followed by a comment with its origin."""
+    """Return the lines of the recipe as TOML, each value followed by a comment with its origin."""
     return _table(loaded.data, (), {key: str(where) for key, where in loaded.origins.items()})
 
 

@@ -18,7 +18,7 @@ SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([kmgt]?)(i?)b", re.IGNORECASE)
 
 
 class Size(click.ParamType):
-    """Bytes, written as people do: 5GB, 512MiB."""
+    """A size in bytes, with an optional unit: 5GB, 512MiB."""
 
     name = "size"
 

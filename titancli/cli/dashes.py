@@ -1,4 +1,4 @@
-"""An option that is none, where an override was meant: `--lr 1e-3` for `optimizer.lr=1e-3`."""
+"""Unknown options that were meant as overrides: `--lr 1e-3` for `optimizer.lr=1e-3`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _value(option: str, arguments: Sequence[str], recipe: str | None) -> str:
 
 
 def _recipe(arguments: Sequence[str]) -> str | None:
-    """The word that is a recipe."""
+    """Return the argument that is a recipe; None if there is none."""
     from titancli.recipe import find_recipe
 
     for word in arguments:
@@ -54,7 +54,8 @@ def _recipe(arguments: Sequence[str]) -> str | None:
 
 
 def _key(name: str, recipe: str | None) -> str | None:
-    """The key of a recipe that ends in a name: at the top, in a section, in [training] rather than others."""
+    """Return the key of a recipe that ends in a name: top level first, then [training], then other
+    sections."""
     from titancli.recipe import load_recipe
     from titancli.recipe.editor import override_keys
     from titancli.registry import current

@@ -1,4 +1,4 @@
-"""`titan data show|verify`: what is in token shards, and whether they are whole."""
+"""`titan data show|verify`: the contents of token shards, and whether they are undamaged."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FOLDER = click.Path(path_type=Path)
 JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 BAR = 40
 NOTE_SECONDS = 30.0
-"""Between two lines of progress."""
+"""Seconds between two lines of progress."""
 
 
 @click.command("show", short_help="Show the contents of token shards.")

@@ -1,4 +1,4 @@
-"""Where an exception becomes a message on stderr and an exit code."""
+"""The place where an exception becomes a message on stderr and an exit code."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ def print_error(error: Exception, arguments: Sequence[str] = (), *, traceback: b
         return error.exit_code
     hint = None if traceback else "use --traceback to see where"
     if isinstance(error, OSError) and error.strerror:
-        told = ": ".join([error.strerror, *filter(None, [str(error.filename or "")])])
-        error_line(told, hint=denied(error) or hint)
+        text = ": ".join([error.strerror, *filter(None, [str(error.filename or "")])])
+        error_line(text, hint=denied(error) or hint)
         return EXIT_ENVIRONMENT
     words = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     error_line(f"unexpected {words}{where}", hint=hint)
@@ -94,7 +94,7 @@ def print_error(error: Exception, arguments: Sequence[str] = (), *, traceback: b
 
 
 def _where(error: Exception) -> str:
-    """The line with the component of a plugin that an error came through; empty if it came through none."""
+    """Return the line that names the plugin's component an error came through; empty if there is none."""
     from titancli.registry.blame import blame
 
     found = blame(error)

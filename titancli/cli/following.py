@@ -1,4 +1,4 @@
-"""What `titan runs logs` and `titan runs watch` do."""
+"""The work of `titan runs logs` and `titan runs watch`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def print_logs(run: Path, rank: int | None, count: int | None, *, as_json: bool)
 
 
 def follow_logs(run: Path, rank: int | None, count: int | None) -> None:
-    """Print the same, and then what is added, until the run has ended; then say how.
+    """Print the logs, then follow them until the run has ended, and print how it ended.
 
     Raises:
         EnvironmentProblem: the rank of a run that has ended has no log.
@@ -61,7 +61,8 @@ def follow_logs(run: Path, rank: int | None, count: int | None) -> None:
 
 
 def watch(run: Path, *, as_json: bool) -> None:
-    """Draw a run from its event log, as the command that runs it does, until it has ended; then say how."""
+    """Draw a run from its event log until it has ended, as the command that runs it does; then print how it
+    ended."""
     tail = Tail(RunFolder(run).events, from_start=True)
     watcher = JsonLines(sys.stdout) if as_json else watcher_for(sys.stdout)
     of_others: set[str] = set()
@@ -92,18 +93,18 @@ def watch(run: Path, *, as_json: bool) -> None:
 
 
 def _until_ended(run: Path) -> Iterator[Summary]:
-    """What the run says of itself, now and again; the last time when it has ended.
+    """Yield the run's summary repeatedly, for the last time once it has ended.
 
-    Whoever reads its files after each has read them to their end.
+    A caller that reads the run's files after each summary has read them completely.
 
     Raises:
         EnvironmentProblem: the folder was removed.
     """
-    told = False
+    noted = False
     while True:
         now = summarize(RunFolder.open(run).path)
-        if now.state == "unknown" and not told:
-            told = True
+        if now.state == "unknown" and not noted:
+            noted = True
             note(f"{short_path(run)}: {'; '.join(now.problems) or 'it is not known whether it still runs'}")
         yield now
         if now.state not in MAY_GO_ON:

@@ -193,7 +193,7 @@ def _rows(
 
 
 def _ends(made: list[Completion]) -> str:
-    """`ended by length`, or how many ended by what."""
+    """Return how the completions ended: `ended by length`, or a count for each reason."""
     reasons = [completion.finish_reason for completion in made]
     if len(reasons) == 1:
         return f"end: {reasons[0]}"
@@ -201,7 +201,7 @@ def _ends(made: list[Completion]) -> str:
 
 
 class _Show:
-    """Text on stdout: as it comes where there is one completion, else each under a heading."""
+    """Prints text to stdout: as it is generated if there is one completion, else each under a heading."""
 
     def __init__(self, prompts: int, samples: int, as_json: bool) -> None:
         self._prompts, self._samples, self._as_json = prompts, samples, as_json
@@ -230,7 +230,7 @@ class _Show:
             print(f"\r\x1b[K{self._done}/{total} completions", end=end, file=sys.stderr, flush=True)
 
     def _heading(self) -> str:
-        """As `head` writes it over each of several files."""
+        """Return a heading such as `head` prints above each of several files."""
         prompt, sample = divmod(self._done, self._samples)
         said = [f"prompt {prompt + 1}"] if self._prompts > 1 else []
         said += [f"sample {sample + 1}"] if self._samples > 1 else []

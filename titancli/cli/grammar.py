@@ -1,4 +1,4 @@
-"""Groups of commands (`titan recipe new`), and other names that some of them have.
+"""Groups of commands (`titan recipe new`), and the aliases of some of them.
 
 Only names and help stand here: a command is imported when it is used.
 """
@@ -16,7 +16,7 @@ from titancli.errors import nearest_name
 
 
 class Place(NamedTuple):
-    """Where a command is; its help stands here so that listing it imports nothing."""
+    """The module of a command; its help is kept here so that listing it imports nothing."""
 
     help: str
     module: str
@@ -30,7 +30,7 @@ class Place(NamedTuple):
 
 
 class Lazy(click.Group):
-    """A group that imports the command that is used, and no other. Plugins may add to it: `group name`."""
+    """A group that imports only the command that is used. Plugins may add to it: `group name`."""
 
     def __init__(self, *args: Any, places: Mapping[str, Place], **options: Any) -> None:
         super().__init__(*args, **options)
@@ -61,7 +61,7 @@ class Lazy(click.Group):
             formatter.write_dl([*rows, *self._added().items()])
 
     def _added(self) -> dict[str, str]:
-        """The commands that plugins add, and what they do."""
+        """Return the commands that plugins add, with their help."""
         begin = f"{self.name} "
         return {
             name.removeprefix(begin): short_help(found[0][1])
@@ -126,4 +126,4 @@ ALIASES = {
     "tokenize": ("data tokenize", data.places["tokenize"]),
     "plugins": ("plugin list", Place("List the plugins and their status, or show one.", "plugins")),
 }
-"""Names that work and are not listed, with what is written now. `plugins NAME` is `plugin show NAME`."""
+"""Names that work and are not listed, with their current form. `plugins NAME` is `plugin show NAME`."""

@@ -1,4 +1,4 @@
-"""The command `titan` itself: which commands there are, each imported only when it is used."""
+"""The command `titan` itself: its commands, each imported only when it is used."""
 
 from __future__ import annotations
 
@@ -15,21 +15,23 @@ from titancli.cli.output import note
 
 
 class Row(NamedTuple):
-    """A line of `titan --help`: commands, each with its module, and what they do."""
+    """A line of `titan --help`: commands with their modules, and one help text."""
 
     section: str
     modules: dict[str, str | None]
-    """None: one of titan's own plugins brings the command, which is shown where that is installed."""
+    """The module is None for a command of one of titan's own plugins, which is shown only if that is
+    installed."""
     help: str
-    """If a plugin brings one of several commands, what each does, between semicolons."""
+    """One text; if a plugin brings one of the commands, one for each command, separated by semicolons."""
 
     def shown(self, installed: Collection[str]) -> tuple[str, str, str] | None:
-        """Return section, names and help where these commands of plugins are installed; None: no name."""
+        """Return section, names and help if these plugins' commands are installed; names are empty if none
+        is."""
         names = [name for name, module in self.modules.items() if module is not None or name in installed]
         if len(names) == len(self.modules):
             return self.section, ", ".join(names), self.help
-        told = dict(zip(self.modules, self.help.split("; "), strict=True))
-        return (self.section, ", ".join(names), "; ".join(told[name] for name in names)) if names else None
+        texts = dict(zip(self.modules, self.help.split("; "), strict=True))
+        return (self.section, ", ".join(names), "; ".join(texts[name] for name in names)) if names else None
 
 
 HERE = "grammar"
@@ -42,8 +44,8 @@ ROWS = [
     Row("Look", {"profile": "profile", "rollouts": "rollouts"}, "Trace steps; samples and rewards"),
     Row("Look", {"checkpoint": HERE}, "List, show, verify and convert checkpoints"),
     Row("Look", {"convert-checkpoint": "convert"}, "Write a Hugging Face folder, or read one"),
-    Row("Prove", {"prove": None, "reproduce": None}, "That all layouts agree; that a run repeats"),
-    Row("Prove", {"replay": None, "bisect": None}, "A step from inside; where two runs part"),
+    Row("Prove", {"prove": None, "reproduce": None}, "Prove that layouts agree; that a run repeats"),
+    Row("Prove", {"replay": None, "bisect": None}, "A step from inside; where two runs diverge"),
     Row("Recipes", {"recipe": HERE, "validate": "validate"}, "List, new, check, show, diff, schema; check"),
     Row("Recipes", {"data": HERE, "download": "download"}, "Token shards; a recipe's tokenizer, weights"),
     Row("Recipes", {"flux-encode": None}, "Encode images and texts to shards of latents"),
@@ -104,7 +106,7 @@ class Titan(Lazy):
         """One screen: click would give each command and each option a line."""
         formatter.write_usage(ctx.command_path, "COMMAND [ARGS]...")
         formatter.write(f"{self.help} To begin with:\n")
-        formatter.write_dl([(f"  {line}", told) for line, told in BEGIN], col_max=60)
+        formatter.write_dl([(f"  {line}", text) for line, text in BEGIN], col_max=60)
         formatter.write("\n")
         others = {name: found for name, found in offers(RESERVED, own=False).items() if " " not in name}
         own = own_commands()
@@ -119,8 +121,8 @@ class Titan(Lazy):
         ]
         above = ""
         lines = []
-        for section, names, told in rows:
-            lines.append((f"{'' if section == above else section:<9}{names}", told))
+        for section, names, text in rows:
+            lines.append((f"{'' if section == above else section:<9}{names}", text))
             above = section
         formatter.write_dl(lines, col_max=60)
 
@@ -132,7 +134,7 @@ def _broken() -> list[str]:
 
 
 def note_broken() -> None:
-    """Say which plugins are missing from a list because they are broken."""
+    """Print a note that names broken plugins, whose entries a list lacks."""
     if names := _broken():
         note(f"note: broken plugins (see `titan plugin show NAME`): {', '.join(names)}")
 
@@ -166,4 +168,4 @@ def note_broken() -> None:
     ],
 )
 def titan() -> None:
-    """The click group."""
+    """Run the click group of all commands."""

@@ -1,4 +1,4 @@
-"""What a component is called on the command line: KIND/NAME, KIND/PLUGIN/NAME, PLUGIN/NAME or NAME."""
+"""The names of a component on the command line: KIND/NAME, KIND/PLUGIN/NAME, PLUGIN/NAME or NAME."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def find_component(name: str) -> type:
 
 
 def is_component(name: str) -> bool:
-    """Return whether something on the command line is called as components are, and not as a recipe."""
+    """Return whether an argument has the form of a component's name rather than a recipe's."""
     first, slash, _ = name.partition("/")
     if slash:
         return first in KINDS or any(first == plugin.name for plugin in current().plugins)

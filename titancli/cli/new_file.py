@@ -1,4 +1,4 @@
-"""A recipe file that a command writes anew: where it may be, what it is called, and what comes next."""
+"""A recipe file that a command writes: its path, its name, and the command to run next."""
 
 from __future__ import annotations
 

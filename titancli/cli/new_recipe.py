@@ -80,7 +80,7 @@ def _extend(file: Path, base: str, full: bool) -> int:
 
 
 def _schema_for(beside: Path) -> str | None:
-    """Return the text of the schema for a folder that has none; None where a plugin leaves none to be had."""
+    """Return the text of the schema for a folder without one; None if a broken plugin prevents it."""
     from titancli.recipe.editor import recipe_schema
 
     try:
@@ -91,7 +91,7 @@ def _schema_for(beside: Path) -> str | None:
 
 
 def _reference(base: str, file: Path) -> str:
-    """What FILE writes in `extends`: a path from its own folder, or a name with its plugin."""
+    """Return the value of `extends` in FILE: a path relative to its folder, or a plugin's recipe by name."""
     path = find_recipe(base)
     for plugin, folder in current().recipe_folders():
         if path.parent == folder and "/" not in base and not base.endswith(".toml"):

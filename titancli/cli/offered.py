@@ -1,5 +1,5 @@
-"""Commands of plugins: found by name, loaded when they are used, and missed by name where a plugin is not
-there."""
+"""Commands of plugins: found by name, loaded when used, and reported with the plugin to install where it is
+missing."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def offered(name: str, reserved: Collection[str] = ()) -> click.Command | None:
     """Return the command of a plugin, `name` or `group name`.
 
     Raises:
-        PluginError: more than one plugin offers it, its code cannot be imported or is no click command, or
-            titan's own plugin that brings it is not there.
+        PluginError: more than one plugin offers it; its code cannot be imported or is not a click command; or
+            titan's own plugin that brings it is not installed.
     """
     found = offers(reserved).get(name, [])
     if len(found) > 1:
@@ -58,12 +58,12 @@ def offered(name: str, reserved: Collection[str] = ()) -> click.Command | None:
 
 
 def short_help(command: Command | click.Command) -> str:
-    """Return the line that tells what a command does."""
+    """Return a command's line of help."""
     return command.help if isinstance(command, Command) else command.get_short_help_str(limit=60)
 
 
 def _missed(name: str, plugin: str) -> PluginError:
-    """The error for a command of one of titan's own plugins, which does not offer it."""
+    """Return the error for a command that one of titan's own plugins should offer and does not."""
     from titancli.registry import current
 
     status = next((one for one in current().plugins if one.name == plugin), None)

@@ -1,4 +1,4 @@
-"""What every command prints with: data to stdout, words to stderr.
+"""The printing functions of all commands: data to stdout, messages to stderr.
 
 A table is drawn with rich for a person at a terminal, and is plain columns for everyone else.
 """
@@ -33,7 +33,8 @@ def prepare_streams() -> None:
 
 
 def colored(stream: TextIO) -> bool:
-    """Whether to colour: as NO_COLOR (https://no-color.org) or FORCE_COLOR says, else on a terminal."""
+    """Return whether to use colours: NO_COLOR (https://no-color.org), then FORCE_COLOR, else on a
+    terminal."""
     if os.environ.get("NO_COLOR"):
         return False
     return bool(os.environ.get("FORCE_COLOR")) or (stream.isatty() and os.environ.get("TERM") != "dumb")
@@ -90,7 +91,7 @@ def _draw(
 def _fitted(
     header: Sequence[str], rows: Sequence[Sequence[str]], names: Sequence[str], width: int
 ) -> list[list[str]]:
-    """The rows with the named columns shortened, the last first, until all fit."""
+    """Return the rows with the named columns shortened, the last first, until all fit."""
     from rich.cells import cell_len
 
     columns = [number for number, title in enumerate(header) if title in names]
@@ -107,11 +108,11 @@ def _fitted(
 
 
 GAP, SHORTEST = 2, 8
-"""Between columns that are drawn; and of a column that is shortened."""
+"""Spaces between columns of a drawn table, and the least width of a shortened column."""
 
 
 def shortened(text: str, width: int) -> str:
-    """Return a text of so many cells of a terminal at most: its beginning and its end."""
+    """Return a text shortened to at most so many terminal cells: its beginning and its end."""
     from rich.cells import cell_len
 
     if cell_len(text) <= width:
@@ -123,12 +124,13 @@ def shortened(text: str, width: int) -> str:
 
 
 def print_json(schema: str, document: dict[str, Any], *, one_line: bool = False) -> None:
-    """Print one document. It begins with its schema, `titan.<schema>`, and the version of that."""
+    """Print one JSON document. Its first fields are its schema, `titan.<schema>`, and the schema's
+    version."""
     print(json.dumps({"schema": f"titan.{schema}", "version": 1, **document}, indent=None if one_line else 2))
 
 
 def error_line(message: str, *, hint: str | None = None) -> None:
-    """Say on stderr what went wrong, and what to do."""
+    """Print an error and its hint to stderr."""
     mark = "\x1b[1;31merror\x1b[0m" if colored(sys.stderr) else "error"
     say(f"{mark}: {clean(message)}")
     if hint:
@@ -136,31 +138,31 @@ def error_line(message: str, *, hint: str | None = None) -> None:
 
 
 def mark(state: str) -> str:
-    """`ok`, `warning` or `error` in its colour, padded to one width."""
+    """Return `ok`, `warning` or `error` in its colour, padded to a common width."""
     colors = {"ok": 32, "warning": 33, "error": 31}
     word = f"{state:<7}"
     return f"\x1b[{colors[state]}m{word}\x1b[0m" if colored(sys.stdout) else word
 
 
 def short_path(path: Path) -> str:
-    """Return a path relative to where the command runs, if it lies below; as a command takes it, that is
-    neither an option nor an override."""
+    """Return a path as a command accepts it (not an option or override), relative to the working directory if
+    below it."""
     short = str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
     return f"./{short}" if short.startswith("-") or "=" in short.partition("/")[0] else short
 
 
 def out(text: str = "") -> None:
-    """Print to stdout what comes from files of others: without what a terminal would obey."""
+    """Print text from foreign files to stdout, without terminal control characters."""
     print(clean(text))
 
 
 def be_quiet(quiet: bool) -> None:
-    """Whether notes are left out (`-q`)."""
+    """Suppress notes (`-q`), or print them."""
     global _quiet
     _quiet = quiet
 
 
 def note(message: str) -> None:
-    """Say something on stderr that `-q` leaves out; commands in it can be pasted."""
+    """Print a note to stderr, unless `-q` suppresses notes; commands in it can be pasted."""
     if not _quiet:
         say(clean(pasteable(message)))

@@ -1,4 +1,4 @@
-"""Arguments that name a folder on a disk, or one in an object store by its URL."""
+"""Arguments that name a folder on disk, or one in an object store by its URL."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from titancli.errors import EnvironmentProblem
 
 
 class FolderOrURL(click.Path):
-    """A folder; a URL becomes what answers like one, see `titancli.checkpoint.remote.store.at`."""
+    """A folder; a URL becomes an object with the same methods, see `titancli.checkpoint.remote.store.at`."""
 
     def __init__(self, *, file_okay: bool = False) -> None:
         super().__init__(path_type=Path, file_okay=file_okay)
@@ -29,7 +29,7 @@ class FolderOrURL(click.Path):
 
 @contextmanager
 def on_disk(src: Path, near: Path, *, say: Callable[[str], None]) -> Iterator[Path]:
-    """What `src` names, on a disk: a copy in the folder `near` for as long as it is needed, if it is a URL.
+    """Yield the folder of `src`; of a URL, a temporary copy in the folder `near`.
 
     Raises:
         EnvironmentProblem: there is no good checkpoint, or the copy cannot be written.

@@ -1,4 +1,4 @@
-"""`titan plan`: what a recipe takes on so many devices, and whether it fits."""
+"""`titan plan`: memory, traffic and speed of a recipe on N devices, and whether it fits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from titancli.recipe import Loaded, load_recipe
 from titancli.run.fit import check_world
 
 NODE = 8
-"""Ranks to begin with where neither the command nor the mesh says how many there are."""
+"""Default number of ranks where neither the command nor the mesh sets one."""
 
 
 @click.command("plan", short_help="Estimate memory, traffic and speed on N devices.")
@@ -66,24 +66,24 @@ def command(
         )
     loaded = load_recipe(recipes[0], overrides, unset=unset)
     world = world_size or _ranks(loaded, gpu)
-    told = _told(loaded, world, gpu)
+    document = _document(loaded, world, gpu)
     if check or check_rank:
         from titancli.run import check as dry_run
 
-        told["check"] = dry_run.check(loaded.recipe, world, check_rank or None)
+        document["check"] = dry_run.check(loaded.recipe, world, check_rank or None)
     if as_json:
-        print_json("estimate", told)
+        print_json("estimate", document)
     else:
         from titancli.planning.text import as_text
 
-        print(as_text(told))
-        if told["check"]:
-            print(dry_run.as_text(told["check"]))
+        print(as_text(document))
+        if document["check"]:
+            print(dry_run.as_text(document["check"]))
     return 0
 
 
-def _told(loaded: Loaded, world: int, gpu: str) -> dict[str, Any]:
-    """The document.
+def _document(loaded: Loaded, world: int, gpu: str) -> dict[str, Any]:
+    """Return the document.
 
     Raises:
         RecipeError: everything about the recipe that does not fit this many ranks.
@@ -107,7 +107,7 @@ def _told(loaded: Loaded, world: int, gpu: str) -> dict[str, Any]:
 
 
 def _ranks(loaded: Loaded, gpu: str) -> int:
-    """As many as the mesh asks for; where a degree takes what is left, a node full of them."""
+    """Return the ranks that the mesh needs; at least a full node if a degree takes the remaining ranks."""
     fixed, free = 1, False
     for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp"):
         degree = getattr(loaded.recipe.mesh, name)

@@ -1,4 +1,4 @@
-"""`titan plugin list|show`: what is installed, whether it works, and what it costs."""
+"""`titan plugin list|show`: the installed plugins, their status and their load times."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def _show(plugin: PluginStatus) -> None:
         )
         print(f"              {plugin.name}/NAME, or that of the other one")
     for badge in badges(plugin.name):
-        print(f"  proof       {badge['component']}: {_told(badge)}")
+        print(f"  proof       {badge['component']}: {_proof_text(badge)}")
     if plugin.error:
         print()
         print(plugin.error)
@@ -134,7 +134,8 @@ def _milliseconds(plugin: PluginStatus) -> str:
 
 
 def _proofs(plugin: PluginStatus) -> list[str]:
-    """How many components were proven, in words: those that are right, wrong, and out of date."""
+    """Return the numbers of components that were proven right, proven wrong, or whose proof is stale, in
+    words."""
     found = badges(plugin.name)
     counts = {
         "proven": sum(badge["ok"] is True and not badge["stale"] for badge in found),
@@ -144,10 +145,10 @@ def _proofs(plugin: PluginStatus) -> list[str]:
     return [f"{count} {what}" for what, count in counts.items() if count]
 
 
-def _told(badge: dict[str, Any]) -> str:
+def _proof_text(badge: dict[str, Any]) -> str:
     if badge["ok"] is None:
         return "; ".join(badge["stale"])
     counts = ", ".join(f"{count} {status}" for status, count in badge["cases"].items())
     versions = ", ".join(f"{name} {version}" for name, version in badge["versions"].items())
-    told = f"{badge['recipe']} on up to {badge['ranks']} ranks: {counts} ({badge['time'][:10]}; {versions})"
-    return f"{told}; stale: {', '.join(badge['stale'])}" if badge["stale"] else told
+    text = f"{badge['recipe']} on up to {badge['ranks']} ranks: {counts} ({badge['time'][:10]}; {versions})"
+    return f"{text}; stale: {', '.join(badge['stale'])}" if badge["stale"] else text

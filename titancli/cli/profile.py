@@ -13,7 +13,7 @@ from titancli.cli.output import note, out, print_json, short_path
 from titancli.errors import EnvironmentProblem, TitanError
 
 OTHERS = 30.0
-"""Seconds that the ranks are given to write their traces after rank 0 has written its own."""
+"""Seconds to wait for the other ranks' traces after rank 0 has written its own."""
 
 
 @click.command("profile", short_help="Record traces of the next steps of a running run.")
@@ -45,7 +45,7 @@ def command(run: Path, steps: int, memory: bool, as_json: bool) -> None:
             hint=f"record traces from the start: titan train {run} --resume profiling.enable_profiling=true",
         )
     name = ask(folder.path, Wish(steps, memory))
-    note("asked; recording begins with one of the next steps")
+    note("trace requested; recording begins at one of the next steps")
     try:
         answer = _answered(folder, name)
     except BaseException:
@@ -67,16 +67,16 @@ def command(run: Path, steps: int, memory: bool, as_json: bool) -> None:
 
 
 def _answered(folder: Any, name: str) -> dict[str, Any]:
-    """What the run says once it has recorded.
+    """Return the run's answer once it has recorded.
 
     Raises:
-        TitanError: it could not, or ended before.
+        TitanError: the run could not record, or ended first.
     """
     from titancli.observe.profile_request import answer_to
 
-    told = False
+    announced = False
     while True:
-        running = folder.in_use()  # asked first: the last answer may come with the run's end
+        running = folder.in_use()  # before the answer: the last one may come with the run's end
         answer = answer_to(folder.path, name)
         if answer is not None and answer["state"] == "done":
             return answer
@@ -84,14 +84,14 @@ def _answered(folder: Any, name: str) -> dict[str, Any]:
             raise TitanError(f"{folder.path} could not write a trace: {answer['reason']}")
         if running is False:
             raise TitanError(f"{folder.path} ended before the trace was recorded")
-        if answer is not None and not told:
-            told = True
+        if answer is not None and not announced:
+            announced = True
             note(f"recording steps {answer['first_step']} to {answer['last_step']}")
         time.sleep(0.2)
 
 
 def _written(folder: Path, ending: str, ranks: list[int]) -> list[str]:
-    """The files of these ranks, which may come a little later than rank 0's."""
+    """Return the files of these ranks, which may appear a little later than rank 0's."""
     until = time.monotonic() + OTHERS
     missing = list(ranks)
     while True:

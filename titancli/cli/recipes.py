@@ -1,4 +1,4 @@
-"""`titan recipe list`: the recipes that have a name."""
+"""`titan recipe list`: the recipes that can be used by name."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _recipe(plugin: str, file: Path) -> dict[str, Any]:
 
 
 def _description(file: Path) -> str:
-    """What the file itself says; a base that it extends is not read for this."""
+    """Return the description in the file itself; a base that it extends is not read."""
     import tomli
 
     try:

@@ -1,4 +1,4 @@
-"""`titan rollouts RUN`: what a run has sampled, and what it was worth."""
+"""`titan rollouts RUN`: the samples of a run, with their rewards."""
 
 from __future__ import annotations
 
@@ -76,16 +76,16 @@ def _show(row: dict[str, Any], count: int) -> None:
         tail = [parts] if len(sample["rewards"]) > 1 else []
         tail += [f"{name}: {why}" for name, why in sample["failed"].items()]
         tail += [] if sample["counted"] else ["not counted"]
-        told = f"  [{'; '.join(tail)}]" if tail else ""
+        suffix = f"  [{'; '.join(tail)}]" if tail else ""
         finish, text = printable(sample["finish"]), _line(sample["text"])
-        print(f"  {_in(color, numbers)}  {finish:<6}  {text}{printable(told)}")
+        print(f"  {_in(color, numbers)}  {finish:<6}  {text}{printable(suffix)}")
     if left := len(samples) - len(kept):
         print(_in(DIM, f"  … {left} more in between"))
     print()
 
 
 def _line(text: str) -> str:
-    """One line, as wide as the terminal has room for; nothing that a terminal would obey."""
+    """Return a text as one line, cut to the terminal's width, without control characters."""
     width = max(40, shutil.get_terminal_size((120, 24)).columns - 40)
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     return shown if len(shown) <= width else f"{shown[: width - 1]}…"

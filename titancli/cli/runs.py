@@ -1,4 +1,4 @@
-"""`titan runs …`: which runs there are, how they are doing, and what they were."""
+"""`titan runs …`: list, show, watch, compare and remove runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RUN = RunName()
 JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 STYLES = {"running": "bold green", "failed": "red", "died": "red", "unknown": "yellow"}
 LOOK_BACK = 200
-"""Events before the last step in which an evaluation is looked for."""
+"""Number of events before the last step that are searched for an evaluation."""
 FAILED = ("failed", "died")
 DAY = 86400
 
@@ -266,7 +266,8 @@ def _removable(path: Path) -> Path:
 
 
 def _refuse_in_use(run: Summary) -> None:
-    """
+    """Raise an error if a run is, or may be, in use.
+
     Raises:
         EnvironmentProblem: a process works in the folder, or may do so on another machine.
     """
@@ -287,17 +288,18 @@ def _confirmed(runs: list[Summary]) -> bool:
         about = ", ".join((_words(run.state), step, saved, size_text(_size(run.path))))
         say(printable(f"  {short_path(run.path)}: {about}"))
     if not sys.stdin.isatty():
-        raise UsageError("nobody can be asked here whether to remove them", hint="add --yes")
+        raise UsageError("not a terminal, so the removal cannot be confirmed", hint="add --yes")
     return click.confirm(f"Remove {len(runs)} run{'' if len(runs) == 1 else 's'}?", err=True)
 
 
 def _size(folder: Path) -> int:
-    """Bytes of the files below a folder; links are not followed."""
+    """Return the size in bytes of the files below a folder; links are not followed."""
     return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
 
 
 def _remove(folder: RunFolder) -> None:
-    """Remove a run. What marks the folder as a run goes last, so that a removal that failed can be repeated.
+    """Remove a run. The files that mark the folder as a run go last, so that a failed removal can be
+    repeated.
 
     Raises:
         EnvironmentProblem: it is in use, or something in it cannot be removed.
@@ -332,7 +334,7 @@ def _words(state: str) -> str:
 
 
 def _when(time: str | None) -> str:
-    """A timestamp to the second."""
+    """Return a timestamp to the second."""
     return f"{time.partition('.')[0].removesuffix('Z')}Z" if time else "-"
 
 
@@ -392,11 +394,11 @@ def _print_facts(run: Summary, logs: list[str]) -> None:
 
 
 def _attempt_row(number: int, attempt: dict[str, Any]) -> tuple[str, ...]:
-    told = _attempt(attempt)
-    origin = Path(str(told["checkpoint"])).name if told["checkpoint"] else "the beginning"
-    why = _words(told["why"]) if told["why"] else "-"
-    step, world = ("-" if told[name] is None else str(told[name]) for name in ("step", "world"))
-    return (str(number), _when(told["started"]), _when(told["ended"]), why, step, world, origin)
+    shown = _attempt(attempt)
+    origin = Path(str(shown["checkpoint"])).name if shown["checkpoint"] else "the beginning"
+    why = _words(shown["why"]) if shown["why"] else "-"
+    step, world = ("-" if shown[name] is None else str(shown[name]) for name in ("step", "world"))
+    return (str(number), _when(shown["started"]), _when(shown["ended"]), why, step, world, origin)
 
 
 # ------------------------------------------------------------------------------------------- documents
@@ -430,7 +432,7 @@ def _attempt(attempt: dict[str, Any]) -> dict[str, Any]:
 
 
 def _environment(run: Summary) -> dict[str, Any]:
-    """Of the newest attempt."""
+    """Return the environment of the newest attempt."""
     newest = run.attempts[-1] if run.attempts else {}
     names = ("host", "platform", "device", "world", "mesh", "git", "versions", "plugin_files")
     found = {name: newest.get(name) for name in names}

@@ -44,7 +44,8 @@ def command(name: str, as_json: bool) -> None:
 
 
 def _key(name: str) -> Field | None:
-    """A key of a recipe that is no section: `weights`, `training.steps`; of a component, the default's.
+    """Return a key of a recipe outside a component, as `weights`, `training.steps`, or a default component's
+    key.
 
     Raises:
         UsageError: the section has no such key.
@@ -76,13 +77,13 @@ def _print_key(name: str, key: Field) -> None:
 
 
 def _section(name: str) -> type | None:
-    """The class of a recipe's section, as `training`."""
+    """Return the class of a recipe's section, such as `training`."""
     field = fields_of(Recipe).get(name)
     return next(iter(field.type.tables), None) if field else None
 
 
 def _label(config: type) -> tuple[str, str, str | None]:
-    """Kind, name and target; of a section, its name alone."""
+    """Return kind, name and target of a component; the name of a section."""
     if is_config(config):
         info = component_info(config)
         return info.kind, current().full_name(config), info.target

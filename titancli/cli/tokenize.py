@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 SHARD_TOKENS = 1 << 29
 NOTE_SECONDS = 30.0
-"""Between two lines of progress, where there is no terminal."""
+"""Seconds between two lines of progress where there is no terminal."""
 
 
 @click.command("tokenize", short_help="Tokenize text into shards for training.")
@@ -132,7 +132,7 @@ def tokenizer_of(folder: str | None, recipe: str | None) -> Any:
 
 @contextmanager
 def _own_words() -> Iterator[None]:
-    """What reads the sources speaks of a recipe's keys; here they are arguments and options."""
+    """Rewrite errors about a recipe's keys in terms of this command's arguments and options."""
     try:
         yield
     except TitanError as error:
@@ -151,7 +151,7 @@ def _translated(words: str) -> str:
 
 @contextmanager
 def _reporter() -> Iterator[Callable[[Progress], None]]:
-    """A bar, for people at a terminal; else a line now and then."""
+    """Return a function that shows progress: a bar on a terminal, else a line now and then."""
     begun = time.monotonic()
     if not sys.stderr.isatty():
         last = begun

@@ -40,7 +40,7 @@ class NumberOrAuto(click.ParamType):
 
 
 class Nodes(click.ParamType):
-    """A number of nodes, or MIN:MAX: the least, None where it is fixed, and the most."""
+    """A number of nodes, or MIN:MAX: the minimum (None if the number is fixed) and the maximum."""
 
     name = "N|MIN:MAX"
 
@@ -88,14 +88,14 @@ START_OPTIONS = (
 
 
 def start_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add what a run is started with: here, or as a job of a cluster."""
+    """Add the options that start a run, on this machine or as a cluster's job."""
     for option in reversed(START_OPTIONS):
         function = option(function)
     return function
 
 
 KEY_LIKE = re.compile(r"[a-z][a-z0-9_]*(\.[a-z0-9_]+)+")
-"""What is a key rather than a recipe, among words without `=`."""
+"""Matches words without `=` that look like a key rather than a recipe."""
 
 
 @click.command("train", short_help="Train a model from a recipe, or resume a run.")
@@ -201,7 +201,7 @@ def command(
 
 
 def _train(plan: Plan, request: LaunchRequest, nproc: int | str | None, env: dict[str, str]) -> int:
-    """Say what is noteworthy about the plan, and run it; see `_run`."""
+    """Print notes about the plan, and run it; see `_run`."""
     from titancli.run.start import other_batch
 
     for line in plan.notes:
@@ -245,7 +245,7 @@ def check_flags(
     """Check the flags of a start.
 
     Raises:
-        UsageError: flags that do not go together, or that need another one.
+        UsageError: flags exclude each other, or one needs another.
     """
     if nnodes > 1 and run_dir is None and not resume:
         raise UsageError(
@@ -259,10 +259,10 @@ def check_flags(
 
 
 def _run(plan: Plan, request: LaunchRequest, nproc: int | str | None, env: dict[str, str]) -> int:
-    """Start the run, wait for its end, and say what to do next.
+    """Start the run, wait for its end, and print what to do next.
 
     Args:
-        nproc, env: as on the command line, for the lines that say so.
+        nproc, env: as on the command line, for the commands printed.
     """
     from titancli.run.outlook import outlook
     from titancli.run.start import start
@@ -305,10 +305,10 @@ def _say_finished(plan: Plan) -> int:
 
 
 def environment_of(variables: tuple[str, ...]) -> dict[str, str]:
-    """Return what `--env` sets.
+    """Return the environment variables that `--env` sets.
 
     Raises:
-        UsageError: it is not NAME=VALUE, or one that is set in the shell or by the launcher.
+        UsageError: an item is not NAME=VALUE, or is already set in the shell or by the launcher.
     """
     from titancli.recipe.env import wrong_variable
 
@@ -326,7 +326,7 @@ def environment_of(variables: tuple[str, ...]) -> dict[str, str]:
 def _say_next(
     folder: RunFolder, recipe: Recipe, nproc: int | str | None, env: dict[str, str], request: LaunchRequest
 ) -> None:
-    """Three lines for what to type next, after a run that ended in good order."""
+    """Print up to three commands to type next, after a run that ended normally."""
     outcome = folder.outcome()
     if outcome is None or outcome["why"] not in ("finished", "data_ended", "stopped", "interrupted"):
         return

@@ -1,4 +1,4 @@
-"""`titan validate`: everything that is wrong with recipes, without running them."""
+"""`titan validate`: all problems of recipes, without running them."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def command(arguments: tuple[str, ...], unset: tuple[str, ...], strict: bool, fo
 
 
 def _failed(reference: str, error: TitanError, format_: Format) -> dict[str, Any]:
-    """Tell an error in the format, and return the JSON document of this recipe."""
+    """Print an error in the chosen format, and return the JSON document of this recipe."""
     if isinstance(error, RecipeError):
         problems = error.problems
     else:

@@ -1,4 +1,4 @@
-"""What a plugin's command is made of: options, completion, output. Public; it imports no torch.
+"""The building blocks of a plugin's command: options, completion, output. Public; it imports no torch.
 
     from titancli.commands import note, print_json, table
 

@@ -1,4 +1,4 @@
-"""What a run has recorded of itself, for commands that compare runs or run a part of one again."""
+"""The records of a run, for commands that compare runs or rerun a part of one."""
 
 from titancli.run.code_drift import (
     NO_EFFECT,

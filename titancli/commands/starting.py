@@ -1,4 +1,4 @@
-"""From a request to a run that is started: what `titan train` does, for commands that start runs."""
+"""The way from a request to a started run, as in `titan train`, for commands that start runs."""
 
 from titancli.cli.train import Nodes, check_flags, environment_of, one_recipe, start_options
 from titancli.launch import LaunchRequest

@@ -12,12 +12,12 @@ from titancli.recipe.find import beside
 from titancli.recipe.toml import Node
 
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*\Z", re.ASCII)
-"""`owner/name`."""
+"""Matches `owner/name`."""
 
 
 @dataclass(frozen=True)
 class Assets:
-    """A repository, and the folder of this machine that a recipe reads it from."""
+    """A repository, and the local folder that a recipe reads it from."""
 
     repository: str
     folder: Path
@@ -26,7 +26,7 @@ class Assets:
 
     @property
     def command(self) -> str:
-        """The line that downloads it."""
+        """Return the command that downloads it."""
         relative = os.path.relpath(self.folder)
         folder = str(self.folder) if relative.startswith("..") else relative
         flag = " --weights" if self.weights else ""
@@ -34,9 +34,9 @@ class Assets:
 
 
 def hub_hint(given: Path) -> str | None:
-    """Return what to do with `OWNER/NAME` where a Hugging Face folder is wanted; None for any other name.
+    """Return a hint for `OWNER/NAME` where a Hugging Face folder is expected; None for any other name.
 
-    Where OWNER is a folder, it is a path with a mistake in it.
+    If OWNER is an existing folder, the name is a mistyped path.
     """
     if not REPOSITORY.match(str(given)) or given.parent.is_dir():
         return None
@@ -47,7 +47,7 @@ def hub_hint(given: Path) -> str | None:
 
 
 def assets_of(root: Node) -> Assets | None:
-    """Return what a recipe's tree says of its assets; None if it names no repository, or no folder for it."""
+    """Return the assets that a recipe's tree names; None if it names no repository, or no folder for it."""
     repository, weights = _text(root.child("assets")), _text(root.child("weights"))
     tokenizer = root.child("tokenizer")
     folder = _text(tokenizer.child("path") if tokenizer else None) or weights

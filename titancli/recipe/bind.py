@@ -1,4 +1,4 @@
-"""From a tree to a Recipe, and pydantic's errors in a recipe's own words."""
+"""Binding of a tree to a Recipe, with pydantic's errors in terms of the recipe."""
 
 from __future__ import annotations
 
@@ -33,11 +33,10 @@ MISSING = ("missing", "missing_argument", "missing_keyword_only_argument")
 def bind_recipe(
     resolved: Resolved, registry: Registry, problems: Problems
 ) -> tuple[Recipe, frozenset[KeyPath]]:
-    """Bind everything that fits; the paths of values that do not, which have their defaults.
+    """Bind a recipe. Values that do not fit get their defaults; their paths are returned too.
 
     Raises:
-        RecipeError: something does not fit and has no default, or there were problems before; it holds
-            them all.
+        RecipeError: a value that does not fit has no default, or there were problems before; all are in it.
         PluginError: a component's class cannot be bound at all.
     """
     from pydantic import ValidationError
@@ -71,15 +70,15 @@ def bind_recipe(
 
 
 def _datasets(resolved: Resolved) -> list[type | None]:
-    """The classes of the datasets that are read; None for the one that a recipe lacks."""
+    """Return the classes of the datasets in use; None stands for a missing one."""
     held_out = [cls for path, cls in resolved.classes.items() if path[:2] == VALIDATION and len(path) == 3]
     needed = not held_out or needs_dataset(resolved.classes.get(("loop",)))
     return [*([resolved.classes.get(("dataset",))] if needed else []), *held_out]
 
 
 def absolute(value: Any) -> Any:
-    """Return the same value with every Path absolute: relative to where the command is run. `~` is the home
-    folder; URLs stay."""
+    """Return the value with every Path made absolute: relative to the working directory, `~` expanded; URLs
+    stay."""
     if isinstance(value, Path):
         return value if url_of(value) else Path(os.path.expanduser(value)).absolute()
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -134,7 +133,7 @@ def _report(
 def _unknown_key(
     path: KeyPath, node: Node, resolved: Resolved, registry: Registry, problems: Problems
 ) -> KeyPath:
-    """Report a key; the path of the known key that it probably means, or of none."""
+    """Report an unknown key; return the path of the known key that it probably means, or None."""
     from titancli.recipe.elsewhere import in_titan, moved
 
     table, key = path[:-1], str(path[-1])
@@ -160,7 +159,8 @@ def _unknown_key(
 
 
 def _belongs(key: str, node: Node, table: KeyPath, resolved: Resolved) -> str | None:
-    """Where else a key is known: in another section, in the component of another slot, or at the top."""
+    """Return a hint that says where a key is known: another section, another slot's component, or the top
+    level."""
     override = node.origin.text if node.origin.kind == "override" else ""
     if table and key in fields_of(Recipe):
         top = "this key belongs at the top, before the first [section]"
@@ -198,13 +198,13 @@ def _missing_key(
 
 
 def _rank(path: KeyPath, resolved: Resolved) -> int:
-    """The place of a field in its class."""
+    """Return the position of a field in its class."""
     cls = resolved.classes.get(path[:-1])
     return list(fields_of(cls)).index(str(path[-1])) if cls else 0
 
 
 def _name(table: KeyPath, cls: type | None, registry: Registry) -> str:
-    """How a table is called in a message: `training`, `model (titan/llama3)`."""
+    """Return a table's name for messages: `training`, `model (titan/llama3)`."""
     if cls is not None and is_config(cls):
         return f"{dotted(table)} ({registry.full_name(cls)})"
     return dotted(table)
@@ -248,7 +248,7 @@ class Mistake:
 
     code: str
     expected: str
-    """What the value must be: `an integer`. Empty where `message` says it all."""
+    """The type of value expected: `an integer`. Empty if `message` says everything."""
     message: str = ""
 
     @classmethod
@@ -272,7 +272,7 @@ class Mistake:
 def describe(
     path: KeyPath, node: Node, mistakes: list[Mistake], choices: list[Any]
 ) -> tuple[str, str, str | None]:
-    """The code, message and hint for all that is wrong with one value."""
+    """Return code, message and hint for all errors about one value."""
     expected = list(dict.fromkeys(mistake.expected for mistake in mistakes if mistake.expected))
     codes = {mistake.code for mistake in mistakes}
     # Of several alternatives the one that the value comes nearest to says what is wrong.
@@ -294,7 +294,7 @@ def describe(
 
 
 def shown(node: Node) -> str:
-    """A value as its writer knows it, cut short."""
+    """Return a value as it was written, shortened."""
     if isinstance(node.value, dict):
         return "a table"
     text = node.origin.text

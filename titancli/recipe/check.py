@@ -1,4 +1,4 @@
-"""What is wrong with a recipe as a whole, as far as it can be told without torch and without the ranks.
+"""Checks of a recipe as a whole that need neither torch nor the ranks, and remarks on valid recipes.
 
 And what a user should know of one that is not wrong: its remarks.
 """
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from titancli.registry.lookup import Registry
 
 KEEPS_ALL = {"eager", "eager_noexcept", "eager_debug", "pre_dispatch_eager", "ts"}
-"""torch's backends that leave autograd to choose what backward needs."""
+"""The backends of torch.compile that let autograd choose which activations backward keeps."""
 
 
 def check_recipe(
@@ -41,10 +41,10 @@ def check_recipe(
     problems: Problems,
     left_out: Collection[KeyPath] = (),
 ) -> None:
-    """Report what titan, the components and the plugins find wrong.
+    """Report the problems that titan, the components and the plugins find.
 
-    `left_out`: the paths of values that could not be bound, in place of which the recipe has defaults. What
-    may be wrong because of a default alone is not reported.
+    `left_out`: the paths of values that could not be bound and have their defaults instead. A problem that
+    may be due to such a default alone is not reported.
 
     Raises:
         PluginError: a check of a component or of a plugin that the recipe uses is broken.
@@ -60,7 +60,8 @@ def check_recipe(
 
 
 def _concerns(path: KeyPath, message: str, key: KeyPath) -> bool:
-    """Return whether a finding may come from the value of a key: it is in the same table, or names it."""
+    """Return whether a finding may be due to the value of a key: it is in the same table, or names the
+    key."""
     return path[:1] == key[:1] or re.search(rf"\b{re.escape(str(key[-1]))}\b", message) is not None
 
 
@@ -87,7 +88,7 @@ def _core_checks(recipe: Recipe) -> Iterator[Finding]:
 
 
 def _datasets(recipe: Recipe) -> list[Any]:
-    """The configs of all datasets; None is one that the loop does not use."""
+    """Return the configs of all datasets; None stands for one that the loop does not use."""
     return [recipe.dataset, *recipe.validation.datasets.values()]
 
 
@@ -195,7 +196,7 @@ def _profiling(recipe: Recipe) -> Iterator[Finding]:
 
 
 def _remote(url: str) -> tuple[str, str] | None:
-    """What is wrong with `checkpoint.remote`, and what to write; credentials are not shown."""
+    """Return the problem of `checkpoint.remote` and a hint, or None; credentials are not shown."""
     if re.match(r"\w+://[^/]*@", url):
         hint = "remove the part before the @, and set AWS_PROFILE, for example, in the shell"
         return (
@@ -207,7 +208,7 @@ def _remote(url: str) -> tuple[str, str] | None:
 
 
 def component_checks(recipe: Recipe) -> Iterator[Finding]:
-    """What the configs' own `check(recipe)` methods say."""
+    """Yield the findings of the configs' own `check(recipe)` methods."""
     for path, config in components(recipe):
         try:
             for key, message in with_defaults(ConfigDefaults, config).check(recipe):
@@ -220,7 +221,7 @@ def component_checks(recipe: Recipe) -> Iterator[Finding]:
 
 
 def components(recipe: Recipe) -> Iterator[tuple[KeyPath, Any]]:
-    """Every component's config in a recipe with its path, those in slots of other components included."""
+    """Yield the config of every component in a recipe with its path, including slots of other components."""
     return ((path, config) for path, config in configs(recipe) if is_config(config))
 
 
@@ -232,7 +233,7 @@ def _path(key: str) -> KeyPath:
 def _add(
     problems: Problems, root: Node, path: KeyPath, message: str, hint: str | None, *, show_value: bool = True
 ) -> None:
-    """Report at the key, or at the nearest table above it that the recipe has."""
+    """Report a finding at its key, or at the nearest enclosing table that the recipe has."""
     node, reached = root.follow(path)
     location = node.origin.location("value" if reached == path and show_value else "key")
     if location is not None and not show_value:
@@ -246,7 +247,7 @@ def _add(
 
 
 TAKEN = ("checkpoints", "evaluations", "exports", "logs", "rollouts", "sources")
-"""Folders of a run that hold something else."""
+"""Folders of a run that have another purpose."""
 PARTS = {
     "model": "the weights",
     "optimizer": "the optimizer's moments and step counts",
@@ -256,14 +257,14 @@ PARTS = {
     "callbacks": "the state of callbacks, such as an average of the weights",
 }
 TORCHTITAN = {"dataloader": "data", "lr_scheduler": "step", "train_state": "step"}
-"""Its names for what is called otherwise here."""
+"""The parts of a checkpoint under torchtitan's names, where these differ."""
 
 
 # ---------------------------------------------------------------------------------------------------- remarks
 
 
 def remarks(recipe: Recipe) -> list[str]:
-    """Sentences, none of which ends a command."""
+    """Return remarks as sentences; none of them stops a command."""
     schedule = with_defaults(ScheduleConfigDefaults, recipe.lr_scheduler)
     return [*schedule.remarks(recipe.schedule_steps), *_rounding(recipe)]
 

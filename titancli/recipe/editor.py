@@ -31,7 +31,7 @@ DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
 def recipe_schema(registry: Registry) -> dict[str, Any]:
-    """The JSON Schema of recipes that name what `registry` has.
+    """Return the JSON Schema of recipes that use the components of `registry`.
 
     Raises:
         PluginError: the fields of a component cannot be bound; the message names it.
@@ -82,13 +82,14 @@ def _definition(name: str, cls: type) -> str:
 
 
 def _schema_of(schema: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
-    """The object that a class's schema is, where pydantic made a reference of it."""
+    """Return the object schema of a class, following the reference that pydantic may return."""
     name = schema.get("$ref", "").removeprefix("#/$defs/")
     return dict(definitions[name]) if name else _relaxed(schema)
 
 
 def _relaxed(schema: Any) -> Any:
-    """Without `required` (a base may have it) and null (TOML has none); slots refer to their kind."""
+    """Return a schema without `required` (a base may set it) and null (TOML has none); slots refer to their
+    kind."""
     if isinstance(schema, list):
         return [_relaxed(item) for item in schema]
     if not isinstance(schema, dict):
@@ -97,20 +98,20 @@ def _relaxed(schema: Any) -> Any:
         doc = {"description": schema["description"]} if "description" in schema else {}
         return {"$ref": f"#/$defs/slot.{schema[SLOT]}", **doc}
     left_out = ("required", "title", "properties")
-    told = {key: _relaxed(item) for key, item in schema.items() if key not in left_out}
-    if told.get("default", 0) is None:
-        del told["default"]
+    relaxed = {key: _relaxed(item) for key, item in schema.items() if key not in left_out}
+    if relaxed.get("default", 0) is None:
+        del relaxed["default"]
     if "properties" in schema:  # a field may have any of these names
-        told["properties"] = {key: _relaxed(item) for key, item in schema["properties"].items()}
-    arms = [arm for arm in told.get("anyOf", []) if arm != {"type": "null"}]
+        relaxed["properties"] = {key: _relaxed(item) for key, item in schema["properties"].items()}
+    arms = [arm for arm in relaxed.get("anyOf", []) if arm != {"type": "null"}]
     if len(arms) == 1:
-        del told["anyOf"]
-        return {**arms[0], **told}
-    return {**told, "anyOf": arms} if arms else told
+        del relaxed["anyOf"]
+        return {**arms[0], **relaxed}
+    return {**relaxed, "anyOf": arms} if arms else relaxed
 
 
 def _component(name: str, cls: type, table: dict[str, Any], registry: Registry) -> dict[str, Any]:
-    """The table of one component."""
+    """Return the schema of a component's table."""
     added: dict[str, Any] = {"type": {"description": summary(cls), "enum": _names(name, cls, registry)}}
     if flavors := with_defaults(ConfigDefaults, cls).flavors:
         added["flavor"] = {
@@ -121,17 +122,17 @@ def _component(name: str, cls: type, table: dict[str, Any], registry: Registry) 
 
 
 def _names(name: str, cls: type, registry: Registry) -> list[str]:
-    """What the component is called in a recipe: its full name, and the bare one if no other has it."""
+    """Return a component's names in a recipe: the full one, and the bare one if no other component has it."""
     bare = name.rpartition("/")[2]
     offered = [n for n in registry.names(component_info(cls).kind) if n.rpartition("/")[2] == bare]
     return [bare, name] if len(offered) == 1 else [name]
 
 
 def _slot_schema(kind: str, registry: Registry) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What may stand in a slot of a kind, and what must if no base says the rest of it.
+    """Return the schema of a slot of a kind, and the stricter one for a recipe without a base.
 
-    Each component's table is asked for where `type` names it, so that an editor marks the key that is wrong:
-    of alternatives (`anyOf`) it could only say that none of them fits.
+    Each component's table is selected by its `type`, so that an editor marks the wrong key: with alternatives
+    (`anyOf`) it could only report that none of them fits.
     """
     names: list[str] = []
     ready: list[str] = []
@@ -165,7 +166,8 @@ def _slot_schema(kind: str, registry: Registry) -> tuple[dict[str, Any], dict[st
 
 
 def _section(schema: dict[str, Any]) -> dict[str, Any]:
-    """A key at the top; an array is never merged with a base's, so its components are whole."""
+    """Return the schema of a top-level key; an array never merges with a base's, so its components are
+    complete."""
     reference = schema.get("items", {}).get("$ref", "")
     if not reference.startswith("#/$defs/slot."):
         return schema
@@ -190,7 +192,8 @@ def _whole_recipe(registry: Registry) -> dict[str, Any]:
 
 
 def _needed(name: str, registry: Registry, kind: str, needs: Callable[[Any], bool]) -> dict[str, Any]:
-    """That a recipe has a section, save with components of a kind that say that they need none."""
+    """Return the schema that requires a section, except with components of a kind that declare not to need
+    it."""
     wanted: dict[str, Any] = {"required": [name]}
     without = [
         called
@@ -213,10 +216,10 @@ def _plugins(registry: Registry) -> list[str]:
 
 
 def override_keys(data: Mapping[str, Any], registry: Registry) -> dict[str, list[str]]:
-    """Dotted keys with the values that they may have, as far as these can be counted.
+    """Return dotted keys with their possible values, where these can be listed.
 
     Args:
-        data: a resolved recipe's, whose components' keys are then among them; or nothing.
+        data: a resolved recipe, to include the keys of its components; or nothing.
     """
     return dict(_fields(Recipe, data, registry, ""))
 
@@ -261,7 +264,7 @@ def _slot(kind: str, data: Any, registry: Registry, key: str) -> Iterator[tuple[
 
 
 def _shortest(names: list[str]) -> list[str]:
-    """Bare names where only one plugin has them, else full ones."""
+    """Return bare names where they are unique, else full ones."""
     bare_names = [name.rpartition("/")[2] for name in names]
     return [b if bare_names.count(b) == 1 else name for name, b in zip(names, bare_names, strict=True)]
 
@@ -271,16 +274,16 @@ def _shortest(names: list[str]) -> list[str]:
 
 WIDTH = 100
 OWN = ("recipe", "name", "description", "requires")
-"""What a recipe says of itself; the template sets it, or leaves it to the base."""
+"""Keys that describe one recipe itself; the template sets them, or leaves them to the base."""
 
 
 def template(
     loaded: Loaded, extends: str, name: str, schema: str | None = None, *, full: bool = False
 ) -> str:
-    """The text of a recipe `name` that extends `loaded`, by the reference `extends`.
+    """Return the text of a recipe `name` that extends `loaded`, by the reference `extends`.
 
-    Taking the `# ` off a key changes nothing until its value is edited. `schema`: a JSON Schema file to name
-    for editors. `full`: list every key, not only those that `loaded` sets.
+    Uncommenting a key changes nothing until its value is edited. `schema`: a JSON Schema file to name for
+    editors. `full`: list every key, not only those that `loaded` sets.
     """
     body = _Body(loaded, full).lines()
     return "\n".join([*_head(extends, name, schema), *body, ""])
@@ -350,5 +353,5 @@ class _Body:
 
 
 def _comment(text: str) -> list[str]:
-    """Words are told from keys by a second #."""
+    """Return a line as a comment; a second # tells prose from keys."""
     return [f"## {line}" for line in textwrap.wrap(" ".join(text.split()), WIDTH)]

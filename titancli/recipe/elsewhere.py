@@ -1,4 +1,4 @@
-"""What keys of other trainers are in titan; imported where a recipe has a key that it does not know."""
+"""The keys of other trainers and their equivalents in titan; imported only after an unknown key was found."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MOVED = {
     "checkpoint.initial_load_path": "set weights = … at the top",
     "checkpoint.folder": "checkpoints are in the run folder; set it on the command line: --run-dir",
 }
-"""Keys of torchtitan, as far as their section tells what they are."""
+"""Hints for keys of torchtitan, by section and key."""
 
 LORA = '[[converters]] with type = "lora", rank, alpha and targets'
 RUN_DIR = "the command line: titan train … --run-dir DIR"
@@ -136,20 +136,21 @@ SYNONYMS = {
     "context_parallel_degree": "mesh.cp",
     "expert_parallel_degree": "mesh.ep",
 }
-"""Keys of others: titan's key, where its value means the same; or that and what to know: `KEY: words`."""
+"""Keys of other trainers. Value: titan's key, if a value means the same there, else `KEY: words` with an
+explanation."""
 
 
 def moved(path: tuple[str | int, ...]) -> str | None:
-    """Return what to write instead of a key that torchtitan has; None for any other."""
+    """Return a hint for a key of torchtitan; None for any other."""
     return MOVED.get(".".join(map(str, path)))
 
 
 def in_titan(name: str, value: str = "") -> tuple[str | None, str] | None:
-    """Return titan's key where its value is the same as of this key of another trainer, and what to write.
+    """Return titan's key for a key of another trainer, if its value means the same, and a hint.
 
     Args:
         name: `learning_rate`, `learning-rate`.
-        value: as an override has it, to be shown as the override to write; empty: none.
+        value: as an override has it, to be shown in the override to write; may be empty.
 
     Returns:
         None for a name that the table does not have.

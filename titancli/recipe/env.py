@@ -1,4 +1,4 @@
-"""`[env]`: which environment variables a recipe may set, and which the command line may."""
+"""`[env]`: the environment variables that a recipe may set, and those that the command line may set."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ _ALLOWED = (
     "HF_DATASETS_DISABLE_PROGRESS_BARS HF_HUB_VERBOSITY TRANSFORMERS_VERBOSITY DATASETS_VERBOSITY "
 )
 ALLOWED = _ALLOWED.split()
-"""What a recipe may set: numbers, switches and names of interfaces, none of which chooses code to load, a
-program to start, or a file to read or write."""
+"""Variables that a recipe may set: numbers, switches and names of interfaces; none of them selects code to
+load, a program to start, or a file to read or write."""
 
 SECRET = ("*_TOKEN", "*_KEY", "*SECRET*", "*PASSWORD*")
 LAUNCHERS = (
@@ -56,7 +56,7 @@ DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 
 
 def check_env(env: Mapping[str, str]) -> Iterator[tuple[KeyPath, str, str]]:
-    """Yield what is wrong with each variable of a recipe: its path, a message, and what to do."""
+    """Yield path, message and hint for each variable that a recipe may not set."""
     for name, value in env.items():
         refused = wrong_variable(name, value) or _not_allowed(name)
         if refused is not None:
@@ -64,7 +64,8 @@ def check_env(env: Mapping[str, str]) -> Iterator[tuple[KeyPath, str, str]]:
 
 
 def wrong_variable(name: str, value: str) -> tuple[str, str] | None:
-    """Return what is wrong with a variable wherever it is written, and what to do; None if nothing is."""
+    """Return message and hint for a variable that may not be set, by a recipe or otherwise; None if it
+    may."""
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
         return f"{name!r} is not the name of an environment variable", "write letters, digits and _"
     if "\0" in value:

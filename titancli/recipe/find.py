@@ -1,4 +1,4 @@
-"""From what a user calls a recipe to its file: a path, a run folder, or a name. And URLs for paths."""
+"""From a reference (a path, a run folder, or a name) to a recipe file; and URLs in place of paths."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
     from titancli.registry.lookup import Registry
 
 LOCK_HEADER = "# A resolved recipe, written by titan"
-"""How such a file begins."""
+"""First words of a resolved recipe."""
 NAMED = re.compile(r"(?P<plugin>[A-Za-z0-9][A-Za-z0-9_.-]*):(?P<name>[A-Za-z0-9][A-Za-z0-9_.-]*)\Z")
 """`plugin:name`."""
 
 
 BESIDE = "recipe:"
-"""How a path begins that is relative to the file that says it."""
+"""Prefix of a path that is relative to the recipe file it is written in."""
 
 
 def beside(node: Node) -> str:
-    """Return a path as text; one that begins with `recipe:` from the folder of the file that says it.
+    """Return a path as text; a prefix `recipe:` becomes the folder of the file it is written in.
 
     Raises:
-        RecipeError: it begins so, and is not said in a file.
+        RecipeError: it has the prefix, and is not written in a file.
     """
     text: str = node.value
     if not text.startswith(BESIDE):
@@ -42,10 +42,10 @@ def beside(node: Node) -> str:
 
 
 def bundled_folder() -> Path:
-    """The folder of titan's own recipes: inside the installed package, or else in the checkout.
+    """Return the folder of titan's own recipes: inside the installed package, or in the checkout.
 
     Raises:
-        RecipeError: it is in neither place.
+        RecipeError: neither exists.
     """
     package = Path(__file__).resolve().parents[1]
     for folder in (package / "bundled_recipes", package.parent / "recipes"):
@@ -55,7 +55,7 @@ def bundled_folder() -> Path:
 
 
 def find_recipe(reference: str | Path, *, registry: Registry | None = None) -> Path:
-    """The file of a recipe.
+    """Return the file of a recipe.
 
     A reference is a path if it contains a `/`, ends in `.toml`, or is a folder with a lock file; else it is
     the name of a recipe, `plugin:name` or just `name` while one plugin has it.
@@ -91,7 +91,7 @@ def _existing(path: Path) -> Path:
 
 
 def named_recipe(reference: str, registry: Registry) -> Path:
-    """The file of `plugin:name` or `name`.
+    """Return the file of `plugin:name` or `name`.
 
     Raises:
         RecipeError: no plugin has it, or `name` alone is ambiguous.
@@ -124,7 +124,7 @@ _URL = re.compile(r"([a-z][a-z0-9+.-]+):/+")
 
 
 def url_of(path: Path) -> str | None:
-    """The URL that a path was written as, or None; a Path has lost some of its slashes."""
+    """Return the URL that a path was written as, or None; a Path has lost some of its slashes."""
     match = _URL.match(str(path))
     if match is None:
         return None

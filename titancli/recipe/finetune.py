@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from titancli.registry.lookup import Registry
 
 LONGEST = 2048
-"""Tokens of a row where the model was made for longer ones: less memory to begin with."""
+"""Maximum tokens per row in the new recipe, even if the model supports more: it saves memory to begin
+with."""
 TEXT = Template("""\
 recipe = 1
 name = $name

@@ -1,9 +1,9 @@
-"""What is wrong with the degrees of a recipe: one answer for `validate`, `plan` and `train`. Torch-free.
+"""Checks of a recipe's parallel degrees, shared by `validate`, `plan` and `train`. Torch-free.
 
-A degree of -1 is not known until the ranks are: what depends on it is told once a recipe is `on` some ranks.
-Of a model those sizes are read that its config names as every decoder does: `n_layers`, `n_heads`,
-`n_kv_heads`, `hidden_dim`, `vocab_size`, `n_experts`, and `tied`. What a config does not have is not checked.
-One that is not cut as a decoder is says which degrees there are for it: `mesh_degrees`.
+A degree of -1 is unknown until the number of ranks is; checks that depend on it run once a recipe is `on`
+some ranks. The sizes of a model are read from its config under their common names: `n_layers`, `n_heads`,
+`n_kv_heads`, `hidden_dim`, `vocab_size`, `n_experts`, and `tied`. A size that a config does not have is not
+checked. A model that is sharded in another way lists its possible degrees: `mesh_degrees`.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from titancli.registry.defaults import ModelConfigDefaults, ParallelizeConfigDef
 from titancli.torch_version import SPLIT_BACKWARD, lacks, torch_version
 
 Finding = tuple[KeyPath, str, str | None]
-"""Where, what is wrong, and what to write instead."""
+"""Path, problem, and hint."""
 
 
 def on(recipe: Recipe, degrees: Degrees) -> Recipe:
-    """The recipe with every degree known."""
+    """Return the recipe with every degree known."""
     return dataclasses.replace(recipe, mesh=Mesh(**dataclasses.asdict(degrees)))
 
 
 def takes(recipe: Recipe, name: str, degree: int) -> bool:
-    """Whether a degree of the mesh may be this, as far as the model says."""
+    """Return whether the model allows this degree of the mesh, as far as its config tells."""
     other = dataclasses.replace(recipe, mesh=dataclasses.replace(recipe.mesh, **{name: degree}))
     return all(path != ("mesh", name) for path, _, _ in check_layout(other))
 
 
 def check_layout(recipe: Recipe) -> Iterator[Finding]:
-    """Everything that is wrong, as far as the degrees are known."""
+    """Yield all problems that the known degrees show."""
     refused = dict(_impossible(recipe))
     yield from refused.values()
-    # Which of such degrees would divide the model is no question.
+    # Whether such degrees divide the model does not matter.
     yield from (found for found in _fitting(recipe) if found[0] not in refused)
 
 
 def _impossible(recipe: Recipe) -> Iterator[tuple[KeyPath, Finding]]:
-    """Degrees that the model cannot be cut by at all: all that its config's `mesh_degrees` does not name."""
+    """Yield degrees that the model does not support at all: those not in its config's `mesh_degrees`."""
     degrees = with_defaults(ModelConfigDefaults, recipe.model).mesh_degrees
     if degrees is None:
         return
@@ -167,14 +167,14 @@ def _pipeline(recipe: Recipe) -> Iterator[Finding]:
             if SCHEDULES[section.schedule].at_least_stages:
                 few = f"more rows: {stages} or more in a rank's step"
                 hint = f"{near(section.microbatch_size, sizes)} can" if sizes else few
-            # One row at a time cannot be made less: it is rows that are missing.
+            # A micro-batch of one row cannot shrink, so the step needs more rows.
             rows_are_few = section.microbatch_size == 1 or not sizes
             where = ("training", "local_batch_size") if rows_are_few else ("pipeline", "microbatch_size")
             yield where, error.message, hint
 
 
 def _rows(recipe: Recipe) -> int | None:
-    """What a rank feeds to the pipeline in one step; None while that is not known, or does not fit."""
+    """Return the rows per rank and step of the pipeline; None if not yet known, or not divisible."""
     mesh, training = recipe.mesh, recipe.training
     if training.global_batch_size is None:
         return training.local_batch_size
@@ -185,7 +185,7 @@ def _rows(recipe: Recipe) -> int | None:
 
 
 def _beside_a_pipeline(recipe: Recipe) -> Iterator[Finding]:
-    """What does not go together with stages, or with the schedule."""
+    """Yield settings that exclude pipeline stages, or the schedule."""
     if with_defaults(ModelConfigDefaults, recipe.model).tied:
         message = (
             "tied weights cannot be split into pipeline stages: the first and last stage would "
@@ -196,7 +196,7 @@ def _beside_a_pipeline(recipe: Recipe) -> Iterator[Finding]:
     if not SCHEDULES[schedule].splits_backward:
         return
     if lacks(SPLIT_BACKWARD):
-        # Whether the rest would suit a schedule that cannot be had is no question.
+        # The remaining checks do not matter for an unavailable schedule.
         message = (
             f"torch {torch_version()} cannot split backward, as {schedule} requires: {SPLIT_BACKWARD.why}"
         )

@@ -37,7 +37,7 @@ class Loaded:
     """A recipe that has passed every check."""
 
     recipe: Recipe
-    """Typed, its components bound."""
+    """Typed, with its components bound."""
     data: dict[str, Any]
     """Plain TOML data: every default filled in, full component names, absolute paths, no None."""
     origins: dict[str, Origin]
@@ -82,10 +82,10 @@ def load_recipe(
     all_there = check_requires(root, problems)
     resolved = resolve(root, registry, problems, removed)
     if not all_there:
-        problems.drop("unknown-component")  # what to install for it is said already
+        problems.drop("unknown-component")  # the problem already says what to install
     resolved.holes |= refuse_values(resolved.root, problems)
     if not model_known:
-        resolved.holes.add(("model",))  # why is said already
+        resolved.holes.add(("model",))  # already reported
     recipe, left_out = bind_recipe(resolved, registry, problems)
     _check_unset(recipe, absent, problems)
     check_recipe(recipe, resolved.root, registry, problems, left_out)
@@ -97,7 +97,7 @@ def load_recipe(
 
 
 def read_tree(reference: str | Path) -> Node:
-    """Return what a recipe and those that it extends say, unchecked.
+    """Return the merged tree of a recipe and its bases, unchecked.
 
     Raises:
         RecipeError: there is no such recipe, or a file cannot be read or is not TOML.
@@ -108,7 +108,7 @@ def read_tree(reference: str | Path) -> Node:
 
 
 def _without_all(root: Node, keys: Mapping[KeyPath, Source]) -> tuple[Node, dict[KeyPath, Source]]:
-    """The tree without some keys, and those that it did not have."""
+    """Return the tree without some keys, and those of them that it did not have."""
     absent = {}
     for key, source in keys.items():
         root, found = without(root, key)
@@ -118,7 +118,7 @@ def _without_all(root: Node, keys: Mapping[KeyPath, Source]) -> tuple[Node, dict
 
 
 def _check_unset(recipe: Recipe, absent: Mapping[KeyPath, Source], problems: Problems) -> None:
-    """A key to take away that was not set is no mistake, unless there is no such key at all."""
+    """Report an unset key that cannot exist; one that merely was not set is fine."""
     for path, source in absent.items():
         at: Any = recipe
         for i, key in enumerate(path):
@@ -156,14 +156,14 @@ def _origins(data: dict[str, Any], root: Node) -> dict[str, Origin]:
 
 
 def lock_text(loaded: Loaded) -> str:
-    """A recipe's resolved data as TOML 1.0, with a checksum. Loading it gives the same data."""
+    """Return a recipe's resolved data as TOML 1.0, with a checksum. Loading it gives the same data."""
     import tomli_w
 
     return f"{_header()}{LOCK_SEAL.put(tomli_w.dumps(loaded.data))}"
 
 
 def resolved_text(loaded: Loaded) -> str:
-    """The same without the checksum, as a recipe to be edited."""
+    """Return the same text without the checksum, as a recipe to be edited."""
     import tomli_w
 
     return f"{_header()}\n{tomli_w.dumps(loaded.data)}"
@@ -174,7 +174,7 @@ def _header() -> str:
 
 
 def resolved_data(recipe: Any, root: Node, registry: Registry) -> dict[str, Any]:
-    """The plain TOML data of a bound recipe: defaults filled in, full component names, None left out.
+    """Return the plain TOML data of a bound recipe: defaults filled in, full component names, None left out.
 
     Raises:
         PluginError: a component holds a value that TOML cannot.
@@ -219,7 +219,7 @@ def _plain(value: Any, node: Node | None, registry: Registry) -> Any:
 
 
 def check_requires(root: Node, problems: Problems) -> bool:
-    """Report what a recipe requires and does not find; whether all is there."""
+    """Report requirements of a recipe that are not met; return whether all are."""
     requires = root.child("requires")
     titan = requires.child("titan") if requires else None
     plugins = requires.child("plugins") if requires else None
@@ -286,17 +286,18 @@ def _check_plugin(node: Node, problems: Problems) -> bool:
 
 CONFIG = "config.json"
 OWN = ("recipe.lock.toml", "manifest.json")
-"""What lies in a run folder, and in a checkpoint, of which the first says its model."""
+"""The files of a run folder, and of a checkpoint, that identify them; the first also holds the model."""
 
 
 def model_of_weights(
     root: Node, registry: Registry, problems: Problems, lock: Node | None = None
 ) -> tuple[Node, bool]:
-    """The tree with the `[model]` that the folder's config.json describes; keys that stand in `[model]` win.
+    """Return the tree with the `[model]` that the folder's config.json describes; keys set in `[model]` win.
 
-    Unchanged where `[model]` has a type, or there are no `weights`. The file is read with the recipe, so that
-    a lock file, and each checkpoint, has the whole table; `lock` is one that may stand for the file. False,
-    and a tree without `[model]`, where the weights give none: why is reported here.
+    The tree is unchanged if `[model]` has a type, or there are no `weights`. The file is read with the
+    recipe, so that a lock file, and each checkpoint, has the whole table; `lock` is one that may replace the
+    file. If the weights give no model, the reason is reported here and the result is False and a tree without
+    `[model]`.
     """
     weights, model = root.child("weights"), root.child("model")
     written = model is not None and (not isinstance(model.value, dict) or "type" in model.value)
@@ -321,7 +322,7 @@ def model_of_weights(
 
 
 def _locked_model(lock: Node | None, weights: str) -> Node | None:
-    """The model of a lock file of the same weights, if these are gone."""
+    """Return the model of a lock file with the same weights, if these are gone."""
     before = lock.child("weights") if lock is not None else None
     if lock is None or before is None or (Path(weights) / CONFIG).exists():
         return None
@@ -329,8 +330,8 @@ def _locked_model(lock: Node | None, weights: str) -> Node | None:
 
 
 def readers_of(model_type: str, registry: Registry) -> dict[str, Any]:
-    """Return the models, by full name, that read a config.json of this `model_type`: titan's own, or else
-    those of plugins."""
+    """Return the models, by full name, that read a config.json of this `model_type`: titan's own, else those
+    of plugins."""
     found = {name: with_defaults(ModelConfigDefaults, cls) for name, cls in registry.components("model")}
     readers = {
         name: own

@@ -1,4 +1,4 @@
-"""Layers of a recipe, merged: what it `extends`, itself, and the overrides of the command line."""
+"""Merging of a recipe's layers: its bases (`extends`), itself, and the overrides of the command line."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def merge(low: Node, high: Node, problems: Problems, path: KeyPath = (), *, one_layer: bool = False) -> Node:
-    """The upper layer over the lower one; neither is changed.
+    """Return the upper layer merged over the lower one; neither is changed.
 
     `one_layer`: both are of one layer, so a `type` or `flavor` discards nothing.
     """
@@ -49,7 +49,7 @@ def merge(low: Node, high: Node, problems: Problems, path: KeyPath = (), *, one_
 
 
 def as_table(node: Node, path: KeyPath) -> Node:
-    """A string where a component stands, as the table that it is short for; any other node as it is."""
+    """Return a component given as a string as the table it abbreviates; any other node unchanged."""
     in_slot = (path[:1] and path[0] in recipe_slots()) or path[:2] == ("validation", "datasets")
     if isinstance(node.value, str) and in_slot and path[-1] not in ("type", "flavor"):
         return Node({"type": node}, node.origin)
@@ -57,7 +57,7 @@ def as_table(node: Node, path: KeyPath) -> Node:
 
 
 def _kept(low: dict[str, Node], high: dict[str, Node], path: KeyPath) -> dict[str, Node]:
-    """What a table of the upper layer leaves of the lower one's."""
+    """Return the part of a lower layer's table that remains under the upper layer's."""
     if "type" in high and not _same_type(_type(low, path), high["type"].value):
         return {}
     old, new = low.get("flavor"), high.get("flavor")
@@ -73,7 +73,7 @@ def _type(table: dict[str, Node], path: KeyPath) -> object:
 
 
 def _same_type(old: object, new: object) -> bool:
-    """Whether two names mean one component; a bare name equals a full name that ends in it."""
+    """Return whether two names mean one component; a bare name equals a full name that ends in it."""
     if not isinstance(old, str) or not isinstance(new, str):
         return False
     return old == new or (
@@ -82,7 +82,8 @@ def _same_type(old: object, new: object) -> bool:
 
 
 def _names_elements(node: Node) -> bool:
-    """Whether a table of overrides means elements of an array: `converters.0.recipe=tensorwise`."""
+    """Return whether a table of overrides addresses elements of an array:
+    `converters.0.recipe=tensorwise`."""
     table = node.value
     return (
         isinstance(table, dict)
@@ -112,14 +113,14 @@ def _merge_elements(low: Node, high: Node, problems: Problems, path: KeyPath, on
 
 
 def read_recipe(path: Path, registry: Registry, problems: Problems) -> Node:
-    """A recipe file merged over all that it extends.
+    """Return a recipe file merged over all that it extends.
 
     Raises:
         RecipeError: one of the files cannot be read or is not TOML, is of another format version, or extends
             itself; the error holds the problems of all files.
     """
     root = _with_bases(path, registry, problems, (), None)
-    problems.raise_any()  # what stands in a file that was not read would be reported missing
+    problems.raise_any()  # keys of an unread file would be reported missing
     return root
 
 
@@ -143,8 +144,8 @@ def _with_bases(
 
 
 def _in_full(root: Node, registry: Registry) -> Node:
-    """A bundled recipe with titan's name before its bare types: a plugin's component of the same bare name
-    that is laid over one is another, and takes none of its keys."""
+    """Return a bundled recipe with `titan/` before its bare types. A plugin's component of the same bare name
+    in an upper layer then replaces titan's and inherits none of its keys."""
     tables = dict(root.value)
     for name, slot in recipe_slots().items():
         table = as_table(tables[name], (name,)) if name in tables else None
@@ -173,7 +174,7 @@ def _references(root: Node, problems: Problems) -> list[Node]:
 def _base(
     reference: Node, path: Path, registry: Registry, problems: Problems, above: tuple[Path, ...]
 ) -> Node:
-    """One base, merged over its own bases."""
+    """Return one base, merged over its own bases."""
     location = reference.origin.location()
     try:
         base = _find(reference.value, path.parent, registry)
@@ -190,7 +191,7 @@ def _base(
 def _find(reference: str, folder: Path, registry: Registry) -> Path:
     if NAMED.match(reference) and not reference.endswith(".toml"):
         return named_recipe(reference, registry)
-    if not reference.endswith(".toml"):  # what is no recipe is not read, and so not shown in an error
+    if not reference.endswith(".toml"):  # not read, so that an error never shows its text
         raise RecipeError(f"{reference!r} is not a recipe file: its name does not end in .toml",
                           hint=_named_hint(reference))  # fmt: skip
     base = folder / os.path.expanduser(reference)
@@ -211,7 +212,7 @@ def _named_hint(reference: str) -> str | None:
 
 
 def read_overrides(arguments: Sequence[str], problems: Problems) -> Node:
-    """All overrides as one layer; what is wrong with one is added to `problems`.
+    """Return all overrides as one layer; invalid ones are added to `problems`.
 
     `optimizer=muon optimizer.lr=0.02` means the same in either order; of two values for one key the last
     wins.
@@ -226,14 +227,14 @@ def read_overrides(arguments: Sequence[str], problems: Problems) -> Node:
 
 
 def _wrapped(path: KeyPath, node: Node) -> Node:
-    """The tree that has only this value."""
+    """Return the tree that has only this value."""
     for key in reversed(path):
         node = Node({key: node}, Origin("override", node.origin.source, node.origin.key, node.origin.value))
     return node
 
 
 def _read(argument: str, problems: Problems) -> list[tuple[KeyPath, Node]]:
-    """The keys that one argument sets: one, or those of an inline table."""
+    """Return the keys that one argument sets: one, or those of an inline table."""
     argument = argument.replace("\r\n", "\n")
     source = Source(OVERRIDE, argument)
     path = _key(source, problems, ends_with="=")
@@ -256,14 +257,14 @@ def _read(argument: str, problems: Problems) -> list[tuple[KeyPath, Node]]:
 
 
 def _settings(node: Node) -> list[tuple[KeyPath, Node]]:
-    """The keys of a table, each with its value; an array is one value."""
+    """Return the keys of a table, each with its value; an array is one value."""
     if not isinstance(node.value, dict) or not node.value:
         return [((), node)]
     return [((key, *rest), leaf) for key, below in node.value.items() for rest, leaf in _settings(below)]
 
 
 def _one_value(source: Source) -> Node | None:
-    """The argument as TOML, if what follows the `=` is exactly one TOML value."""
+    """Return the argument as TOML, if exactly one TOML value follows the `=`; else None."""
     node = parse(source, "override")
     key = match_key(source.text)
     if key is None or len(node.value) != 1:
@@ -273,7 +274,7 @@ def _one_value(source: Source) -> Node | None:
 
 
 def _key(source: Source, problems: Problems, *, ends_with: str) -> KeyPath | None:
-    """The dotted key that a text begins with, and that `ends_with` must follow."""
+    """Return the dotted key at the start of a text, which `ends_with` must follow."""
     text = source.text
     try:
         text.encode()
@@ -302,7 +303,7 @@ def _value_start(argument: str) -> int:
 
 
 def read_unset(arguments: Sequence[str], problems: Problems) -> dict[KeyPath, Source]:
-    """The keys of `--unset`, each with its text."""
+    """Return the keys of `--unset`, each with its text."""
     found: dict[KeyPath, Source] = {}
     for argument in arguments:
         source = Source(OVERRIDE, argument)
@@ -313,7 +314,7 @@ def read_unset(arguments: Sequence[str], problems: Problems) -> dict[KeyPath, So
 
 
 def without(root: Node, path: KeyPath) -> tuple[Node, bool]:
-    """The tree without one key, and whether it was there."""
+    """Return the tree without one key, and whether it had that key."""
     if not isinstance(root.value, dict) or not path or path[0] not in root.value:
         if isinstance(root.value, list) and len(path) > 1 and (element := root.child(path[0])) is not None:
             changed, found = without(element, path[1:])

@@ -12,20 +12,20 @@ from titancli.errors import Location, Problem, RecipeError, nearest_name
 from titancli.recipe.toml import OVERRIDE
 
 WIDTH = 160
-"""Longer source lines are shown in part."""
+"""Maximum width of a source line; longer ones are cut."""
 SWITCHES = {"true": "true", "yes": "true", "on": "true", "false": "false", "no": "false", "off": "false"}
-"""What people write for a boolean."""
+"""Common spellings of booleans."""
 
 
 class Problems:
-    """Collects problems; the order of files is the order in which they were first named."""
+    """Collects problems; files are sorted in the order in which they were first named."""
 
     def __init__(self) -> None:
         self._found: list[Problem] = []
         self._files: dict[str, int] = {}
 
     def file(self, path: str) -> None:
-        """Give a file its place in the order."""
+        """Register a file, which fixes its place in the order."""
         self._files.setdefault(path, len(self._files))
 
     def add(self, code: str, message: str, location: Location | None = None, hint: str | None = None) -> None:
@@ -34,14 +34,14 @@ class Problems:
             self._found.append(problem)
 
     def drop(self, code: str) -> None:
-        """Forget the problems of one code."""
+        """Remove the problems with one code."""
         self._found = [problem for problem in self._found if problem.code != code]
 
     def __bool__(self) -> bool:
         return bool(self._found)
 
     def sorted(self) -> list[Problem]:
-        """In order of place: files, then overrides, then what has no place."""
+        """Return the problems sorted by place: files, then overrides, then those without a place."""
         return sorted(self._found, key=self._place)
 
     def _place(self, problem: Problem) -> tuple[int, int, int, int]:
@@ -53,27 +53,29 @@ class Problems:
         return (0, self._files.get(at.path, len(self._files)), at.line, at.column)
 
     def raise_any(self) -> None:
-        """Raises:
-        RecipeError: if there are problems; it holds them all.
+        """Raise an error if there are problems.
+
+        Raises:
+            RecipeError: there are problems; it holds them all.
         """
         if self._found:
             raise RecipeError(self.sorted())
 
 
 def did_you_mean(name: str | None) -> str | None:
-    """The hint that gives a name."""
+    """Return the hint that suggests a name."""
     return name and f"did you mean {name!r}?"
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
-    """The hint that gives the name that looks most like this one; None if none does."""
+    """Return a hint with the most similar name; None if none is similar."""
     return did_you_mean(nearest_name(name, names))
 
 
 def render_problems(
     problems: Sequence[Problem], format: Literal["text", "json", "github"] = "text", color: bool = False
 ) -> str:
-    """Problems as text for people, as one JSON document, or as GitHub annotations; no final newline."""
+    """Render problems as text, as one JSON document, or as GitHub annotations; without a final newline."""
     if format == "json":
         return json.dumps({"version": 1, "problems": problems_data(problems)}, indent=2)
     if format == "github":
@@ -82,7 +84,7 @@ def render_problems(
 
 
 def problems_data(problems: Sequence[Problem]) -> list[dict[str, str | int | None]]:
-    """Return problems as the JSON document has them."""
+    """Return problems in the form of the JSON document."""
     return [_as_json(problem) for problem in problems]
 
 
@@ -136,7 +138,7 @@ def _as_text(problem: Problem, color: bool) -> str:
 
 
 def _clip(at: Location) -> tuple[str, int, int]:
-    """The line to show, the column in it, and the length to underline."""
+    """Return the line to show, the column in it, and the length to underline."""
     source, column, length = _printable(at.source), at.column, at.length
     if len(source) > WIDTH:
         start = max(0, min(column - 1 - WIDTH // 4, len(source) - WIDTH))
@@ -145,14 +147,14 @@ def _clip(at: Location) -> tuple[str, int, int]:
 
 
 def _printable(text: str) -> str:
-    """Without what would steer a terminal; the number of characters stays."""
+    """Return a text with terminal control characters replaced; its length stays the same."""
     return "".join(
         c if c in "\t\n" or unicodedata.category(c) not in ("Cc", "Cf", "Cs") else "�" for c in text
     )
 
 
 def _cells(char: str) -> int:
-    """How many columns of a terminal a character takes."""
+    """Return the number of terminal columns of a character."""
     if unicodedata.combining(char):
         return 0
     return 2 if unicodedata.east_asian_width(char) in "WF" else 1

@@ -1,4 +1,4 @@
-"""From a file to a Node: decode, parse, find positions, refuse what no recipe can hold."""
+"""From a file to a Node: decode, parse, find positions, reject values that a recipe cannot hold."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from titancli.runs import LOCK_NAME, changed_lock
 FORMAT = 1
 """The recipe format that this titan reads."""
 LARGEST = 1 << 24
-"""Bytes of a recipe."""
+"""Maximum size of a recipe in bytes."""
 DEEPEST = 64
-"""Tables and arrays inside each other."""
+"""Maximum nesting of tables and arrays."""
 
 
 def read_file(path: Path, problems: Problems, named_at: Location | None = None) -> Node | None:
-    """Read a TOML file; None if that fails, and `problems` then tells why.
+    """Read a TOML file; return None after reporting to `problems` if that fails.
 
     `named_at`: where the file is named, for a file that cannot be read.
     """
@@ -59,7 +59,7 @@ def read_file(path: Path, problems: Problems, named_at: Location | None = None) 
 
 
 def parse(source: Source, kind: Literal["file", "override"]) -> Node:
-    """The data of a TOML text, every value with its place.
+    """Return the data of a TOML text, every value with its place.
 
     Raises:
         RecipeError: the text is not TOML, or is nested deeper than a recipe can be.
@@ -94,7 +94,7 @@ def _node(value: Any, path: KeyPath, places: Positions, outer: Origin) -> Node:
 
 
 def refuse_values(root: Node, problems: Problems) -> set[KeyPath]:
-    """Report dates, nan, inf and integers beyond 64 bits; the paths of them."""
+    """Report dates, nan, inf and integers beyond 64 bits; return their paths."""
     refused: set[KeyPath] = set()
     pending: list[tuple[KeyPath, Node]] = [((), root)]
     while pending:
@@ -124,7 +124,7 @@ def _wrong_value(value: Any) -> tuple[str, str] | None:
 
 
 def taken_as_text(node: Node) -> str | None:
-    """The hint for an override that looks like a TOML value, but is none."""
+    """Return the hint for an override that resembles a TOML value and was read as text."""
     if node.origin.kind != "override" or not isinstance(node.value, str) or node.origin.text != node.value:
         return None
     if not node.value.startswith(("[", "{", '"', "'")):
@@ -133,7 +133,7 @@ def taken_as_text(node: Node) -> str | None:
 
 
 def quoting(node: Node) -> str:
-    """How to write a value that TOML took for something else as text."""
+    """Return how to quote a value that TOML read as another type, to make it a string."""
     origin = node.origin
     written = origin.text or str(node.value)
     if origin.kind == "override" and origin.source and origin.value:

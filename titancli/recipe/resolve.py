@@ -1,7 +1,7 @@
-"""From merged layers to what is bound: every component looked up, its flavor filled in, defaults named.
+"""Resolution of the merged layers: look up every component, fill in its flavor, complete names.
 
-A slot's string becomes a table, its `type` a full name. What is wrong is reported here, and the place of it
-is bound as a hole, so that the rest of the recipe is still checked.
+A slot's string becomes a table, its `type` a full name. Problems are reported here, and each such place is
+left out of the binding, so that the rest of the recipe is still checked.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Resolved:
     holes: set[KeyPath] = dataclasses.field(default_factory=set)
     """Values already reported."""
     incomplete: set[KeyPath] = dataclasses.field(default_factory=set)
-    """Tables whose flavor is unknown: a key missing there is no news."""
+    """Tables with an unknown flavor, whose missing keys are not reported."""
 
 
 def resolve(root: Node, registry: Registry, problems: Problems, unset: Collection[KeyPath] = ()) -> Resolved:
@@ -73,7 +73,7 @@ class _Resolver:
         self.result = Resolved(Node({}, DEFAULT))
 
     def fields(self, cls: type, table: Node, path: KeyPath) -> Node:
-        """The members of a table that a config class is bound from."""
+        """Resolve the members of a table that belongs to a config class."""
         self.result.classes[path] = cls
         known = fields_of(cls)
         members = {
@@ -83,7 +83,7 @@ class _Resolver:
         return Node(members, table.origin)
 
     def value(self, type_: Type, node: Node, path: KeyPath) -> Node:
-        """Whatever an annotation describes."""
+        """Resolve a value of any annotation."""
         self.result.types[path] = type_
         if type_.slot is not None:
             return self.slot(type_.slot.kind, node, path)
@@ -108,7 +108,7 @@ class _Resolver:
         return node
 
     def path(self, node: Node, path: KeyPath) -> Node:
-        """A path, which may be relative to the file that says it."""
+        """Resolve a path, which may be relative to the file it is written in."""
         try:
             return Node(beside(node), node.origin)
         except RecipeError as error:
@@ -117,7 +117,7 @@ class _Resolver:
             return node
 
     def slot(self, kind: str, node: Node, path: KeyPath) -> Node:
-        """A component's table, with its full name as `type`."""
+        """Resolve a component's table, with its full name as `type`."""
         if isinstance(node.value, str):
             node = Node({"type": node}, node.origin)
         cls = self._component(kind, node, path)
@@ -158,7 +158,8 @@ class _Resolver:
             return None
 
     def _owners(self, origin: Origin) -> list[str]:
-        """The plugins that a bundled recipe's bare names are looked up in first: its own, and titan."""
+        """Return the plugins in which a bundled recipe's bare names are looked up first: its own, and
+        titan."""
         if origin.kind != "file" or origin.source is None:
             return []
         folder = Path(origin.source.path).resolve().parent
@@ -168,7 +169,7 @@ class _Resolver:
         return [*owners, BUILTIN] if owners else []
 
     def _not_found(self, kind: str, given: Node, error: PluginError) -> None:
-        """Report a component that is not there; a broken plugin that may be to blame stops everything."""
+        """Report a missing component; raise an error if a broken plugin may be the reason."""
         owner, _, bare_name = given.value.rpartition("/")
         offered = [name for name in self.registry.names(kind) if name.rpartition("/")[2] == bare_name]
         ambiguous = not owner and len(offered) > 1
@@ -181,7 +182,7 @@ class _Resolver:
         self.problems.add(code, message, given.origin.location(), taken_as_text(given) or error.hint)
 
     def _with_flavor(self, cls: type, name: str, node: Node, path: KeyPath) -> Node:
-        """The table with its flavor's row under it; the keys that stand in the table win."""
+        """Return the table merged over its flavor's values."""
         flavors = with_defaults(ConfigDefaults, cls).flavors
         given = node.value["flavor"]
         if not isinstance(given.value, str) or given.value not in flavors:
@@ -216,7 +217,7 @@ class _Resolver:
 
 
 def _false_choice(type_: Type, value: Any) -> Any | None:
-    """The choice that equals a value of another type (`1` and `true`, `-1` and `-1.0`).
+    """Return the choice that only equals a value of another type (`1` and `true`, `-1` and `-1.0`).
 
     pydantic takes such a value even in strict mode.
     """
@@ -227,13 +228,13 @@ def _false_choice(type_: Type, value: Any) -> Any | None:
 
 
 def _not_null(row: dict[str, Any], cls: type) -> dict[str, Any]:
-    """A flavor's row without the fields that are None unless they are given."""
+    """Return a flavor's values without the fields that are None unless given."""
     nullable = {field.name for field in fields_of(cls).values() if field.declared.default is None}
     return {key: value for key, value in row.items() if key not in nullable}
 
 
 def _under(node: Node, row: Node) -> Node:
-    """A table with the keys of another filled in where it has none."""
+    """Return a table with the keys that it lacks filled in from another."""
     members = dict(node.value)
     for key, below in row.value.items():
         if key not in members:

@@ -1,4 +1,4 @@
-"""What is wrong with a text that is not TOML: the line where it begins, and a fix. Only errors need it."""
+"""The problem in a text that is not TOML: its line, and a fix. Imported only after an error."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from titancli.recipe.toml import KeyPath, Positions, Source, Span, dotted, scan
 
 FORMS = "a line is KEY = VALUE, [SECTION], or a comment that begins with #"
 LOOKED_AT = 500
-"""Lines before an error among which its statement begins."""
+"""Number of lines before an error that are searched for the start of its statement."""
 _LONG = "'''"
 
 
 def explain(source: Source, error: tomli.TOMLDecodeError) -> Problem:
-    """Return what is wrong with a text, from the error that parsing it raised."""
+    """Return the problem in a text, given the error that parsing it raised."""
     text, message = source.text, error.msg
     # What is missing at the end of the file is missing after its last line's text.
     at = min(error.pos, len(text.rstrip("\n")))
@@ -52,7 +52,7 @@ def _rest(text: str, at: int) -> str:
 
 
 class _InOrder(dict[KeyPath, Span]):
-    """Keeps every assignment, also a second one to a key."""
+    """A dict substitute that keeps every assignment, including a second one to a key."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class _InOrder(dict[KeyPath, Span]):
 
 
 def _declared_twice(source: Source, at: int) -> Problem | None:
-    """The problem of a key or table that is there already; None if the text is odd in another way too."""
+    """Return the problem of a key or table declared twice; None if the text has another error too."""
     found = _InOrder()
     end = source.text.find("\n", at)
     try:
@@ -93,7 +93,7 @@ def _declared_twice(source: Source, at: int) -> Problem | None:
 
 
 def _unclosed(source: Source, message: str, at: int) -> tuple[str, Span, str]:
-    """What is open at the end, or where something else begins; the message, the place, and the hint."""
+    """Return message, place and hint for a bracket or quote that is not closed."""
     text = source.text
     first, _, named = message.partition(" ")
     what = {"Unclosed": named, "Invalid": "array"}.get(first, "string")
@@ -107,7 +107,8 @@ def _unclosed(source: Source, message: str, at: int) -> tuple[str, Span, str]:
 
 
 def _goes_on(text: str, message: str, at: int) -> bool:
-    """Whether what is no value is the next key or header, or the end, after an array that is still open."""
+    """Return whether an invalid value is in fact the next key or header, or the end, after an unclosed
+    array."""
     if message != "Invalid value" or text[_value(text, at)] != "[":
         return False
     line = text[text.rfind("\n", 0, at) + 1 :].partition("\n")[0]
@@ -115,14 +116,14 @@ def _goes_on(text: str, message: str, at: int) -> bool:
 
 
 def _value(text: str, at: int) -> int:
-    """Where the value begins of the statement that is not complete."""
+    """Return the start of the value in the incomplete statement."""
     start = _statement(text, at)
     equals = re.compile(r"=[ \t]*").search(text, start, at)
     return equals.end() if equals and equals.end() < len(text) else start
 
 
 def _open_quote(text: str, at: int) -> int:
-    """Where the string begins that the end of a line cuts."""
+    """Return the start of the string that the end of a line cuts off."""
     start = text.rfind("\n", 0, at) + 1
     closed = r"""\"(?:[^"\\]|\\.)*"|'[^']*'"""
     line = re.sub(closed, lambda found: " " * len(found.group()), text[start:at])
@@ -131,7 +132,7 @@ def _open_quote(text: str, at: int) -> int:
 
 
 def _statement(text: str, at: int) -> int:
-    """Where the statement begins that is not complete: what stands before it is TOML."""
+    """Return the start of the incomplete statement: the text before it is valid TOML."""
     start = text.rfind("\n", 0, at) + 1
     for _ in range(LOOKED_AT):
         try:
@@ -143,7 +144,7 @@ def _statement(text: str, at: int) -> int:
 
 
 def _value_hint(value: str) -> str:
-    """The fix for what is no value."""
+    """Return the fix for an invalid value."""
     value = re.split(r"\s+#", value)[0].rstrip(", ]}")
     if not value or value[0] == "#":
         return "a value follows the =; for the default, remove the key"
@@ -161,7 +162,7 @@ def _value_hint(value: str) -> str:
 
 
 def _after_value(text: str, at: int) -> str | None:
-    """The fix for what follows a value on its line."""
+    """Return the fix for extra text after a value."""
     rest, before = _rest(text, at), text[:at]
     value = re.split(r"[=\n]", before)[-1].strip()
     if not rest:  # a carriage return, or the like
@@ -185,7 +186,7 @@ def _after_value(text: str, at: int) -> str | None:
 
 
 def _without_equals(text: str, at: int) -> str:
-    """The fix for a key that no = follows."""
+    """Return the fix for a key without a =."""
     key = re.split(r"[\n{,]", text[:at])[-1].strip()
     rest = _rest(text, at)
     if rest.startswith(":"):

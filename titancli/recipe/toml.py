@@ -1,8 +1,8 @@
-"""A TOML text as a tree: every value with the place where it stands.
+"""A TOML text as a tree: every value with its place in the text.
 
-No TOML library tells the places, and an error message needs them. The scanner trusts that tomli has already
-accepted the text, so it only has to find the edges of things. It reads TOML 1.1 (inline tables over several
-lines, trailing commas).
+TOML libraries do not report places, and an error message needs them. The scanner relies on tomli having
+accepted the text already, so it only has to find where items begin and end. It reads TOML 1.1 (inline tables
+over several lines, trailing commas).
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ def scan(text: str, found: Positions | None = None) -> Positions:
     """Find every key and value of a valid TOML text whose line ends are all `\\n`.
 
     Args:
-        found: what they are put into.
+        found: receives them.
     """
     return _Scanner(text, found or Positions()).run()
 
 
 def match_key(text: str) -> tuple[list[str], int] | None:
-    """The parts of the dotted key that a text begins with, and where it ends; None if there is none."""
+    """Return the parts of the dotted key at the start of a text, and its end; None if there is none."""
     found = _KEY.match(text)
     if found is None:
         return None
@@ -171,19 +171,19 @@ class _Scanner:
 
 
 OVERRIDE = "override"
-"""The path that a Location has when it lies in an argument of the command line."""
+"""Path of a Location in an argument of the command line."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A text that keys and values stand in: a file, or one argument of the command line."""
+    """The text that contains keys and values: a file, or one argument of the command line."""
 
     path: str
     text: str = field(repr=False)
     """With `\\n` line ends."""
 
     def location(self, span: Span) -> Location:
-        """The place of a span; what goes on over the end of its line is left off."""
+        """Return the place of a span, cut at the end of its first line."""
         start, end = span
         line_start = self.text.rfind("\n", 0, start) + 1
         line_end = self.text.find("\n", start)
@@ -199,7 +199,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where one value of a recipe came from. `str()` of it is for people: `base.toml:12`, `default`."""
+    """The origin of a recipe's value. `str()` of it is for people: `base.toml:12`, `default`."""
 
     kind: Literal["file", "override", "flavor", "default"]
     source: Source | None = None
@@ -208,13 +208,13 @@ class Origin:
     note: str = ""
 
     def location(self, part: Literal["key", "value"] = "value") -> Location | None:
-        """The place of the key or of the value; None for a default."""
+        """Return the place of the key or of the value; None for a default."""
         span = (self.key or self.value) if part == "key" else (self.value or self.key)
         return self.source.location(span) if self.source and span else None
 
     @property
     def text(self) -> str:
-        """The value as it was written; empty where it was not (a flavor's place is not its value's)."""
+        """Return the value as written; empty if it was not (a flavor's place is not its value's)."""
         if self.source is None or self.value is None or self.kind == "flavor":
             return ""
         return self.source.text[self.value[0] : self.value[1]]
@@ -241,7 +241,7 @@ class Node:
     origin: Origin
 
     def plain(self, holes: frozenset[KeyPath] | set[KeyPath] = frozenset(), at: KeyPath = ()) -> Any:
-        """The value without origins; None where a path is one of `holes`."""
+        """Return the value without origins, with None at paths in `holes`."""
         if at in holes:
             return None
         if isinstance(self.value, dict):
@@ -251,7 +251,7 @@ class Node:
         return self.value
 
     def child(self, key: str | int) -> Node | None:
-        """The member of a table or the element of an array; None if there is none."""
+        """Return the member of a table or the element of an array; None if there is none."""
         if isinstance(self.value, dict):
             return self.value.get(key)
         if isinstance(self.value, list) and str(key).isdecimal():
@@ -260,7 +260,7 @@ class Node:
         return None
 
     def follow(self, path: Iterable[str | int]) -> tuple[Node, KeyPath]:
-        """Walk along a path as far as it names data; the node reached, and the path to it."""
+        """Walk along a path as far as there is data; return the node reached, and the path to it."""
         node, reached = self, []
         for key in path:
             below = node.child(key)
@@ -272,7 +272,7 @@ class Node:
 
 
 def leaves(node: Node, at: KeyPath = ()) -> Iterable[tuple[KeyPath, Node]]:
-    """Every scalar, empty table and empty array below a node, with its path."""
+    """Yield every scalar, empty table and empty array below a node, with its path."""
     if isinstance(node.value, dict) and node.value:
         for key, below in node.value.items():
             yield from leaves(below, (*at, key))
@@ -284,7 +284,7 @@ def leaves(node: Node, at: KeyPath = ()) -> Iterable[tuple[KeyPath, Node]]:
 
 
 def from_python(value: Any, origin: Origin) -> Node:
-    """Nodes of one origin for plain Python data; a None in a table is left out."""
+    """Return nodes of one origin for plain Python data; a None in a table is left out."""
     if isinstance(value, dict):
         return Node({str(k): from_python(v, origin) for k, v in value.items() if v is not None}, origin)
     if isinstance(value, (list, tuple)):
@@ -295,7 +295,7 @@ def from_python(value: Any, origin: Origin) -> Node:
 
 
 def dotted(path: Iterable[str | int]) -> str:
-    """A path as it is written in a recipe or an override: `converters.0.recipe`, `"a b".c`."""
+    """Return a path as written in a recipe or an override: `converters.0.recipe`, `"a b".c`."""
     parts = [str(part) for part in path]
     return ".".join(p if re.fullmatch(r"[A-Za-z0-9_-]+", p) else _quoted(p) for p in parts)
 
@@ -306,7 +306,7 @@ def _quoted(text: str) -> str:
 
 
 def inline(value: Any) -> str:
-    """A value on one line, as it is written in a recipe; a None in a table is left out."""
+    """Return a value on one line, as written in a recipe; a None in a table is left out."""
     import tomli_w
 
     if isinstance(value, dict):

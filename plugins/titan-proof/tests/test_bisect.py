@@ -1,4 +1,4 @@
-"""`titan bisect`: the first step, and then the first tensor, in which two runs part."""
+"""`titan bisect`: the first step, and then the first tensor, in which two runs diverge."""
 
 from __future__ import annotations
 

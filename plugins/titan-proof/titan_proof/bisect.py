@@ -119,7 +119,7 @@ def side_of(run: Reproduction) -> Side:
 
 
 def bisect(one: Side, other: Side) -> Bisection:
-    """Find where two runs part.
+    """Find where two runs diverge.
 
     Where nothing that changes rounding differs, the first bit counts, else what is outside of the envelope
     of `titan reproduce`; rows are the same or not on any layout.

@@ -83,7 +83,7 @@ def command(
 
     The answer is "bitwise equal", "within the envelope" (another layout or number of threads), or "parts at
     step K", with the known difference that can explain it. Overrides are for what lies elsewhere here, such
-    as dataset.paths. The exit code is 0 unless the runs part, and with --check unless something that
+    as dataset.paths. The exit code is 0 unless the runs diverge, and with --check unless something that
     matters differs.
     """
     from titan_proof.reproduction import find
