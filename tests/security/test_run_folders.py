@@ -180,7 +180,7 @@ def test_runs_rm_touches_nothing_before_it_asks_nor_through_a_link(
         (runs / "bad" / name).unlink()
     assert victim.read_text() == "mine\n"
     before = {path: path.lstat() for path in runs.rglob("*")}
-    assert main(["runs", "rm", "runs/bad"]) == 2  # nobody can be asked
+    assert main(["runs", "rm", "runs/bad"]) == 2  # not a terminal
     assert {path: path.lstat() for path in runs.rglob("*")} == before
     assert main(["runs", "rm", "runs/bad", "--yes"]) == 0
     assert sorted(path.name for path in runs.iterdir()) == ["good"]
