@@ -1,6 +1,6 @@
-"""What `titan doctor` looks at: the installation, the machine, and the plugins. Torch-free.
+"""The checks of `titan doctor`: the installation, the machine, and the plugins. Torch-free.
 
-torch is asked in a process of its own: one that cannot be imported, or that crashes, is a finding.
+torch is queried in a process of its own: a torch that cannot be imported, or that crashes, is a finding.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from titancli.torch_version import LACKS, NEWEST, OLDEST, lacks, older_than, tor
 State = Literal["ok", "warning", "error"]
 ENOUGH_DISK = 10 << 30
 VARIABLES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "CUDA_", "OMP_", "MASTER_", "TITAN_", "HF_H", "PYTORCH_")
-"""Beginnings of names of environment variables that change what a run does. Tokens are not among them."""
+"""Prefixes of environment variables that affect a run. Tokens are not among them."""
 ASK_TORCH = """
 import json, torch, torch.distributed as dist
 print(json.dumps({
@@ -46,7 +46,7 @@ print(json.dumps({
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     name: str
     state: State
@@ -54,11 +54,11 @@ class Finding:
     hint: str | None = None
     """What to do."""
     exit_code: ExitCode = ExitCode.OK
-    """What the command exits with because of it."""
+    """The exit code that it causes."""
 
 
 def findings() -> Iterator[Finding]:
-    """Everything, in the order that it is told."""
+    """Yield all findings, in the order in which they are printed."""
     checks: tuple[Callable[[], Iterator[Finding]], ...] = (
         _python,
         _command,
@@ -79,7 +79,7 @@ def _python() -> Iterator[Finding]:
 
 
 def _command() -> Iterator[Finding]:
-    """Which `titan` a shell finds: often that of another environment."""
+    """Report the `titan` that a shell finds: often that of another environment."""
     found, ours = shutil.which("titan"), Path(sys.executable).parent / "titan"
     if found is None:
         hint = f"add {ours.parent} to PATH, or use {sys.executable} -m titancli"
@@ -133,11 +133,11 @@ def _torch_and_gpus() -> Iterator[Finding]:
 
 
 def _tested() -> Iterator[Finding]:
-    """Which rows of README's table, of what titan has been run on, are of this machine."""
+    """Report the rows of README's table of tested systems that match this machine."""
     here = platform.python_version_tuple()
     python = f"{here[0]}.{here[1]}"
     if python in PYTHON:
-        yield Finding("python tested", "ok", PYTHON[python].told())
+        yield Finding("python tested", "ok", PYTHON[python].summary_line())
     else:
         *_, newest = PYTHON
         hint = f"if something fails, try Python {newest}, and report it"
@@ -147,12 +147,12 @@ def _tested() -> Iterator[Finding]:
         hint = f"if something fails, try torch {NEWEST}, and report it"
         yield Finding("torch tested", "warning", newer, hint)
     elif installed is not None and (row := TORCH.get(f"{installed.major}.{installed.minor}")):
-        yield Finding("torch tested", "ok", row.told())
+        yield Finding("torch tested", "ok", row.summary_line())
     if visible_gpus():
         hint = f"`{GPU.command}` of a checkout runs the tests that need one; please report what they say"
         yield Finding("gpus tested", "warning", "titan has not been run on a GPU yet", hint)
     else:
-        yield Finding("gpus tested", "ok", f"none here; {LAYOUTS.told()}")
+        yield Finding("gpus tested", "ok", f"none here; {LAYOUTS.summary_line()}")
 
 
 def _ask_torch() -> tuple[dict[str, Any] | None, str]:
@@ -182,7 +182,7 @@ def _memory() -> Iterator[Finding]:
 
 
 def _disk() -> Iterator[Finding]:
-    """Where runs go: whether it can be written, and how much is free."""
+    """Report whether the folder of runs can be written, and its free space."""
     runs = runs_root()
     folder = next(path for path in (runs, *runs.parents) if path.is_dir())
     try:

@@ -8,7 +8,7 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """What `titan` exits with. They are part of the interface: see docs/interfaces.md."""
+    """Exit codes of `titan`. They are part of the interface: see docs/interfaces.md."""
 
     OK = 0
     FAILED = 1
@@ -85,7 +85,7 @@ def _rebuild(cls: type[TitanError], message: str, hint: str | None) -> TitanErro
 
 
 class RankFailure(TitanError):
-    """Another rank failed, or cannot be reached: the echo, on this rank, of what went wrong there."""
+    """Another rank failed, or cannot be reached: the consequence, on this rank, of that failure."""
 
 
 class UsageError(TitanError):

@@ -1,4 +1,4 @@
-"""What tells files from others by their names, sizes and contents. Torch-free."""
+"""Fingerprints of files by their names, sizes and contents. Torch-free."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ WHOLE_BYTES = 256 << 20
 """Up to so much in all, every byte counts; beyond, names, sizes, and both ends of files."""
 END_BYTES = 64 << 10
 CHUNK_BYTES = 64 << 20
-"""What one checksum of `chunk_sums` covers."""
+"""Bytes that one checksum of `chunk_sums` covers."""
 SUM_DIGITS = 16
 """Hexadecimal digits of one."""
 NOT_KEPT = "checksums cannot be kept in %s (%s): files are read again at each start"
 
 
 class Contents(str):
-    """A digest of every byte of data that were told from others by less before."""
+    """A digest of every byte of data that had a weaker fingerprint before."""
 
     ends: str
-    """What stood for it then; checkpoints may hold it."""
+    """The weaker fingerprint; checkpoints may contain it."""
 
 
 def fingerprint(
@@ -91,7 +91,7 @@ class FullCheck:
         self._report(self.bytes)
 
     def compare(self, path: str, before: str, sums: str) -> None:
-        """Hold the sums of a file that seems unchanged against those of before."""
+        """Compare the sums of a seemingly unchanged file with the earlier ones."""
         self.compared += 1
         if before != sums:
             byte = first_difference(before, sums)
@@ -188,13 +188,13 @@ def lock_if_possible(file: IO[str]) -> None:
 
 
 def cache_folder() -> Path:
-    """Return where titan keeps what it can compute again: TITAN_CACHE, or `titan` in the user's cache."""
+    """Return the folder of data that titan can recompute: TITAN_CACHE, or `titan` in the user's cache."""
     own = os.environ.get("TITAN_CACHE")
     return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "titan"
 
 
 def cache_name(path: str) -> str:
-    """Return what the cache calls that which belongs to a file."""
+    """Return the cache key of a file."""
     return xxhash.xxh3_128_hexdigest(os.fsencode(os.path.realpath(path)))
 
 
@@ -232,7 +232,7 @@ class ChunkSums:
 
     @property
     def all(self) -> str:
-        """The same, and that of the last one."""
+        """Return the sums of all chunks, including the last, incomplete one."""
         return self.whole + (self._digest.hexdigest() if self._length else "")
 
 

@@ -1,4 +1,4 @@
-"""What a launcher is asked to start: the one list of a launch's arguments. Torch-free."""
+"""The arguments of a launch, listed once for all launchers. Torch-free."""
 
 from __future__ import annotations
 
@@ -58,25 +58,25 @@ class LaunchRequest:
 
     @property
     def prepared(self) -> bool:
-        """Return whether the run folder stands; else rank 0 makes it."""
+        """Return whether the run folder exists; otherwise rank 0 makes it."""
         return self.lock_file == self.folder.recipe_lock
 
     def keywords(self) -> dict[str, Any]:
-        """Return what the builder of a launcher is called with."""
+        """Return the keyword arguments of a launcher's builder."""
         given = {name: value for name, value in vars(self).items() if name != "env"}
         if self.min_nodes is None:
             del given["min_nodes"]
         return given
 
     def recorded(self) -> dict[str, Any]:
-        """Return what an attempt in `run.json` says of its ranks."""
+        """Return the ranks' data in an attempt of `run.json`."""
         ranks = {"nproc": self.nproc, "nnodes": self.nnodes, "rdzv": self.rdzv, "world": self.world}
         if self.min_nodes is not None:
             ranks["min_nodes"] = self.min_nodes
         return {**ranks, "env": dict(self.env)}
 
     def rank_arguments(self) -> list[str]:
-        """Return what follows `python -m titancli.run.worker`; `rank_options` reads it."""
+        """Return the arguments after `python -m titancli.run.worker`; `rank_options` reads them."""
         words = [str(self.run_folder)]
         if not self.prepared:
             words += ["--lock", str(self.lock_file)]
@@ -88,7 +88,7 @@ class LaunchRequest:
 
 
 def rank_options(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """Return what `titancli.run.worker.main` is called with, from a rank's command line.
+    """Return the arguments of `titancli.run.worker.main`, from a rank's command line.
 
     Raises:
         SystemExit: they are not what `LaunchRequest.rank_arguments` writes, or --help.

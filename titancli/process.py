@@ -1,4 +1,4 @@
-"""What a process is told before and around a run: its noise, its settings, its logs, its parent's death.
+"""The set-up of a process for a run: libraries' output, environment, logs, the parent's death.
 
 Nothing at the top imports torch.
 """
@@ -29,23 +29,23 @@ from titancli.signals import drop, say
 
 @dataclass(frozen=True)
 class Place:
-    """Which rank this is."""
+    """The position of this rank."""
 
     rank: int = 0
     world: int = 1
     local_rank: int = 0
     restart: int = 0
-    """How often the launcher has started the ranks anew."""
+    """Number of restarts of the ranks by the launcher."""
 
     @classmethod
     def from_environment(cls) -> Place:
-        """What torchrun set."""
+        """Return the values that torchrun set."""
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT")
         return cls(*(int(os.environ.get(name, default)) for name, default in zip(names, "0100", strict=True)))
 
 
 def quiet() -> None:
-    """Keep the noise of libraries out of the way of what a run has to say; set before they are imported."""
+    """Suppress output of libraries that would hide a run's own; set before they are imported."""
     for name, value in {
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "KINETO_LOG_LEVEL": "99",
@@ -111,7 +111,7 @@ def require_locks(folder: Path) -> None:
 
 
 def no_room(folder: Path, error: OSError) -> EnvironmentProblem:
-    """Return what the user is told where such a folder cannot be written."""
+    """Return the hint for a folder that cannot be written."""
     hint = "free some space there, or set TMPDIR to a folder on another disk"
     return EnvironmentProblem(f"cannot write {folder}: {error.strerror}", hint=hint)
 
@@ -127,7 +127,7 @@ def loopback_only() -> dict[str, str]:
 
 @contextmanager
 def determinism(wanted: bool) -> Iterator[None]:
-    """Have torch compute the same each time, if that is wanted; all is put back at the end."""
+    """Make torch deterministic, if requested; restore all settings at the end."""
     if wanted:
         # cuBLAS reads it when it is first used.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -295,7 +295,7 @@ _parent: int | None = None
 
 
 def as_child() -> dict[str, str]:
-    """Return what a process that calls `die_with_parent` needs in its environment."""
+    """Return the environment variables that a process needs to call `die_with_parent`."""
     return {PARENT: str(os.getpid())}
 
 
@@ -333,7 +333,8 @@ def leaving_if_orphaned() -> Iterator[None]:
 
 
 def _is_orphaned(parent: int) -> bool:
-    """Whether a process is no ancestor of this one any more: there may be a shell script between them."""
+    """Return whether a process is no longer an ancestor of this one: there may be a shell script between
+    them."""
     process = os.getppid()  # mostly it, and then nothing is asked of /proc, which may be another namespace's
     while process not in (0, parent):
         try:

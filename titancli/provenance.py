@@ -1,4 +1,4 @@
-"""Where a run comes from: versions, host, git state, plugin files. Torch-free."""
+"""The origin of a run: versions, host, git state, plugin files. Torch-free."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PACKAGES = ("titancli", "torch", "transformers", "datasets", "safetensors", "num
 
 
 def provenance(plugin_files: list[Path]) -> dict[str, Any]:
-    """What `run.json` records of the command and the machine: plain JSON."""
+    """Return the record of the command and the machine for `run.json`: plain JSON."""
     return {
         "argv": sys.argv,
         "directory": os.getcwd(),
@@ -43,12 +43,13 @@ def provenance(plugin_files: list[Path]) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python, of what matters for results, and of every distribution that brings a plugin."""
+    """Return the versions of Python, of packages that affect results, and of every distribution that brings a
+    plugin."""
     return {"python": platform.python_version(), **package_versions(PACKAGES)}
 
 
 def package_versions(names: tuple[str, ...] = ("titancli", "torch")) -> dict[str, str]:
-    """Versions of these packages, and of every distribution that brings a plugin."""
+    """Return the versions of these packages, and of every distribution that brings a plugin."""
     found = {}
     plugins = {point.dist.name for point in entry_points() if point.dist is not None}
     for name in (*names, *sorted(plugins - set(names))):
@@ -104,7 +105,7 @@ def _packages() -> dict[str, str]:
 
 
 def _code_hash(places: Iterable[str]) -> str:
-    """Of packages' folders, or of a module's file."""
+    """Return the hash of packages' folders, or of a module's file."""
     digest = xxhash.xxh3_128()
     for place in map(Path, places):
         for file in sorted(place.rglob("*.py")) if place.is_dir() else [place]:

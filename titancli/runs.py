@@ -41,9 +41,10 @@ RECORD_NAME = "run.json"
 STEP_NAME = re.compile(r"step-(\d{1,18})\Z")
 """The folder of a checkpoint, in `checkpoints`."""
 PROFILE_REQUEST = "profile.request"
-"""What `titan profile` asks a run under way for."""
+"""The request of `titan profile` to a run under way."""
 REPLAY_REQUEST = "replay.json"
-"""What `titan replay` asks of the ranks that it starts, in a folder of its own; beside it their answer."""
+"""The request of `titan replay` to the ranks that it starts, in a folder of its own; beside it their
+answer."""
 REPLAY_RESULT = "replay.result.json"
 RECORD_FORMAT = 1
 LOCK_SEAL = Seal("\n# xxh3_64 of what follows: ", "\n")
@@ -102,11 +103,11 @@ _TYPES: dict[str, dict[str, type | tuple[type, ...]]] = {
     "git": {"commit": str, "branch": str},
     "plugin file": {"path": str, "sha256": str},
 }
-"""What run.json holds, by name; null stands for what is not known."""
+"""Types of the values in run.json, by name; null stands for unknown."""
 
 
 def _other_types(record: dict[str, Any]) -> str | None:
-    """What in a record is not of its type."""
+    """Return the name of a value in a record that has the wrong type; None if all are right."""
     found: list[tuple[str, Any]] = [("record", record)]
     for attempt in record.get("attempts", []):
         found.append(("attempt", attempt))
@@ -123,7 +124,7 @@ def _other_types(record: dict[str, Any]) -> str | None:
 
 
 def changed_lock(path: Path, data: bytes) -> EnvironmentProblem | None:
-    """Return what is wrong with a resolved recipe that is not as titan has written it; None: it is."""
+    """Return the reason why a resolved recipe is not as titan has written it; None if it is."""
     if LOCK_SEAL.holds(data.replace(b"\r\n", b"\n")) is not False:
         return None
     return EnvironmentProblem(
@@ -153,7 +154,7 @@ _LEFT = {"logs", "checkpoints", "rendezvous", "run.lock", "ranks.lock", "slurm"}
 
 
 def _is_bare(path: Path) -> bool:
-    """Whether a folder holds no more than a start that failed, or other nodes' logs, may leave there."""
+    """Return whether a folder holds only files that a failed start, or other nodes' logs, may leave there."""
     checkpoints = path / "checkpoints"
     saved = checkpoints.is_dir() and any(checkpoints.iterdir())
     return not saved and all(entry.name in _LEFT for entry in path.iterdir())
@@ -166,7 +167,7 @@ def _umask() -> int:
 
 
 TAKEN = (errno.EWOULDBLOCK, errno.EACCES)
-"""What `flock` answers where somebody else holds the lock."""
+"""Errors of `flock` if another process holds the lock."""
 
 
 def _take_lock(file: IO[Any], kind: int) -> None:
@@ -206,7 +207,7 @@ IN_USE = "wait for that process or stop it, or start a new run in another folder
 
 
 def _holder(path: Path) -> str:
-    """Who holds a lock file, as it says itself."""
+    """Return the holder of a lock file, as recorded in it."""
     try:
         words = read_bytes(path, 1 << 20).decode("utf-8", "replace").strip().splitlines()
     except OSError:
@@ -330,11 +331,12 @@ class RunFolder:
 
     @staticmethod
     def is_run(path: Path) -> bool:
-        """Whether a folder holds a run."""
+        """Return whether a folder holds a run."""
         return (path / LOCK_NAME).is_file()
 
     def is_empty_but_for_checkpoints(self) -> bool:
-        """Whether a folder holds no more than a start that failed, or a download that was cut off."""
+        """Return whether a folder holds only files that a failed start, or an interrupted download, may leave
+        there."""
         return all(entry.name in _LEFT for entry in self.path.iterdir())
 
     @classmethod
@@ -488,7 +490,7 @@ class RunFolder:
         return True if True in answers else None if None in answers else False
 
     def ranks_at_work(self) -> bool:
-        """Whether ranks hold the folder, of whatever command."""
+        """Return whether ranks of any command hold the folder."""
         return _is_locked(self.path / "ranks.lock", fcntl.LOCK_EX) is True
 
     def _lock(self, name: str, kind: int) -> IO[str]:

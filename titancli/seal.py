@@ -1,6 +1,6 @@
-"""A checksum that stands in a text itself, and is of all that follows it. Torch-free.
+"""A checksum within a text, of everything that follows it. Torch-free.
 
-It tells of damage, and of an edit by hand; whoever forges a file can forge it as well.
+It detects damage and edits by hand; a forger can forge the checksum as well.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 import xxhash
 
 WITHIN = 1 << 10
-"""Bytes from the beginning in which it is looked for."""
+"""Number of bytes at the beginning that are searched for it."""
 
 
 class Seal:
@@ -25,7 +25,7 @@ class Seal:
         return f"{self._begin}{xxhash.xxh3_64(rest.encode()).hexdigest()}{self._end}{rest}"
 
     def holds(self, data: bytes) -> bool | None:
-        """Return whether the checksum is that of what follows it; None where there is none."""
+        """Return whether the checksum matches the text after it; None if there is none."""
         place = data.find(self._begin.encode(), 0, WITHIN)
         if place < 0:
             return None

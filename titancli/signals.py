@@ -19,15 +19,15 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 ASKED_TO_STOP = "TITAN_ASKED_TO_STOP"
 """The environment variable that names a signal to ranks that were started after it had come."""
 NODES_JOIN = signal.SIGUSR2
-"""What torchrun's agent sends to ranks where more nodes join a run: save, and be started anew."""
+"""Signal of torchrun's agent to the ranks when more nodes join a run: save, and be restarted."""
 EXIT_NODES_JOIN = 76
 """The exit code of a rank that has done so."""
 STOPPING = ContextVar("STOPPING", default="stopping after this step and saving a checkpoint")
-"""What the user is told that a signal does."""
+"""The effect of a signal, as announced to the user."""
 
 
 class Stop:
-    """Turns signals into a wish that the session asks for after each step."""
+    """Turns signals into a request that the session checks after each step."""
 
     def __init__(self, requested: str | None = None) -> None:
         self.requested = requested
@@ -38,7 +38,7 @@ class Stop:
     def listening(
         self, *, leave: Callable[[], None] | None = None, also: Sequence[signal.Signals] = ()
     ) -> Iterator[Stop]:
-        """Handle the signals. With `leave` this is the only rank: the user is told what happens, and a second
+        """Handle the signals. With `leave` this is the only rank: the effect is announced, and a second
         SIGINT calls `leave` and ends the process at once."""
         if threading.current_thread() is not threading.main_thread():
             yield self  # only the main thread may set handlers

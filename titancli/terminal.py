@@ -14,7 +14,8 @@ from typing import TypeVar
 T = TypeVar("T")
 
 _SEQUENCE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
-"""What sets a colour, moves the cursor or sets a title (ECMA-48: control sequences, and those of xterm)."""
+"""Sequences that set a colour, move the cursor or set a title (ECMA-48: control sequences, and those of
+xterm)."""
 
 
 def printable(text: str, keep: str = "") -> str:
@@ -79,7 +80,8 @@ def _to_type(program: Path) -> str:
 
 
 def own_command() -> str:
-    """Return what starts this very titan in the shell that started it: `titan` where the PATH leads to it."""
+    """Return the command that starts this very titan in the current shell: `titan` if the PATH leads to
+    it."""
     script, found = _started_from(), shutil.which("titan")
     if script is None:
         return f"{_to_type(Path(sys.executable))} -m titancli"

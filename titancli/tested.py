@@ -1,7 +1,7 @@
-"""What titan has been run on: when, and by which command. Torch-free.
+"""The systems that titan has been run on: dates and commands. Torch-free.
 
-README's table is made of this, and `titan doctor` says which rows are of the machine at hand. A row changes
-when its command has been run, and by nothing else. Of one without a date the day is not on record.
+README's table is made of these, and `titan doctor` prints the rows that match the machine. A row changes only
+when its command has been run. A row without a date has none on record.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from typing import NamedTuple
 
 
 class Row(NamedTuple):
-    """Something that was run."""
+    """A system and the command that was run on it."""
 
     what: str
     on: str
     date: str
     command: str
 
-    def told(self) -> str:
+    def summary_line(self) -> str:
         """Return the row as a line."""
         when = f", {self.date}" if self.date else ""
         return f"{self.what}: {self.on}{when} ({self.command})"

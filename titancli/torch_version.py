@@ -1,4 +1,4 @@
-"""Which versions of torch titan runs on, and what the older of them cannot do. Torch-free."""
+"""The versions of torch that titan supports, and the shortcomings of the older ones. Torch-free."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def lacks(lack: Lack) -> bool:
 
 
 def untested() -> str | None:
-    """Return what to say of a torch newer than those that the tests have been run on; None for any other."""
+    """Return a warning about a torch newer than the tested versions; None for any other."""
     from packaging.version import Version
 
     installed = torch_version()

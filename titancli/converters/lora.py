@@ -65,7 +65,7 @@ class AdaptedLinear(nn.Linear):
         layer.scale = scale
 
     def tensor_plan(self, style: str | None) -> Mapping[str, str]:
-        """How A and B are cut where the weight is cut in a style.
+        """Return the sharding of A and B for a weight that is sharded in a style.
 
         Raises:
             RecipeError: the weight is whole on each rank.
@@ -98,7 +98,7 @@ class Adapters:
         self._config = config
         self.scale = config.alpha / config.rank
         self.facts = {"form": "lora", "rank": config.rank, "alpha": config.alpha}
-        """What a checkpoint tells of its adapters."""
+        """The description of the adapters in a checkpoint."""
         self._adapted: set[str] = set()
 
     def convert(self, model: Any) -> None:
@@ -145,7 +145,7 @@ class Adapters:
         return tensor
 
     def owns(self, name: str) -> bool:
-        """Whether a parameter is an adapter's."""
+        """Return whether a parameter belongs to an adapter."""
         return name.endswith(_ENDS)
 
     def initialise(self, model: nn.Module, generator_for: Callable[[str], torch.Generator]) -> None:
@@ -284,7 +284,8 @@ def _chosen(model: Any, targets: list[str] | None) -> list[str]:
 
 
 def _is_plain(layer: nn.Linear) -> bool:
-    """Whether it computes as torch's class does: a forward on the instance would never come to an adapter."""
+    """Return whether the layer computes as torch's class does: a forward on the instance would never call an
+    adapter."""
     return type(layer) is nn.Linear and "forward" not in vars(layer)
 
 

@@ -18,7 +18,7 @@ from titancli.models.blocks.grouped import grouped_linear
 from titancli.models.blocks.moe import Experts
 
 MULTIPLE = 8
-"""What the rank must be a multiple of: grouped products want rows of whole 16 bytes."""
+"""The rank must be a multiple of this: grouped products need rows of whole 16 bytes."""
 OWN = ("_lora_a", "_lora_b")
 
 

@@ -19,7 +19,7 @@ _ops = torch.ops._c10d_functional
 
 @dataclass(frozen=True)
 class Group:
-    """What a compiled graph may hold of a process group."""
+    """The data of a process group that a compiled graph may hold."""
 
     name: str
     size: int

@@ -1,4 +1,4 @@
-"""What this rank has of a parameter, and of a row."""
+"""This rank's shard of a parameter, and of a row."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _local_of(kind: Any, linears: bool) -> type[nn.Module]:
 
 
 class RowCut:
-    """Which part of every row this rank has."""
+    """The pieces of every row that this rank has."""
 
     def __init__(self, group: Group, *, head_tail: bool) -> None:
         self.group = group
@@ -130,7 +130,8 @@ class RowCut:
         return torch.cat([found[number] for number in range(self.pieces)], dim)
 
     def inputs(self, inputs: Mapping[str, Tensor], sequence_dim: Mapping[str, int]) -> dict[str, Tensor]:
-        """What a model's forward takes, its rows cut; with `positions`, which a part of a row must know.
+        """Return the inputs of a model's forward with their rows cut, and with `positions`, which a part of a
+        row needs.
 
         Args:
             inputs: by name; rows come first.

@@ -48,7 +48,8 @@ class Mesh:
 
     @property
     def fsdp(self) -> DeviceMesh:
-        """Of dense parameters: 1-D (fsdp), or 2-D (dp_replicate, fsdp) for HSDP, and for DDP."""
+        """Return the mesh of dense parameters: 1-D (fsdp), or 2-D (dp_replicate, fsdp) for HSDP, and for
+        DDP."""
         return self._replicated(self._dense)
 
     @property
@@ -58,7 +59,8 @@ class Mesh:
 
     @property
     def expert_fsdp(self) -> DeviceMesh:
-        """Of experts: 1-D (fsdp), or 2-D (dp_replicate, fsdp), over what ep leaves of the ranks."""
+        """Return the mesh of experts: 1-D (fsdp), or 2-D (dp_replicate, fsdp), over the ranks that ep
+        leaves."""
         return self._replicated(self._sparse)
 
     @property
@@ -88,7 +90,7 @@ class Mesh:
 
     @property
     def pp_rank(self) -> int:
-        """Which stages of the pipeline this rank has."""
+        """Return this rank's index in the pipeline."""
         return self._place("pp")
 
     @property

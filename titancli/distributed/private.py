@@ -169,7 +169,7 @@ def forget_iteration(model: nn.Module) -> None:
 
 
 def _states(model: nn.Module) -> list[Any]:
-    """Of all FSDP2 modules; several modules may have one together."""
+    """Return the states of all FSDP2 modules; several modules may share one."""
     from torch.distributed.fsdp import FSDPModule
 
     found: dict[int, Any] = {}
@@ -212,7 +212,8 @@ def _drop_gradients(group: Any) -> None:
 
 
 def _reset(root: Any) -> None:
-    """What `FSDPModule.reset_iter_state` of torch 2.13 does; all work that is under way is waited for."""
+    """Reset FSDP2 as `FSDPModule.reset_iter_state` of torch 2.13 does, after waiting for all work under
+    way."""
     if root._device.type != "cpu":
         torch.accelerator.synchronize(root._device)
     context, communication = root._state_ctx, root._comm_ctx
@@ -240,4 +241,4 @@ _COMMUNICATION: dict[str, Any] = {
     "_last_post_reduce_events": dict,
     "post_forward_order": list,
 }
-"""What is under way, and what it is when nothing is."""
+"""The attributes for work under way, each with its idle value."""

@@ -74,7 +74,7 @@ def dump_flight_recorder(logs: Path, rank: int) -> Path | None:
 
 
 _store: tuple[Any, Any] | None = None
-"""Where this process meets the others, and what it is reached at: one for all groups that it makes there."""
+"""The store of this process, and its address: one for all groups that it makes there."""
 
 
 def init_process_group(
@@ -298,7 +298,7 @@ _members: weakref.WeakSet[Any] = weakref.WeakSet()
 """The engines that use a process group that was made here."""
 _made_here = False
 _excepthook: Any = None
-"""What torch puts the rank's number before, for as long as the group lives."""
+"""The excepthook to which torch adds the rank's number, for as long as the group lives."""
 
 
 def join(device: torch.device | str | None, timeout_seconds: int) -> torch.device:
@@ -392,7 +392,7 @@ def destroy() -> None:
 
 
 def made_here() -> bool:
-    """Whether the process group is one that `join` made."""
+    """Return whether the process group is one that `join` made."""
     return _made_here
 
 

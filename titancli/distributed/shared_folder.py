@@ -1,4 +1,4 @@
-"""Whether all nodes see the same run folder: asked before training, not at the first save."""
+"""A check that all nodes see the same run folder: before training, not at the first save."""
 
 from __future__ import annotations
 

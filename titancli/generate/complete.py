@@ -20,7 +20,7 @@ from titancli.rl.writer import OnText, Writer
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked of each prompt."""
+    """The options for each prompt."""
 
     sampling: Sampling
     max_new_tokens: int = 256
@@ -34,11 +34,11 @@ class Request:
 
 @dataclass(frozen=True)
 class Completion:
-    """What one row became."""
+    """The result of one row."""
 
     text: str
     tokens: int
-    """How many were drawn, the end marker and what a stop text cut off included."""
+    """Number of sampled tokens, including the end marker and those that a stop text cut off."""
     finish_reason: Finish
     """The model's end marker, a stop text, or no room: max_new_tokens or the model's context."""
 

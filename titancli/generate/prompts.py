@@ -1,4 +1,4 @@
-"""Where prompts come from: an argument, standard input, or a file. Torch-free."""
+"""Sources of prompts: an argument, standard input, or a file. Torch-free."""
 
 from __future__ import annotations
 

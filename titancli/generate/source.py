@@ -1,4 +1,4 @@
-"""What generates: a model and its tokenizer, out of a run, a checkpoint, or a Hugging Face folder."""
+"""The generating model and its tokenizer, from a run, a checkpoint, or a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Source:
     eos_ids: frozenset[int]
     """Tokens that end a text."""
     bos: bool
-    """Whether the model has learnt texts that begin with bos."""
+    """True if the model was trained on texts that begin with bos."""
     read: Callable[[str], Tensor]
     """A parameter, whole, on the CPU."""
 
@@ -65,7 +65,7 @@ def find_source(src: Path, *, tokenizer: str | None, component: str | None, say:
         src: a run (its newest good checkpoint), a checkpoint, or a folder with config.json and safetensors.
         tokenizer: a tokenizer component that needs no settings, or a folder; None: the source's own.
         component: the model that reads a Hugging Face folder; None: the one of its model_type.
-        say: is told of checkpoints that had to be passed over.
+        say: receives a line about each checkpoint that was skipped.
 
     Raises:
         TitanError: it is none of these, is damaged, has no tokenizer, or its weights are another model's.

@@ -1,6 +1,6 @@
 """Under which address other machines reach this one. Torch-free.
 
-On many machines `/etc/hosts` gives the machine's own name a loopback address: others that are told this name
+On many machines `/etc/hosts` gives the machine's own name a loopback address: others that use this name
 would connect to themselves, and gloo, which asks for it too, would listen to nobody else.
 """
 
@@ -45,7 +45,7 @@ def variables() -> dict[str, str]:
 
 
 def _reached_by(name: str) -> bool:
-    """Whether a name has an address that is not a loopback one, as far as this machine knows."""
+    """Return whether a name has an address other than loopback, as far as this machine knows."""
     try:
         found = {entry[4][0] for entry in socket.getaddrinfo(name, None)}
     except (OSError, UnicodeError):  # this machine does not know it, or DNS has no such names

@@ -99,7 +99,7 @@ def _agent_class() -> Any:
             return super().run(role) or RunResult(state=WorkerState.SUCCEEDED)
 
         def _restart_workers(self, worker_group: WorkerGroup) -> None:
-            """Where more nodes join, let the ranks save first; torch would give them 30 seconds in all."""
+            """Let the ranks save first if more nodes join; torch would give them 30 seconds in all."""
             if _node_is_lost(worker_group):  # they wait for it, some of them for hours, and cannot save
                 for process in children(os.getpid()):
                     signal_group(process, signal.SIGKILL)
@@ -112,7 +112,7 @@ def _agent_class() -> Any:
             super()._restart_workers(worker_group)
 
         def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-            """Ranks that another node's agent has told so end before this one notices; that is no failure."""
+            """Ranks notified by another node's agent end before this one notices; that is not a failure."""
             result = super()._monitor_workers(worker_group)
             ends = [failure.exitcode for failure in result.failures.values()]
             if ends and all(end in (EXIT_NODES_JOIN, -NODES_JOIN) for end in ends):
@@ -125,7 +125,7 @@ def _agent_class() -> Any:
 
 
 def _node_is_lost(worker_group: Any) -> bool:
-    """Whether a node whose ranks belong to those that run here has left the rendezvous, or is silent."""
+    """Return whether a node of the running ranks' group has left the rendezvous, or is silent."""
     if worker_group.spec.rdzv_handler.get_backend() == ONE_NODE:
         return False
     state = worker_group.spec.rdzv_handler._state_holder.state

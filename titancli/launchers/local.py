@@ -49,7 +49,7 @@ from titancli.terminal import printable
 PATIENCE = 60.0
 """Seconds for which a node waits for what another one writes of the end: a network disk may show it late."""
 LAST_LINES = 15
-"""Of torchrun's log, shown where no rank could be started."""
+"""Number of lines of torchrun's log to show if no rank could be started."""
 
 
 def launch(config: Local, **given: Any) -> int:
@@ -119,7 +119,7 @@ def _only_rank(request: LaunchRequest, watcher: Panel | Console | JsonLines) -> 
 
 @contextmanager
 def _watcher(request: LaunchRequest) -> Iterator[Panel | Console | JsonLines]:
-    """What draws the events. Under `--json` they alone go to stdout; all else that is printed, to stderr."""
+    """Yield the drawer of events. With `--json` only events go to stdout, and all other output to stderr."""
     if not request.json_events:
         yield watcher_for(sys.stderr)
         return
@@ -201,14 +201,14 @@ def _result(
         done = f"its ranks saved {saved}" if saved else "its ranks saved nothing"
         say(f"error: torchrun was killed by {name}; {done}")
         return EXIT_FAILED
-    if failure is None and (told := unmet or (outcome or {}).get("error")):
-        say(f"error: {told}\nlog: {launcher_log(request)}")
+    if failure is None and (reason := unmet or (outcome or {}).get("error")):
+        say(f"error: {reason}\nlog: {launcher_log(request)}")
         return EXIT_FAILED
     return _say_failure(failure, request, failures.silent(reports, request.world))
 
 
 def _outcome(request: LaunchRequest, patience: float) -> dict[str, Any] | None:
-    """How the run has ended. The command of another node may be about to write that it has failed."""
+    """Return how the run ended. Another node's command may be about to write that it has failed."""
     deadline = time.monotonic() + patience
     while True:
         outcome = request.folder.outcome() if request.folder.record_file.exists() else None

@@ -1,4 +1,4 @@
-"""Where the nodes of a run meet. Torch-free.
+"""The rendezvous of a run's nodes. Torch-free.
 
 torchrun's rendezvous is a store on one of the nodes, and is gone when that node is. So the run folder says
 where it is: the files `rendezvous/1`, `rendezvous/2`, … hold HOST:PORT, the newest is where all meet, and its
@@ -38,7 +38,7 @@ class Meeting:
         patience: seconds without a sign of life after which a node counts as lost.
         same: what must be the same on all nodes, by name.
         reach: seconds after which a place is given up that is alive, but that not all nodes can connect to.
-        say: is told of such a place, once.
+        say: receives one line about such a place.
     """
 
     def __init__(
@@ -144,7 +144,8 @@ class Meeting:
         return True
 
     def _cut_off(self) -> bool:
-        """Whether the place, which the disk shows to be alive, could not be connected to for too long."""
+        """Return whether connecting to the endpoint has failed for too long, although the disk shows it to be
+        alive."""
         now = time.monotonic()
         if self.endpoint and now > self._asked + self._patience / 4:
             self._asked = now
@@ -168,7 +169,7 @@ class Meeting:
         return self._folder / str(max(numbers)) if numbers else None
 
     def _silent(self, place: Path) -> bool:
-        """Whether there has been no sign of life for too long. Clocks of hosts are not compared."""
+        """Return whether the last sign of life is too old. Clocks of hosts are not compared."""
         try:
             with open(
                 place, "rb", opener=regular
@@ -242,7 +243,7 @@ def _knocks(place: Path) -> Path:
 
 
 def _only(text: str, other: str) -> str:
-    """What a text has that the other has not; of TOML the lines, each after its table."""
+    """Return the parts of a text that the other lacks; for TOML the lines, each after its table."""
     if "\n" not in text + other:
         return text
     others = _lines(other)

@@ -32,9 +32,9 @@ from titancli.signals import STOPPING, heeded, say
 
 POLL_SECONDS = 0.1
 KILL_SECONDS = 10.0
-"""How long ranks that were killed may take to go."""
+"""Seconds that killed ranks may take to exit."""
 LOOK_SECONDS = 10.0
-"""How often a node looks whether ranks run on it. torchrun itself takes seconds to start."""
+"""Seconds between two checks of a node for running ranks. torchrun itself takes seconds to start."""
 
 
 def torchrun_command(
@@ -123,7 +123,7 @@ def take_part(config: Local, request: LaunchRequest, log: TextIO, drawing: Drawi
 
 
 def _same_on_all_nodes(request: LaunchRequest) -> dict[str, str]:
-    """What ranks compare with each other as well, but only when they have met."""
+    """Return the values that ranks compare too, but only after they have met."""
     files = ", ".join(f"{path.name} (SHA-256 {file_hash(path)[:12]})" for path in request.plugin_files)
     code = ", ".join(f"{name} {digest[:12]}" for name, digest in code_hashes().items())
     return {
@@ -182,7 +182,7 @@ class Waiting:
         self._drawing, self._looked = drawing, time.monotonic()
         self._none = self._said = self._spare = False
         self.idle = False
-        """Whether there have been no ranks for a while."""
+        """True if there have been no ranks for a while."""
         self._step: int | None = None
         """The run's step when this node was first found without ranks."""
 
@@ -204,14 +204,14 @@ class Waiting:
 
 
 class Drawing:
-    """What the user sees of the event log."""
+    """The view of the event log for the user."""
 
     def __init__(self, tail: Tail, watcher: Panel | Console | JsonLines) -> None:
         self._tail, self._watcher, self._watched = tail, watcher, True
         self.step: int | None = None
-        """The last step that was told."""
+        """The last step shown."""
         self.ended = False
-        """Whether the run's end was the last that was told."""
+        """True if the run's end was the last event shown."""
 
     def draw(self) -> None:
         """Draw what was written since the last call."""
@@ -269,7 +269,8 @@ class Signals:
                 _end(agent, KILL_SECONDS)
 
     def ended(self, reports: list[failures.Failure], kills: list[failures.Failure]) -> bool:
-        """Whether the signals ended ranks that were only starting, or that the user would not wait for."""
+        """Return whether the signals ended ranks that were still starting, or that the user did not wait
+        for."""
         if not self.received:
             return False
         by_hand = self.received.count(signal.SIGINT) > 1

@@ -1,1 +1,1 @@
-"""How a model is cut over ranks, in numbers: degrees, what divides what, pipeline stages. Torch-free."""
+"""The layout of a model over ranks, in numbers: degrees, divisibility, pipeline stages. Torch-free."""

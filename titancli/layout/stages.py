@@ -1,4 +1,4 @@
-"""How a model is cut into pipeline stages, and what the schedules ask for. Torch-free arithmetic.
+"""The split of a model into pipeline stages, and the requirements of the schedules. Torch-free arithmetic.
 
 The rule of the automatic cut is torchtitan's: what the first and last stage are lighter by counts as layers
 too, all of them are spread evenly, and earlier stages take what is left over. What is asked of micro-batches
@@ -23,10 +23,10 @@ BEFORE, AFTER = ("tok_embeddings",), ("norm", "output")
 
 @dataclass(frozen=True)
 class Schedule:
-    """What one pipeline schedule asks for."""
+    """The requirements of one pipeline schedule."""
 
     stages: tuple[int, int | None]
-    """The least and the most stages of a rank; no most is None."""
+    """Minimum and maximum number of stages per rank; None: no maximum."""
     v_shaped: bool = False
     """Rank r holds stages r and last - r; otherwise r, r + pp, r + 2 pp, …"""
     splits_backward: bool = False
@@ -205,7 +205,7 @@ def stages_of(schedule: str, pp: int, rank: int, stages: int) -> list[int]:
 
 
 def check_microbatches(schedule: str, pp: int, stages: int, count: int) -> None:
-    """Whether a schedule can run this many micro-batches of one optimizer step.
+    """Check that a schedule can run this many micro-batches of one optimizer step.
 
     Raises:
         StageError: with the nearest numbers that fit.

@@ -31,7 +31,7 @@ class CsvLogger:
         self._last: dict[str, Any] = {}
         """The last row."""
         self._end = 0
-        """Where it begins in the file."""
+        """Its start in the file."""
 
     def run_start(self, info: dict[str, Any]) -> None:
         """

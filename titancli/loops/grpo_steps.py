@@ -136,7 +136,7 @@ def _check_made(made: Any, wanted: list[int], name: str) -> None:
 
 
 class Rollouts:
-    """What this rank sampled in a step, and what it is worth."""
+    """The samples of this rank in a step, with their scores."""
 
     def __init__(self, sampled: Sampled, scores: list[list[Score]], config: Grpo) -> None:
         self._sampled, self._scores, self._config = sampled, scores, config
@@ -169,7 +169,8 @@ class Rollouts:
         self.advantages = found
 
     def samples(self, first: int, count: int) -> list[Sample]:
-        """What is learnt from, of `count` prompts; one with an advantage of 0 counts in averages too."""
+        """Return the samples of `count` prompts to learn from; those with an advantage of 0 count in averages
+        too."""
         found = []
         for number in range(first, first + count):
             asked, made = self._sampled.asked[number], self._sampled.completions[number]
@@ -237,7 +238,7 @@ class Rollouts:
 
 
 def _counts(score: Score, config: Grpo) -> bool:
-    """Whether the policy for failed rewards leaves a completion in."""
+    """Return whether the policy for failed rewards keeps a completion."""
     return config.failed_reward == "zero" or not score.failed
 
 

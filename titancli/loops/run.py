@@ -1,4 +1,4 @@
-"""What a loop needs to know of its run: how far to go, when to save, whether to stop."""
+"""A loop's view of its run: the number of steps, when to save, whether to stop."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Stop(Protocol):
 
 
 class Watch(Protocol):
-    """What tells of steps that were skipped; see `titancli.engine.skip_step.Guard`."""
+    """The counter of skipped steps; see `titancli.engine.skip_step.Guard`."""
 
     def too_many(self) -> bool: ...
 
@@ -72,7 +72,7 @@ class Run:
     """None: nothing is saved."""
     gc_freq: int = 50
     save_or_stop: bool = False
-    """Whether a checkpoint that cannot be written ends the run."""
+    """True if the run ends when a checkpoint cannot be written."""
     guard: Watch | None = None
     """Asked before each step whether too many were skipped."""
     validation: Validation | None = None
@@ -88,9 +88,9 @@ class Run:
     folder: Path | None = None
     """The run folder, for what the loop itself writes there."""
     hooks: RunHooks = field(default_factory=RunHooks)
-    """What takes part in the run."""
+    """The hooks that take part in the run."""
     why: str = "finished"
-    """How it ended: finished, stopped, interrupted, data_ended or skipped (too many steps in a row)."""
+    """The way it ended: finished, stopped, interrupted, data_ended or skipped (too many steps in a row)."""
     signal: str | None = None
     data_wait: float = 0.0
     """Seconds that the last `take` waited for data."""
@@ -99,9 +99,9 @@ class Run:
     _steps_here: int = field(default=0, repr=False)
     _stopped_at: float | None = field(default=None, repr=False)
     _early: str | None = field(default=None, repr=False)
-    """Why this rank wants the run to end with the step that it has done."""
+    """The reason for which this rank wants the run to end after this step."""
     _agreed: Sequence[int] = field(default=(), repr=False)
-    """What the ranks have agreed on for each hook."""
+    """The answers that the ranks agreed on, for each hook."""
 
     def goes_on(self, step: int) -> bool:
         """Whether there is another step to do. All ranks agree on a signal that any of them got. If there is
@@ -173,7 +173,7 @@ class Run:
         return self.checkpoints is not None and self.checkpoints.due(step)
 
     def save(self, engine: Engine, data: Placed) -> None:
-        """Save everything that a resume needs. A disk that fails is told, and ends the training or not.
+        """Save everything that a resume needs. A failing disk is reported, and ends the training or not.
 
         Raises:
             EnvironmentProblem: as in `goes_on`.

@@ -34,7 +34,8 @@ logger = logging.getLogger(__name__)
 AT_ONCE = 8
 """Batches that one call evaluates."""
 STOP_SECONDS = 15.0
-"""How long after a signal an evaluation may end: what starts jobs kills them 30 s after it, by default."""
+"""Seconds after a signal in which an evaluation may end: job schedulers kill jobs 30 s after it, by
+default."""
 
 
 class UnreadableData(EnvironmentProblem):
@@ -48,7 +49,7 @@ class Result:
     metrics: dict[str, float]
     """`loss`, `perplexity` where the loss is one of log-probabilities, and what the loss reports."""
     weight: float
-    """What the loss was divided by, over all ranks: target tokens, or pairs."""
+    """Divisor of the loss, over all ranks: target tokens, or pairs."""
 
 
 class Validation:
@@ -69,12 +70,12 @@ class Validation:
         self._reached: int | None = None
         self._evaluated: int | None = None
         self._seconds: float | None = None
-        """Of the last evaluation."""
+        """Duration of the last evaluation."""
         self._alone = False
 
     @property
     def prepare(self) -> Callable[[Batch], Batch]:
-        """What makes of a batch what the loss needs. Collective."""
+        """Return the function that adds to a batch what the loss needs. Collective."""
         return next(iter(self._evaluate.values())).prepare
 
     @prepare.setter
@@ -231,9 +232,9 @@ class Evaluation:
             wrong, cause = str(error) or type(error).__name__, error
         described = _described(mine[-1]) if mine else None
         everywhere = process_group.all_gather((len(mine), described, wrong, cancelled()))
-        if told := next((wrong for _, _, wrong, _ in everywhere if wrong), None):
+        if reason := next((wrong for _, _, wrong, _ in everywhere if wrong), None):
             hint = cause.hint if wrong and isinstance(cause, TitanError) else None
-            raise UnreadableData(f"{self._label}: {told}", hint=hint) from (cause if wrong else None)
+            raise UnreadableData(f"{self._label}: {reason}", hint=hint) from (cause if wrong else None)
         if any(ends for *_, ends in everywhere):
             return [None]
         most, like = max(

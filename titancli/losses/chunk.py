@@ -1,4 +1,4 @@
-"""What the chunked losses do with the logits of one chunk: plain functions, which may be compiled.
+"""The computations of the chunked losses on the logits of one chunk: plain functions, which may be compiled.
 
 In place wherever a chunk's logits are still needed for something else: they are the largest tensor there is.
 """
@@ -116,7 +116,7 @@ class _Picks:
         return _over(self.group, "sum", found.masked_fill_(self.elsewhere, 0.0))
 
     def here(self, logits: Tensor) -> Tensor:
-        """What is in the targets' columns; of a target that is elsewhere, in some column."""
+        """Return the values in the targets' columns; for a target on another rank, of some column."""
         return logits.gather(1, self.columns)[:, 0]
 
 

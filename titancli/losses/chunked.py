@@ -38,7 +38,8 @@ this. For 128,256 words in bf16 it is 4,096 rows: each chunk reads and writes th
 TILE = 128
 """Rows of a product that a GPU works on together."""
 PARTS = 8
-"""Of the vocabulary, when the weight's gradient is summed in another dtype than it is made in."""
+"""Number of parts of the vocabulary, if the weight's gradient is summed in another dtype than it is computed
+in."""
 
 
 def linear_token_loss(
@@ -66,7 +67,7 @@ def linear_token_loss(
         no target).
     """
     if not torch.is_grad_enabled():
-        # An autograd Function is told that they want gradients all the same, and this one would make them.
+        # An autograd Function sees requires_grad all the same, and this one would compute them.
         hidden, weight = hidden.detach(), weight.detach()
     token_weights = token_weights.float().masked_fill(targets < 0, 0.0)  # before NaN is multiplied by 0
     total, log_probs = _TokenLoss.apply(
@@ -231,9 +232,9 @@ class _Gradients:
         make = torch.empty_like if len(hidden) else torch.zeros_like
         self.weight = make(weight, dtype=torch.float32) if wants_weight else None
         self._is_empty = True
-        """Whether nothing has been added: the first product is written, not added to zeros."""
+        """True if nothing has been added: the first product is written, not added to zeros."""
         self._scale: Tensor | None = None
-        """What they have been multiplied by."""
+        """Their factor so far."""
 
     def add(self, rows: slice, grad: Tensor) -> None:
         """Add what the gradient of some rows' logits, [rows, V] in their dtype, gives both."""

@@ -56,11 +56,11 @@ class DPO:
         margin = chosen - rejected
         smoothing = self.config.label_smoothing
         each = -(1 - smoothing) * logsigmoid(margin) - smoothing * logsigmoid(-margin)
-        told = {
+        values = {
             "reward_accuracy": (margin > 0).float(),
             "reward_margin": margin,
             "reward_chosen": chosen,
             "reward_rejected": rejected,
         }
-        metrics = {name: torch.where(pairs, value.detach(), 0.0).sum() for name, value in told.items()}
+        metrics = {name: torch.where(pairs, value.detach(), 0.0).sum() for name, value in values.items()}
         return LossResult(torch.where(pairs, each, 0.0).sum(), pairs.sum().float(), metrics)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Samples:
-    """Which tokens of a batch were sampled, and which of them together."""
+    """The sampled tokens of a batch, and their grouping into completions."""
 
     def __init__(self, batch: Batch) -> None:
         targets = batch["targets"]
@@ -57,15 +57,15 @@ class Samples:
 
 
 class PolicyLoss(ABC):
-    """What these losses share; each says its objective."""
+    """The common part of these losses; each defines its objective."""
 
     output = "logprobs"
     entropy = True
     """The engine puts `entropy` [B, S] into the batch; it is reported."""
     steady = False
-    """What it is worth changes with every batch of samples: a jump is no spike."""
+    """The value changes with every batch of samples: a jump is no spike."""
     needs: Mapping[str, str] = {"advantages": "BS", "old_logprobs": "BS"}
-    """What the batch must bring along."""
+    """Required entries of the batch."""
 
     def __init__(self, config: Any) -> None:
         self.config = config
@@ -106,12 +106,13 @@ class PolicyLoss(ABC):
         return LossResult(sum=(loss * divisor).sum(), weight=weight, metrics=sums)
 
     def _shares(self, samples: Samples, drawn: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of each token its share in a metric, and in the loss, [B, S]; and the sum of those in metrics."""
+        """Return each token's share in a metric, and in the loss, [B, S]; and the sum of those in metrics."""
         return drawn, drawn, drawn.sum()
 
 
 def k3(log_ratio: Tensor) -> Tensor:
-    """Of KL(q ‖ p), for x drawn from q and log_ratio = log p(x) − log q(x): unbiased and never negative."""
+    """Return an estimate of KL(q ‖ p), for x drawn from q and log_ratio = log p(x) − log q(x): unbiased and
+    never negative."""
     return torch.expm1(log_ratio) - log_ratio
 
 

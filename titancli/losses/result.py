@@ -1,4 +1,4 @@
-"""What a loss returns."""
+"""The result of a loss."""
 
 from __future__ import annotations
 

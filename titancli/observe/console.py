@@ -1,4 +1,4 @@
-"""What is seen of a run without the panel: plain lines, or one that updates, or JSON Lines. Torch-free.
+"""The output of a run without the panel: plain lines, or one that updates, or JSON Lines. Torch-free.
 
 It draws events (see `titancli.observe.events`), so it works the same inside the worker and, for runs of
 several ranks, in the command that reads their event log.
@@ -60,7 +60,7 @@ class Console:
             self._write(f"{text}\n")
 
     def close(self) -> None:
-        """Leave the status line standing and go below it."""
+        """Leave the status line on screen and move below it."""
         if self._live and self._status:
             self._write("\n")
         self._status = ""

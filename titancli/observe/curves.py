@@ -18,11 +18,11 @@ AXES = ("step", "tokens", "seconds")
 
 @dataclass(frozen=True)
 class Point:
-    """A step that was logged."""
+    """A logged step."""
 
     step: float
     tokens: float | None
-    """Trained on up to here, over all ranks; None where the run does not say."""
+    """Trained on so far, over all ranks; None if the run does not record it."""
     seconds: float
     """Spent in training up to here, evaluations and saves included; the time between two attempts is not."""
     metrics: dict[str, float | None]
@@ -65,7 +65,7 @@ def curve(path: Path) -> list[Point]:
 
 
 def _add_validation(points: list[Point], event: dict[str, Any], tokens: float | None) -> None:
-    """Add to the points what was evaluated after a step."""
+    """Add to the points the evaluations after each step."""
     last = points[-1] if points else Point(0, 0.0, 0.0, {})
     if points and last.step == event["step"]:
         points[-1] = replace(last, metrics=last.metrics | numbers(event))

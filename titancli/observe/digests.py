@@ -1,4 +1,4 @@
-"""`digests/`: what each optimizer step of a run came to, small enough to be kept of all of them. Torch-free.
+"""`digests/`: the results of each optimizer step of a run, small enough to keep all of them. Torch-free.
 
 `digests/ATTEMPT.RESTART/rank-N.bin` begins with one line of JSON (`Header`), and goes on with one `RECORD` a
 step, each at its own place: what a disk that was full for a while left out is a hole, and what a killed
@@ -28,7 +28,7 @@ FOLDER = "digests"
 LARGEST = 1 << 32
 """Bytes of a file: a hundred million steps."""
 SEAL = Seal('{"xxh3_64":"', '",')
-"""How the header begins."""
+"""Start of the header."""
 RECORD = np.dtype(
     [
         ("skipped", "<u4"),
@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Header:
-    """What the records of one file belong to."""
+    """The run and rank that the records of one file belong to."""
 
     attempt: int
     restart: int
@@ -147,7 +147,7 @@ class StepDigest:
 
 @dataclass(frozen=True)
 class Layout:
-    """What must be equal for hashes to be."""
+    """The properties that must be equal for hashes to be comparable."""
 
     world: int
     mesh: dict[str, int]
@@ -247,20 +247,20 @@ def _joined(files: list[tuple[Header, np.ndarray]], begin: int, end: int | None)
 
 
 def differences(a: StepDigest, b: StepDigest) -> list[str]:
-    """Return what differs between two digests of a step: of "rows", "loss", "gradient norm", and on the same
-    layout "gradients" and "weights", each with the parameter if it is a single one of a rank.
+    """Return the differences between two digests of a step: of "rows", "loss", "gradient norm", and on the
+    same layout "gradients" and "weights", each with the parameter if it is a single one of a rank.
 
     On another layout, losses and norms that are not bitwise equal may still be so up to rounding.
     """
     found = ["rows"] if a.rows != b.rows else []
     names = {"loss": "loss", "gradient norm": "grad_norm"}
-    found += [told for told, name in names.items() if not _same(getattr(a, name), getattr(b, name))]
+    found += [label for label, name in names.items() if not _same(getattr(a, name), getattr(b, name))]
     if a.skipped != b.skipped:
         found.append("whether it was skipped")
     if a.layout == b.layout:
         found += [
-            f"{told}{_where([(rank, a.ranks[rank][i], b.ranks[rank][i]) for rank in a.ranks], a.layout)}"
-            for i, told in enumerate(("gradients", "weights"))
+            f"{label}{_where([(rank, a.ranks[rank][i], b.ranks[rank][i]) for rank in a.ranks], a.layout)}"
+            for i, label in enumerate(("gradients", "weights"))
             if any(a.ranks[rank][i] != b.ranks[rank][i] for rank in a.ranks)
         ]
     return found
@@ -297,7 +297,8 @@ def _pair(numbers: np.ndarray) -> tuple[int, int]:
 
 
 def _read(path: Path) -> tuple[Header, np.ndarray] | None:
-    """The header and the whole records of a file; None if a killed process has not even left the header."""
+    """Return the header and the complete records of a file; None if a killed process has not even left the
+    header."""
     try:
         data = read_bytes(path, LARGEST)
     except OSError as error:
@@ -336,5 +337,5 @@ def _read(path: Path) -> tuple[Header, np.ndarray] | None:
 
 
 def checksum_of(record: bytes) -> int:
-    """Of all but the checksum itself; 0 stands for none."""
+    """Return the checksum of all other bytes of a record; never 0, which stands for none."""
     return zlib.crc32(record[:-4]) or 1

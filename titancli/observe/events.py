@@ -128,7 +128,8 @@ class EventLogger:
 
 
 class LogHandler(logging.Handler):
-    """Makes what titan's own loggers say events, so that it reaches people through a launcher as well."""
+    """Turns messages of titan's own loggers into events, so that they reach users through a launcher as
+    well."""
 
     def __init__(self, log: EventLog) -> None:
         super().__init__(logging.INFO)
@@ -140,7 +141,7 @@ class LogHandler(logging.Handler):
 
 @contextmanager
 def logs_as_events(log: EventLog) -> Iterator[None]:
-    """Make events of what titan's own loggers say inside the block, from level INFO on."""
+    """Turn messages of titan's own loggers inside the block into events, from level INFO on."""
     titan = logging.getLogger("titancli")
     handler = LogHandler(log)
     titan.addHandler(handler)

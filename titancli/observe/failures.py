@@ -1,7 +1,8 @@
-"""Why a run failed: each rank that raises leaves a report, and the cause is chosen among them. Torch-free.
+"""The reason why a run failed: each rank that raises leaves a report, and the cause is chosen among them.
+Torch-free.
 
 When one rank dies, the others fail as well, in whatever collective they wait in. Their errors come later, and
-speak of connections; the cause is the first that does not.
+are about connections; the cause is the first that is not.
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ class Failure:
     hint: str | None
     exit_code: int
     expected: bool
-    """A TitanError: it says all there is to say, and needs no traceback."""
+    """True for a TitanError: its message is complete, and needs no traceback."""
     communication: bool
-    """It may be no more than the echo of another rank's end."""
+    """True if it may be no more than the consequence of another rank's end."""
     traceback: str
     time: str
     where: str | None = None
@@ -62,7 +63,7 @@ def error_file(logs: Path, rank: int) -> Path:
 
 
 def write(logs: Path, error: BaseException, *, rank: int, world: int, step: int | None) -> None:
-    """Leave `rank-N.error.json`. What keeps it from being written goes to stderr, after the error itself."""
+    """Write `rank-N.error.json`. A failure to do so is reported on stderr, after the error itself."""
     if isinstance(error, RankFailure) and error.__cause__ is not None:
         error = error.__cause__  # the cause is chosen among all reports; this rank's is what it saw itself
     expected = isinstance(error, TitanError)
@@ -89,7 +90,7 @@ def write(logs: Path, error: BaseException, *, rank: int, world: int, step: int 
 
 
 def there(logs: Path) -> Reports:
-    """Return which reports lie there now, to tell those that come from now on; no clock is asked."""
+    """Return the reports that exist now, to distinguish later ones; clocks are not used."""
     found = {}
     for path in logs.glob("rank-*.error.json"):
         with suppress(OSError):  # its rank has just been started anew
@@ -98,7 +99,7 @@ def there(logs: Path) -> Reports:
 
 
 def read(logs: Path, *, before: Reports | None = None) -> list[Failure]:
-    """The reports that lie there and did not lie there `before`, in the order in which they were made.
+    """Return the reports that were not there `before`, in the order in which they were made.
 
     Ranks go from step to step together, so an earlier step comes first. In one step it is the time at which
     the disk got a report that counts: the clocks of hosts may differ.
@@ -116,7 +117,7 @@ def read(logs: Path, *, before: Reports | None = None) -> list[Failure]:
 
 
 def _identity(path: Path) -> tuple[int, int]:
-    """When the disk got a file, and which it is: each report is written as a new one."""
+    """Return a file's modification time and inode: each report is written as a new file."""
     found = path.stat()
     return found.st_mtime_ns, found.st_ino
 
@@ -159,8 +160,8 @@ def block(failure: Failure, log: Path | None, silent: list[int] | None = None) -
     """Format a failure for the user. Ranks that are `silent` left no report."""
     when = f"at step {failure.step}" if failure.step is not None else "before the first step"
     who = f"rank {failure.rank} of {failure.world} on {failure.host}" if failure.world > 1 else "the run"
-    told = failure.message if failure.expected else replace(failure, where=None).words
-    lines = [f"{who} failed {when}: {told}"]
+    message = failure.message if failure.expected else replace(failure, where=None).words
+    lines = [f"{who} failed {when}: {message}"]
     if failure.where:
         lines.append(f" in {failure.where}")
     if failure.hint:
@@ -196,26 +197,26 @@ def _where(error: BaseException) -> str | None:
 
 def _one_line(type_name: str, message: str, where: str | None, *, expected: bool) -> str:
     first_line = message.strip().partition("\n")[0]
-    told = first_line if expected else f"{type_name}: {first_line}" if first_line else type_name
-    return f"{told} (in {where})" if where else told
+    words = first_line if expected else f"{type_name}: {first_line}" if first_line else type_name
+    return f"{words} (in {where})" if where else words
 
 
 def _own_traceback(error: BaseException) -> str:
-    """The traceback without the frames that errors only pass through: the worker's, the
-    engine's turnstile, and torch's but the last.
+    """Return the traceback without the frames that errors only pass through: the worker's, the engine's
+    turnstile, and torch's but the last.
 
     The whole of it is in the rank's log.
     """
-    told = traceback.TracebackException.from_exception(error)
-    frames = [frame for frame in told.stack if not any(part in frame.filename for part in PASSED_THROUGH)]
-    if told.stack and told.stack[-1] not in frames:
-        frames.append(told.stack[-1])
-    told.stack = traceback.StackSummary.from_list(frames)
-    return "".join(told.format())
+    trace = traceback.TracebackException.from_exception(error)
+    frames = [frame for frame in trace.stack if not any(part in frame.filename for part in PASSED_THROUGH)]
+    if trace.stack and trace.stack[-1] not in frames:
+        frames.append(trace.stack[-1])
+    trace.stack = traceback.StackSummary.from_list(frames)
+    return "".join(trace.format())
 
 
 def is_communication(error: BaseException) -> bool:
-    """Whether it may be no more than the echo of another rank's end."""
+    """Return whether the error may be no more than the consequence of another rank's end."""
     if isinstance(error, RankFailure) or type(error).__name__ in (
         "DistBackendError",
         "DistNetworkError",

@@ -1,4 +1,4 @@
-"""What of a machine changes the last bits of a result."""
+"""The properties of a machine that change the last bits of a result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much memory a rank uses."""
+"""Memory use of a rank."""
 
 from __future__ import annotations
 

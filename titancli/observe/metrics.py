@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 
 Reduce = Literal["mean", "max", "sum"]
 PACE = "slow_rank"
-"""The reading that is told by rank, see `titancli.observe.pace`."""
+"""The metric that is kept per rank, see `titancli.observe.pace`."""
 
 
 @dataclass
 class Reading:
-    """What one rank reported under one name since the last reading."""
+    """The reports of one rank under one name since the last reading."""
 
     reduce: Reduce
     value: Any
     """The sum of the reports, or their maximum; a float, or a 0-dim tensor until it is read."""
     count: Any = 1
-    """What the mean divides by; a number, or a 0-dim tensor until it is read."""
+    """The divisor of the mean; a number, or a 0-dim tensor until it is read."""
 
 
 class Collector:
@@ -44,7 +44,7 @@ class Collector:
 
     @contextmanager
     def muted(self) -> Iterator[None]:
-        """Leave out what this thread reports: an evaluation must not be taken for training."""
+        """Ignore this thread's reports: an evaluation must not be mistaken for training."""
         before = getattr(self._thread, "muted", False)
         self._thread.muted = True
         try:
@@ -54,7 +54,7 @@ class Collector:
 
     @contextmanager
     def captured(self) -> Iterator[Collector]:
-        """Keep what this thread reports apart, in what is handed over."""
+        """Collect this thread's reports separately, in the dict that is yielded."""
         before, own = getattr(self._thread, "captured", None), Collector()
         self._thread.captured = own
         try:
@@ -109,7 +109,7 @@ def _maximum(a: Any, b: Any) -> Any:
 
 
 def _largest(values: list[float]) -> float:
-    """NaN where one of them is: max() would lose one that is not the first."""
+    """Return the maximum, or NaN if one of them is: max() would lose one that is not the first."""
     return next((value for value in values if value != value), max(values))
 
 

@@ -1,5 +1,5 @@
-"""What people write about a run: `note.json` in its folder, which no run reads or writes, so that a note can
-be made while one works there. Torch-free."""
+"""Users' notes about a run: `note.json` in its folder, which no run reads or writes, so that a note can be
+written while the run is under way. Torch-free."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Observers`: what a loop tells of its steps, read seldom and handed to every logger.
+"""`Observers`: a loop's reports on its steps, read rarely and passed to every logger.
 
 A step's metrics are tensors on the device. They are kept there and read to the host every
 `metrics.log_freq` steps, after the first and the last step, all in one transfer: reading is what makes the
@@ -108,14 +108,14 @@ class Observers:
             self._read(step)
 
     def evaluated(self, metrics: Mapping[str, Tensor | float], seconds: float) -> None:
-        """The step under way was followed by an evaluation: its numbers are told with the step's, and its
-        time counts for none."""
+        """Record an evaluation after the step under way: its metrics appear with the step's, and its time
+        counts for no step."""
         self._evaluated = metrics
         self.pause(seconds)
 
     def validated(self, step: int, metrics: Mapping[str, float], seconds: float) -> None:
-        """An evaluation between two steps has ended; its time counts for none of them. A logger without a
-        method for it is told as of a step."""
+        """Record an evaluation between two steps; its time counts for no step. A logger without a method for
+        it gets the metrics as a step's."""
         self.pause(seconds)
         self._validated = dict(metrics)
         self.latest = {**self.latest, **metrics}
@@ -126,7 +126,7 @@ class Observers:
                 self._tell_one(one, "step_end", step, dict(metrics))
 
     def pause(self, seconds: float) -> None:
-        """Count so much of the time since the last reading for no step."""
+        """Leave this much time since the last reading out of the steps' time."""
         self._evaluation_seconds += seconds
         self._read_at += seconds
 
@@ -206,7 +206,7 @@ class Observers:
         return {name: float(value) for name, value in values.items()}
 
     def _speed(self, step: int, elapsed: float, steps: int) -> dict[str, float]:
-        """Throughput, utilisation and what is left, from the time since the last reading."""
+        """Return throughput, utilisation and remaining time, from the time since the last reading."""
         speed = {"step_seconds": elapsed / max(steps, 1)}
         if "tokens" in self._summed:
             rate = self._summed["tokens"] / elapsed

@@ -1,8 +1,8 @@
-"""How long each rank's own work takes, so that a slow one can be named.
+"""The time of each rank's own work, so that a slow rank can be named.
 
-All ranks end a step together, however slow one of them is: the others wait in a collective. What differs is
-when they come to a place before which nobody has to wait much: here, how long after the step's beginning the
-loss of the first micro-batch is known. Both places are marked without waiting for the device.
+All ranks end a step together, however slow one of them is: the others wait in a collective. The difference
+shows at a point before which no rank has waited much: here, the time from the step's start until the loss of
+the first micro-batch is known. Both points are marked without waiting for the device.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 KEPT = 1024
 """Steps between two readings that are measured; of more, the last ones."""
 NOTICEABLE = 0.25
-"""A rank that takes so much of a step longer than the others, twice in a row, is worth a word."""
+"""A rank slower than the others by this fraction of a step, twice in a row, is reported."""
 
 
 class Pace:

@@ -1,9 +1,8 @@
-"""The live panel: what people see of a run at a terminal. Torch-free; rich is imported when it first draws.
+"""The live panel: the view of a run at a terminal. Torch-free; rich is imported when it first draws.
 
 It draws events (see `titancli.observe.events`), as `Console` does, so it works in place and under torchrun.
-The cursor rests on an empty line above the panel: whatever else is printed, by anyone, stands there and not
-inside, and drawing again begins by erasing all that is below the cursor, so a resized terminal leaves nothing
-behind.
+The cursor rests on an empty line above the panel: any other output appears there and not inside, and drawing
+again begins by erasing everything below the cursor, so a resized terminal leaves no remains.
 """
 
 from __future__ import annotations
@@ -41,10 +40,10 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 SECONDS = 0.25
-"""Between two drawings of a step, at least."""
+"""Minimum seconds between two drawings of a step."""
 WIDTH = 100
 SMALLEST = (60, 9)
-"""Columns and lines under which one status line takes the panel's place."""
+"""Columns and lines below which one status line replaces the panel."""
 ROWS = 7
 """Lines of a panel without what was evaluated, and the one below it."""
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -52,7 +51,7 @@ ERASE = "\r\x1b[J"
 
 
 def watcher_for(stream: TextIO) -> Panel | Console:
-    """Return what shows a run on `stream`: the panel on a terminal that can show it, else lines.
+    """Return the view of a run on `stream`: the panel on a terminal that can show it, else lines.
 
     Under `titan -q`, which sets the level of titan's logger to WARNING, it draws warnings alone.
     """
@@ -112,7 +111,7 @@ class Panel:
                 self.close()
 
     def replay(self, events: Iterable[dict[str, Any]]) -> None:
-        """Take in what has happened already, and draw once."""
+        """Process past events, and draw once."""
         with self._mutex:
             self._replaying = True
             try:
@@ -130,7 +129,7 @@ class Panel:
                 self._draw()
 
     def close(self) -> None:
-        """Leave the last panel standing and go below it."""
+        """Leave the last panel on screen and move below it."""
         with self._mutex:
             for name, above in self._streams.items():
                 if getattr(sys, name) is above:
@@ -155,7 +154,7 @@ class Panel:
         self._drawn_at = time.monotonic()
 
     def _take_streams(self) -> None:
-        """What else this process prints to the terminal goes above the panel."""
+        """Redirect this process's other output on the terminal to the space above the panel."""
         for name in ("stdout", "stderr"):
             stream = getattr(sys, name)
             if stream is not None and stream.isatty():

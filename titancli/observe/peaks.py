@@ -1,4 +1,4 @@
-"""What devices can do at most, as their makers say: bf16 throughput (dense) for model FLOPs utilisation, and
+"""Peak rates of devices according to their makers: bf16 throughput (dense) for model FLOPs utilisation, and
 for plans memory and links as well."""
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def device_peak(device: torch.device) -> float | None:
 
 @dataclass(frozen=True)
 class Device:
-    """One device and how it is connected, in bytes and seconds. None: nobody tells, nothing is guessed."""
+    """One device and its links, in bytes and seconds. None: not published, and not guessed."""
 
     name: str
     flops: float | None = None

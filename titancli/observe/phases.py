@@ -1,8 +1,8 @@
-"""Where the time of a step goes: seconds by phase (data, forward, backward, ...), each moment in one phase.
+"""The time of a step by phase (data, forward, backward, ...), each moment in one phase.
 
-A phase within a phase belongs to the outer one. On a GPU the clock is the device's own: an event is recorded
-on its stream where a phase begins or ends, and read after the device has passed it. So nothing waits, and
-data that are there before the device needs them cost nothing.
+A nested phase counts as the outer one. On a GPU the device's own clock is used: an event is recorded on its
+stream at the start and end of a phase, and read after the device has passed it. So nothing waits, and data
+that arrive before the device needs them cost nothing.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 PREFIX = "time/"
 OTHER = "other"
-"""What is in no phase: Python between the verbs, reading metrics, collecting garbage."""
+"""Time outside all phases: Python between the verbs, reading metrics, collecting garbage."""
 ALWAYS = ("data", "clip", "optimizer", "save", "evaluation")
-"""Reported even where they took no time."""
+"""Reported even if they took no time."""
 RAISED_IN = "titan_phase"
-"""The attribute of an exception that says which phase it was raised in, the innermost."""
+"""Attribute of an exception that names the innermost phase in which it was raised."""
 FOLD_AT = 256
 """Events of a GPU that are kept before those that have passed are read."""
 
@@ -53,7 +53,7 @@ class Phases:
 
     @property
     def counting(self) -> bool:
-        """Whether what the calling thread does is counted."""
+        """Return whether the calling thread's time is counted."""
         return self._thread == threading.get_ident()
 
     def enter(self, name: str) -> None:
@@ -67,7 +67,7 @@ class Phases:
             self._switch(OTHER)
 
     def mark(self) -> None:
-        """The place up to which the next `drain` counts on a GPU; to be followed by what waits for it."""
+        """Mark the place up to which the next `drain` counts on a GPU; the caller then waits for it."""
         if self.counting:
             self._switch(self._name)
 

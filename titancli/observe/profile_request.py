@@ -1,7 +1,7 @@
-"""How `titan profile RUN` asks a run under way for traces: two files in its folder. Torch-free.
+"""Requests of `titan profile RUN` for traces of a run under way: two files in its folder. Torch-free.
 
-`profile.request` is made by who asks, one at a time, and taken away by rank 0 between two steps; what becomes
-of it is said in `profile.json`. Files, not signals: they reach a run wherever its folder does.
+`profile.request` is made by the command, one at a time, and removed by rank 0 between two steps, which
+reports on it in `profile.json`. Files, not signals: they reach a run wherever its folder does.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class Wish(NamedTuple):
-    """What is asked for; as one number, on which the ranks agree (0: nothing)."""
+    """A request as one number, on which the ranks agree (0: none)."""
 
     steps: int
     memory: bool = False
@@ -54,7 +54,7 @@ class Requests:
         """The last one; asked no second time where the file could not be taken away."""
 
     def wish(self) -> Wish | None:
-        """Return what is asked for, if anything."""
+        """Return the request, or None."""
         now = time.monotonic()
         if now - self._looked < EVERY:
             return None
@@ -72,13 +72,13 @@ class Requests:
         return wish if self._id != self._taken else None
 
     def take(self, **known: Any) -> None:
-        """Take the request away, and say that it is being done."""
+        """Remove the request, and report that it is under way."""
         self._taken = self._id
         self.answer("running", **known)
         self._remove()
 
     def answer(self, state: str, **known: Any) -> None:
-        """Say what became of the request that was taken last: `running`, `done` or `failed`."""
+        """Report the state of the request taken last: `running`, `done` or `failed`."""
         text = json.dumps({"id": self._taken, "state": state, **known})
         try:
             write_atomically(self._folder / ANSWER, text + "\n")
@@ -133,7 +133,7 @@ def withdraw(folder: Path, name: str) -> None:
 
 
 def answer_to(folder: Path, name: str) -> dict[str, Any] | None:
-    """Return what the run has said of a request, if anything."""
+    """Return the run's answer to a request; None if there is none yet."""
     try:
         found = read_json(folder / ANSWER)
     except (OSError, ValueError):

@@ -72,7 +72,7 @@ class Profiler:
     # ------------------------------------------------------------------------------------- as a hook
 
     def asks(self) -> int:
-        """Return what rank 0 is asked for, for the ranks to agree on: a `Wish` as a number, 0 for nothing."""
+        """Return the request to rank 0, for the ranks to agree on: a `Wish` as a number, 0 for none."""
         if self._requests is None or self._window is not None:
             return 0
         wish = self._requests.wish()
@@ -210,7 +210,7 @@ class Profiler:
         return self._folder / self._section.save_traces_folder / f"step-{window.last}"
 
     def _guarded(self, window: Window, action: Callable[[], Any]) -> None:
-        """Do what may fail without harm to the run; the window is then over on this rank."""
+        """Run code whose failure must not end the run; the window is then over on this rank."""
         try:
             action()
         except Exception as error:
@@ -249,7 +249,7 @@ def _record_memory(wanted: bool) -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error, or what it was raised from, says that a device has no memory left."""
+    """Return whether an error, or one of its causes, means that a device is out of memory."""
     import torch
 
     return any(

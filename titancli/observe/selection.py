@@ -1,4 +1,4 @@
-"""Which of many runs are shown, and in which order: `titan runs list --filter --sort --limit`. Torch-free."""
+"""Selection and order of runs: `titan runs list --filter --sort --limit`. Torch-free."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CONDITION = re.compile(r"([^=!<>]+)(!=|<=|>=|=|<|>)(.*)", re.DOTALL)
 
 
 def matching(runs: Sequence[Summary], conditions: Sequence[str]) -> list[Summary]:
-    """Return the runs of which all conditions are true: `KEY=PATTERN`, `KEY!=PATTERN`, `KEY<NUMBER`, …
+    """Return the runs that meet all conditions: `KEY=PATTERN`, `KEY!=PATTERN`, `KEY<NUMBER`, …
 
     A comparison with a value that a run does not have is false, `!=` is true.
 

@@ -1,7 +1,7 @@
-"""What a run folder says of its run, at a glance: `titan runs`. Torch-free.
+"""A run folder's summary of its run: `titan runs`. Torch-free.
 
-Folders are read while runs write them, after machines died, and after other versions of titan: what cannot be
-read is named in `Summary.problems`, and never taken for something else.
+Folders are read while runs write them, after machines died, and after other versions of titan: unreadable
+parts are named in `Summary.problems`, and never mistaken for something else.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ class Summary:
     error: str | None = None
     """Why it failed."""
     problems: list[str] = field(default_factory=list)
-    """What cannot be read, a phrase each; and why the state is not known."""
+    """Unreadable parts, a phrase each; and the reason if the state is unknown."""
     note: str | None = None
-    """What somebody has written about it: `titan runs note`."""
+    """A user's note: `titan runs note`."""
 
     @property
     def host(self) -> str | None:
@@ -148,7 +148,7 @@ def state_line(run: Summary) -> str:
 
 @dataclass
 class _Last:
-    """What the end of an event log says."""
+    """The last entries of an event log."""
 
     step: int | None = None
     steps: int | None = None
@@ -184,10 +184,10 @@ class _Last:
 
 
 def _checked(record: dict[str, Any]) -> dict[str, Any]:
-    """The record as it can be shown.
+    """Return the record in a form that can be shown.
 
     Raises:
-        EnvironmentProblem: it has no format, or what titan has not written.
+        EnvironmentProblem: it has no format, or contents that titan has not written.
     """
     if record and "format" not in record:
         raise EnvironmentProblem(
@@ -201,7 +201,7 @@ def _checked(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _state(folder: RunFolder, attempt: Mapping[str, Any], why: str | None) -> tuple[str, list[str]]:
-    """The state, and why it is not known."""
+    """Return the state, and the reasons if it is unknown."""
     if why in ENDS:
         return str(why), []
     in_use = folder.in_use()
@@ -211,8 +211,8 @@ def _state(folder: RunFolder, attempt: Mapping[str, Any], why: str | None) -> tu
         return "unknown", []
     host, here = attempt.get("host"), socket.gethostname()
     if host != here:
-        told = f"it has no outcome, and from {here} it cannot be seen whether it still runs on {host}"
-        return "unknown", [told]
+        reason = f"it has no outcome, and from {here} it cannot be seen whether it still runs on {host}"
+        return "unknown", [reason]
     if in_use is None:
         return "unknown", ["it has no outcome, and its lock files cannot be read"]
     return "died", []

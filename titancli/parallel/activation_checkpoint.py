@@ -42,7 +42,7 @@ KEPT = {
 }
 
 BY_OPERATION = {"products": 1, "op": 2}
-"""Of how many matrix products one is kept, by `selective_ac_option`."""
+"""Every nth matrix product whose result is kept, by `selective_ac_option`."""
 
 
 def apply_activation_checkpoint(layers: nn.ModuleDict, section: ActivationCheckpoint) -> None:
@@ -81,7 +81,8 @@ def parts(block: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 def runs_again_outside(block: nn.Module, section: ActivationCheckpoint) -> bool:
-    """Whether a block that runs again in backward does so around its compiled parts, not within them."""
+    """Return whether a block that is recomputed in backward is so around its compiled parts, not within
+    them."""
     whole_blocks = section.mode == "full" or section.selective_ac_option not in BY_OPERATION
     return section.mode in ("full", "selective") and whole_blocks and parts(block) != [(block, "forward")]
 
@@ -113,7 +114,7 @@ def _keep_products(of_each: int) -> Any:
 
 
 def draws(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call of an operator takes random numbers. Attention does where it drops weights."""
+    """Return whether a call of an operator takes random numbers. Attention does if it has dropout."""
     if torch.Tag.nondeterministic_seeded not in getattr(op, "tags", ()):
         return False
     for place, argument in enumerate(op._schema.arguments):

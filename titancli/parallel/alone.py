@@ -159,12 +159,12 @@ def _cast_once(module: Any, name: str, made: dict[int, Tensor]) -> Tensor:
 
 
 class _Casting(nn.Module):
-    """What such a module's class is derived from."""
+    """Base of such a module's class."""
 
     cast_names: tuple[str, ...] = ()
     cast_dtype: torch.dtype = torch.float32
     casts: dict[str, Any] | None = None
-    """What attributes are, by name; None: this rank's part of each is cast where it is used."""
+    """Values of attributes, by name; None: this rank's shard of each is cast where it is used."""
 
 
 @cache

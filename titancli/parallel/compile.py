@@ -77,7 +77,7 @@ def check_inductor(backend: str, device: torch.device) -> None:
 
 
 def _unquoted_paths() -> Iterator[tuple[str, str]]:
-    """What inductor does not quote, and what its user can do about each."""
+    """Yield the paths that inductor does not quote, each with advice for its user."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     move = "install Python and torch in a folder whose path contains none"

@@ -31,7 +31,7 @@ from titancli.protocols import ModuleDefaults
 from titancli.registry.defaults import with_defaults
 
 SEQUENCE = 1
-"""Of [B, S, heads, head_dim]."""
+"""The sequence's dimension in [B, S, heads, head_dim]."""
 TAKE_LAST = (Attention.core_attention, LatentAttention.core_attention)
 """Methods that know of queries that are the last of the keys; others are given a mask."""
 

@@ -56,7 +56,7 @@ def _dispatched(layer: Experts, group: Group, x: Tensor, counts: Tensor) -> Tens
 def _exchange_counts(
     layer: Experts, group: Group, x: Tensor, counts: Tensor
 ) -> tuple[Tensor, list[int], list[int]]:
-    """How many tokens travel.
+    """Exchange the numbers of tokens that travel between the ranks.
 
     Returns:
         What this rank gets from each rank for each of its experts, [ranks, experts / ranks]; how many it

@@ -108,7 +108,8 @@ def reshard(model: nn.Module) -> None:
 
 
 def around(model: nn.Module, layers: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
-    """What has parameters before the blocks, and after them, on every level of modules above them."""
+    """Return the modules with parameters before the blocks, and after them, on every level of modules above
+    them."""
     front: list[nn.Module] = []
     back: list[nn.Module] = []
     above = model

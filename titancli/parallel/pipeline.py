@@ -22,7 +22,7 @@ from titancli.registry.defaults import with_defaults
 
 @dataclass(frozen=True)
 class Placement:
-    """Which rank of the pipeline holds each stage."""
+    """The rank of the pipeline that holds each stage."""
 
     holders: tuple[int, ...]
     rank: int

@@ -28,7 +28,7 @@ _collective = torch.ops._c10d_functional
 
 
 def runs_here(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether there is a flash kernel that tells the log-sum-exp."""
+    """Return whether there is a flash kernel that returns the log-sum-exp."""
     return device.type == "cpu" or (device.type == "cuda" and dtype in (torch.bfloat16, torch.float16))
 
 
@@ -135,7 +135,8 @@ ring_forward.register_autograd(_backward, setup_context=_keep)
 
 
 def _pairs(q: Any, size: int) -> int:
-    """Of queries and keys over all heads; a rank's own make a square, as torch counts causal attention."""
+    """Return the number of pairs of queries and keys over all heads; a rank's own make a square, as torch
+    counts causal attention."""
     batch, heads, length, _ = q
     return batch * heads * length * length * (size + 1) // 2
 

@@ -118,7 +118,8 @@ def _planned(name: str, plan: Mapping[str, str]) -> str | None:
 
 
 def _added_styles(model: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Of parameters that a converter has added to modules, which follow from the style of their weight."""
+    """Yield the styles of parameters that a converter has added to modules; they follow from their weight's
+    style."""
     for path, module in model.named_modules():
         if path:
             own = with_defaults(ModuleDefaults, module).tensor_plan(_planned(f"{path}.weight", plan))
@@ -260,7 +261,7 @@ class _VocabEmbedding(nn.Embedding):
         return reduce_scatter(torch.where(mine[..., None], found, 0.0), SEQUENCE, self._tensor_group)
 
     def _padding_row(self, rows: int) -> int | None:
-        """Which of this rank's rows gets no gradient, if it is here."""
+        """Return the index of this rank's row that gets no gradient; None if it is on another rank."""
         row = -1 if self.padding_idx is None else self.padding_idx - self._tensor_group.rank * rows
         return row if 0 <= row < rows else None
 

@@ -1,5 +1,5 @@
 """What titan puts around a module's methods (activation checkpointing, compiled code, local parameters): it
-can be told from what a converter or a plugin has put there, and be taken off for a while.
+can be distinguished from what a converter or a plugin has put there, and be taken off for a while.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What takes part in the steps of an engine, and in a run: hooks. A callback of a recipe may be both.
+"""Hooks in the steps of an engine, and in a run. A callback of a recipe may be both.
 
 All methods are optional. Every rank has the same hooks and calls them in the same order; so a hook may call
 collectives, as long as it does so on every rank. In a `StepHook` `step` is a `titancli.engine.step.Step` and
@@ -39,7 +39,7 @@ class StepHook(Protocol):
 
 
 class StepHookDefaults:
-    """What a hook keeps in checkpoints, under its `name` (by default that of its class)."""
+    """The state of a hook in checkpoints, under its `name` (by default that of its class)."""
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the live tensors to save and to load into; those that are sharded like a parameter are put

@@ -49,7 +49,7 @@ class TokenizerDefaults:
 
     bos_id: int | None = None
     adds_bos: bool = False
-    """Whether a text to continue starts with BOS."""
+    """True if a text to continue starts with BOS."""
     fingerprint: str | None = None
     """A text that changes when the ids change; None: derived from its class, vocabulary size, end marker
     and files."""

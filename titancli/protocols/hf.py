@@ -46,7 +46,7 @@ class HFFormDefaults:
     """"diffusers" for a folder that is not transformers': other names of files, and a class in place of
     `model_type`."""
     loses_biases: bool = False
-    """Whether its folders cannot hold the biases that balance experts."""
+    """True if its folders cannot hold the biases that balance experts."""
 
     def copy_of(self, hf_name: str) -> str | None:
         """Return the Hugging Face tensor that an ignored one must be equal to."""

@@ -1,4 +1,4 @@
-"""What a model must have, and what its builder is given."""
+"""The required members of a model, and the arguments of its builder."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class ModuleDefaults:
     """For an output: set by a parallelize plan, the backend that compiles its loss; None: the loss is
     eager."""
     takes_local_parameters: bool = False
-    """Whether `forward` itself computes with this rank's shards of the parameters."""
+    """True if `forward` itself computes with this rank's shards of the parameters."""
     tensor_parallel: Callable[..., None] | None = None
     """`tensor_parallel(group, style)`: makes `forward` compute with this rank's shards of the parameters,
     where `weight` is sharded in `style`."""

@@ -28,8 +28,7 @@ class TaskDefaults:
     """Optional members of a task."""
 
     count: int | None = None
-    """How many different prompts there are, numbered from 0, before they come again; None: without end.
-    An evaluation takes each at most once."""
+    """Number of different prompts, numbered from 0, before they repeat; None: unlimited."""
 
 
 class TaskBuilder(Protocol):

@@ -1,4 +1,4 @@
-"""What runs a recipe and reports on it: loops, launchers, loggers."""
+"""The parts that run a recipe and report on it: loops, launchers, loggers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What changes a model before it is trained: converters, then the parallelize plan."""
+"""The transforms of a model before training: converters, then the parallelize plan."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ class ConverterDefaults:
     """Members of a converter that adds its own parameters; None for any other converter."""
 
     owns: Callable[[str], bool] | None = None
-    """Whether a parameter with this name was added: only these are saved, all others belong to the base."""
+    """Return whether a parameter with this name was added: only these are saved, all others belong to the
+    base."""
     facts: Mapping[str, Any] | None = None
     """Plain data about them that is stored in checkpoints."""
     initialise: Callable[..., None] | None = None

@@ -1,4 +1,4 @@
-"""What the process knows of plugins and components: one registry, made when it is first asked for."""
+"""The plugins and components of this process: one registry, created on first use."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _current: Registry | None = None
 
 
 def configure(*, files: Iterable[Path] = (), blocked: Iterable[str] = (), checks: bool = True) -> None:
-    """Say what the command line said of plugins; the command and the worker call this first.
+    """Set the command line's options about plugins; the command and the worker call this first.
 
-    `files` are plugin files to add (`-p ./file.py`), `blocked` the names of plugins to leave out
-    (`-p no:NAME`). A worker passes `checks=False`: the command has had the plugins' checks, and without
-    them only the plugins that a lock file names are loaded. What was loaded before is forgotten.
+    `files` are plugin files to add (`-p ./file.py`), `blocked` the names of plugins to leave out (`-p
+    no:NAME`). A worker passes `checks=False`: the command has already run the plugins' checks, and without
+    them only the plugins that a lock file names are loaded. Plugins loaded before are forgotten.
     """
     global _files, _blocked, _checks, _current
     _files, _blocked, _checks, _current = tuple(files), tuple(blocked), checks, None
@@ -42,7 +42,7 @@ def current() -> Registry:
 
 
 def made() -> Registry | None:
-    """Return the registry of this process if something has asked for it."""
+    """Return the registry of this process if it exists already."""
     return _current
 
 

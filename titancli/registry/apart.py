@@ -1,7 +1,7 @@
-"""Each plugin loaded in a process of its own, to see what it does beside offering components.
+"""Loading of each plugin in a process of its own, to see its side effects.
 
-In the process of a command it could end that, change it or stop it. `titan plugin list` and `titan doctor`
-ask here first; no other command does.
+In a command's process a plugin could end, change or stop it. `titan plugin list` and `titan doctor` try
+plugins here first; no other command does.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from titancli.registry.lookup import Registry
 
 LIMIT_SECONDS = 60.0
-"""After so long a plugin counts as one that never ends loading; a busy machine may take seconds for torch."""
+"""Time after which a plugin counts as never loading; a busy machine may take seconds for torch."""
 SLOW_SECONDS = 5.0
 AT_ONCE = 4
 
 
 def try_apart(registry: Registry) -> None:
-    """Try each plugin but titan; what ends its process is broken, and not loaded here."""
+    """Try each plugin except titan; one that ends its process is broken, and is not loaded here."""
     plugins = registry.guests
     tried = habits_of([(plugin.name, plugin.file) for plugin in plugins])
     for plugin, (_, habits, why) in zip(plugins, tried, strict=True):
@@ -41,10 +41,11 @@ def try_apart(registry: Registry) -> None:
 
 
 def habits_of(plugins: Sequence[tuple[str, Path | None]]) -> Iterator[tuple[str, list[str], str | None]]:
-    """Yield of each plugin its name, what it does as it is loaded, and why it must not be loaded here.
+    """Yield for each plugin its name, its side effects when loaded, and the reason not to load it here, or
+    None.
 
     Args:
-        plugins: names, and the file of one that `-p` added.
+        plugins: names, each with the file of one that `-p` added.
     """
     with ThreadPoolExecutor(AT_ONCE) as threads:
         yield from threads.map(_tried, plugins)
@@ -61,7 +62,7 @@ def _tried(plugin: tuple[str, Path | None]) -> tuple[str, list[str], str | None]
 def _in_process(
     name: str, file: Path | None, *, with_torch: bool
 ) -> tuple[dict[str, Any] | None, str | None]:
-    """What a process reports of a plugin; or why it reports nothing."""
+    """Return a process's report on a plugin, or None and the reason for its absence."""
     with tempfile.TemporaryDirectory(prefix="titan-plugin-") as folder:
         report = Path(folder) / "report.json"
         given = json.dumps([name, str(file) if file else None, with_torch, str(report)])
@@ -136,7 +137,7 @@ HABITS = {
 
 
 def _state() -> dict[str, Any]:
-    """What belongs to the whole process."""
+    """Return the state that belongs to the whole process."""
     root = logging.getLogger()
     found: dict[str, Any] = {
         "folder": os.getcwd(),
@@ -157,7 +158,7 @@ def _state() -> dict[str, Any]:
 
 
 def _functions() -> dict[str, Any]:
-    """The functions and classes in torch's modules, and the methods of those classes, by name."""
+    """Return the functions and classes in torch's modules, and the methods of those classes, by name."""
     found = {}
     for name in list(sys.modules):
         if name != "torch" and not name.startswith("torch."):

@@ -1,7 +1,7 @@
-"""Badges: what titan-proof has proven of a component, when, and of which code.
+"""Badges: titan-proof's verdict on a component, with its date and the code it is about.
 
-A file a component, in `proofs` of titan's cache (`TITAN_CACHE`, or `~/.cache/titan`), beside what else titan
-keeps for a user: an installed package stays as it is, and two proofs at once do not meet.
+One file per component, in `proofs` of titan's cache (`TITAN_CACHE`, or `~/.cache/titan`) with titan's other
+files of a user: an installed package stays unchanged, and two proofs at once do not collide.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from titancli.registry import current
 
 VERSIONS = ("titancli", "torch")
 SHOWN = ("component", "recipe", "ok", "cases", "ranks", "time")
-"""What a badge must have beside `versions` and `code`."""
+"""The keys that a badge needs besides `versions` and `code`."""
 
 
 def badge_folder() -> Path:
@@ -25,9 +25,9 @@ def badge_folder() -> Path:
 
 
 def badges(plugin: str) -> list[dict[str, Any]]:
-    """Return the badges of a plugin's components, each with `stale`: what has changed since, in words.
+    """Return the badges of a plugin's components, each with `stale`: the changes since then, in words.
 
-    A file that cannot be read is there with `ok` null, and says so in `stale`.
+    An unreadable file is listed with `ok` null and the reason in `stale`.
     """
     found = []
     for path in sorted((badge_folder() / plugin).glob("*.json")):

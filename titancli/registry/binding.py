@@ -1,4 +1,4 @@
-"""From plain data to configs, with pydantic. Imported only when a recipe is bound."""
+"""Binding of plain data to configs, with pydantic. Imported only when a recipe is bound."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from titancli.errors import PluginError, TitanError
 
 
 class Components(Protocol):
-    """Where a slot finds its component: a `titancli.registry.lookup.Registry`."""
+    """The lookup by which a slot finds its component: a `titancli.registry.lookup.Registry`."""
 
     def find(self, kind: str, name: str) -> type: ...
 
@@ -23,12 +23,12 @@ class Components(Protocol):
 def bind(cls: type, data: Any, registry: Components) -> Any:
     """Bind JSON data to a config class, strictly.
 
-    Values are bound as JSON, since from Python pydantic's strict mode takes no dict for a dataclass and no
-    list for a tuple.
+    Values are bound as JSON, because from Python pydantic's strict mode accepts no dict for a dataclass and
+    no list for a tuple.
 
     Raises:
         pydantic.ValidationError: everything that does not fit, with paths through all slots.
-        PluginError: an annotation of a component's class is nothing that can be bound.
+        PluginError: an annotation of a component's class cannot be bound.
     """
     return adapter(cls).validate_json(json.dumps(data), context=registry)
 
@@ -38,7 +38,7 @@ def adapter(cls: type) -> TypeAdapter[Any]:
     """Return the pydantic adapter of a config class.
 
     Raises:
-        PluginError: an annotation of the class is nothing that can be bound.
+        PluginError: an annotation of the class cannot be bound.
     """
     try:
         return TypeAdapter(cls)

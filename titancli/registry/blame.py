@@ -1,4 +1,4 @@
-"""Which component of a plugin an error came through, and at which line: for those who write plugins."""
+"""The plugin's component, and the line of its code, that an error came through: for plugin authors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from titancli.registry.component import BUILT, component_info
 from titancli.registry.plugins import Plugin
 
 LIBRARIES = ("titancli", "torch")
-"""Packages whose code is no plugin's, also where a component of a plugin names it as its target."""
+"""Packages whose code belongs to no plugin, even if a plugin's component names it as its target."""
 
 
 @dataclass(frozen=True)
@@ -22,19 +22,19 @@ class Blame:
     """As text: `the loss lab/z_loss, z_loss.py:14`."""
 
     component: str
-    """`the loss lab/z_loss`; `the plugin lab` for code of none of its components in particular."""
+    """`the loss lab/z_loss`; `the plugin lab` for code outside its components."""
     place: str
-    """FILE:LINE, relative to the folder of the process where it lies in that."""
+    """FILE:LINE, relative to the working directory if the file is below it."""
 
     def __str__(self) -> str:
         return f"{self.component}, {self.place}"
 
 
 def blame(error: BaseException) -> Blame | None:
-    """Return the line of a plugin's code that an error came through last, in it or in its causes.
+    """Return the last line of a plugin's code that an error, or one of its causes, came through.
 
-    None for an error that came through none, and for one of titan's classes that a plugin itself raises:
-    that says what the plugin has to say.
+    None if there is none, and for an error of titan's classes that a plugin raises on purpose: its message is
+    complete.
     """
     from titancli.registry import made
 
@@ -65,8 +65,8 @@ def _package(frame: FrameType) -> str:
 
 
 def _component(plugin: Plugin, frames: list[FrameType]) -> str:
-    """The component that frames of a plugin are of, the innermost first: by its target, by the class that it
-    was built as, or else as the only one of its module."""
+    """Return the component that a plugin's frames belong to, the innermost first: by its target, by the class
+    that it was built as, or else as the only one of its module."""
     targets = {key: component_info(cls).target for key, cls in plugin.components.items()}
     ways: list[Callable[[str, str], set[tuple[str, str]]]] = [
         lambda module, name: {key for key in targets if targets[key] == f"{module}:{name.partition('.')[0]}"},

@@ -1,4 +1,4 @@
-"""`Command`: a command of a plugin whose code is imported when it is run, and not before."""
+"""`Command`: a plugin's command, whose code is imported only when it runs."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-    """What `titan --help` shows of a command, and where its code is."""
+    """A command's entry in `titan --help`, and the location of its code."""
 
     name: str
-    """`report`; of one that is added to a group of titan's, `recipe from-torchtitan`."""
+    """`report`; in one of titan's groups, `recipe from-torchtitan`."""
     help: str
     """One line."""
     target: str

@@ -22,7 +22,7 @@ PYDANTIC = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
 
 @dataclasses.dataclass(frozen=True)
 class ComponentInfo:
-    """What `@component` recorded about a config class."""
+    """The data that `@component` recorded about a config class."""
 
     kind: str
     name: str
@@ -54,7 +54,8 @@ def _own_fields_first(cls: type) -> None:
 
 
 def _json_schema(cls: type, core_schema: Any, handler: Any) -> dict[str, Any]:
-    """Add the docstrings of fields. pydantic could read them itself, but each time that a class is bound."""
+    """Add the docstrings of fields. pydantic could read them itself, but would do so at every binding of a
+    class."""
     schema = handler(core_schema)
     resolved = handler.resolve_ref_schema(schema)
     properties = resolved.get("properties", {})
@@ -72,10 +73,10 @@ def component(
 ) -> Callable[[type[T]], type[T]]:
     """Make a class the config of a component.
 
-    The class becomes a frozen, keyword-only dataclass. Constraints are written in the types
-    (`Annotated[int, Gt(0)]`, `Literal[...]`); attribute docstrings are its help. A class may have
-    `flavors: ClassVar[dict[str, dict]]`, and a method `check(self, recipe)` that yields `(key, message)`
-    for what is wrong with the recipe as a whole (key: dotted and relative to the component, or `""`).
+    The class becomes a frozen, keyword-only dataclass. Constraints are written in the types (`Annotated[int,
+    Gt(0)]`, `Literal[...]`); attribute docstrings are its help. A class may have `flavors: ClassVar[dict[str,
+    dict]]`, and a method `check(self, recipe)` that yields `(key, message)` for problems of the recipe as a
+    whole (key: dotted and relative to the component, or `""`).
 
     Raises:
         PluginError: a bad name or target, a reserved or keyword field name, a field that may be None
@@ -121,7 +122,7 @@ def is_config(value: Any) -> bool:
 
 
 def component_info(config: Any) -> ComponentInfo:
-    """Return what `@component` recorded about a config, or about its class."""
+    """Return the data that `@component` recorded about a config, or about its class."""
     return config.__component__
 
 
@@ -162,4 +163,4 @@ def build(config: Any, **runtime: Any) -> Any:
 
 
 BUILT: dict[tuple[str, str], set[tuple[str, str]]] = {}
-"""By module and name of a class, the kinds and names of the components that were built as one."""
+"""Kinds and names of the components built as a class, by the class's module and name."""

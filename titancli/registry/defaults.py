@@ -1,7 +1,7 @@
-"""Optional members of components' configs, each with what a config without it has.
+"""Optional members of components' configs, each with the default for configs without it.
 
-A class here is never inherited from: it declares names, types and defaults, for `with_defaults`. Those of
-what components build stand in `titancli.protocols`, beside what is required.
+A class here is never inherited from: it declares names, types and defaults, for `with_defaults`. Those of the
+objects that components build are in `titancli.protocols`, beside their required members.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ T = TypeVar("T")
 
 
 def with_defaults(defaults: type[T], owner: Any) -> T:
-    """Return `owner`, a default in place of each member of `defaults` that it lacks.
+    """Return `owner` with a default for each member of `defaults` that it lacks.
 
-    A method that is declared is the owner's if that can be called: a config may have a field of its name.
+    A declared method comes from the owner only if it is callable there: a config may have a field of its
+    name.
     """
     return cast(T, _WithDefaults(defaults, owner))
 
 
 class _WithDefaults:
-    """Looks a member up, which must be declared."""
+    """Looks up members, which must be declared."""
 
     __slots__ = ("_defaults", "_owner")
 
@@ -39,15 +40,15 @@ class _WithDefaults:
 
 
 class ConfigDefaults:
-    """Of a config of any kind, or of its class."""
+    """Members of any config, or of its class."""
 
     flavors: ClassVar[Mapping[str, dict[str, Any]]] = {}
     """Named sets of fields, for `flavor = "..."`."""
     without_effect: ClassVar[tuple[str, ...]] = ()
-    """Fields in which weights that are loaded may differ from the recipe."""
+    """Fields in which loaded weights may differ from the recipe."""
 
     def check(self, recipe: Any) -> Iterable[tuple[str, str]]:
-        """Return what is wrong with the recipe as a whole: keys relative to the component, or "", and why."""
+        """Return problems of the recipe as a whole: keys relative to the component, or "", and messages."""
         return ()
 
     def needs_gpu(self) -> Iterable[tuple[str, str]]:
@@ -59,7 +60,7 @@ class ConfigDefaults:
         return self
 
     def try_out(self) -> None:
-        """Build as much as tells whether it can be built, before a run starts.
+        """Build as much as shows whether the component can be built, before a run starts.
 
         Raises:
             RecipeError: it cannot.
@@ -67,28 +68,28 @@ class ConfigDefaults:
 
 
 class ModelConfigDefaults:
-    """Of a model's config. A size that is not there is not checked."""
+    """Members of a model's config. A size that it lacks is not checked."""
 
     mesh_degrees: ClassVar[tuple[str, ...] | None] = None
-    """The degrees of [mesh] that the model can be cut by, the others being 1; None: all."""
+    """The degrees of [mesh] that the model supports, all others being 1; None: all."""
     stage_ends: ClassVar[tuple[tuple[str, ...], tuple[str, ...]] | None] = None
     """The children before and after the blocks, for pipeline stages; None: a decoder's."""
     dim: int | None = None
-    """The width of hidden states."""
+    """Width of hidden states."""
     hidden_dim: int | None = None
-    """The width inside of a feed-forward layer."""
+    """Width inside a feed-forward layer."""
     n_layers: int | None = None
     n_heads: int | None = None
     n_kv_heads: int | None = None
     n_experts: int | None = None
-    """None or 0: it has no experts."""
+    """None or 0: no experts."""
     vocab_size: int | None = None
     max_seq_len: int | None = None
-    """The longest row; None or 0: any."""
+    """Longest row; None or 0: no limit."""
     tied: bool = False
-    """Whether the output's weight is the embedding's."""
+    """True if the output's weight is the embedding's."""
     model_types: ClassVar[tuple[str, ...]] = ()
-    """The `model_type`s of the `config.json` that `from_config_json` reads."""
+    """Values of `model_type` in the `config.json` files that `from_config_json` reads."""
     from_config_json: Any = None
     """The function of its Hugging Face form (`titancli.protocols.HFBuilder`), if that needs no torch."""
 
@@ -97,45 +98,46 @@ class ModelConfigDefaults:
         return None
 
     def small(self) -> Any:
-        """Return a config of the same kind with small sizes, for `titan prove`; None: they are made small by
-        the names that titan's own models give them."""
+        """Return a config of the same kind with small sizes, for `titan prove`; None: the sizes are reduced
+        by the field names that titan's own models use."""
         return None
 
 
 class LossConfigDefaults:
-    """Of a loss's config."""
+    """Members of a loss's config."""
 
     learns_from_pairs: ClassVar[bool] = False
-    """Whether two rows after one another are a pair, as the loop dpo needs."""
+    """True if two consecutive rows are a pair, as the loop dpo requires."""
     learns_from_samples: ClassVar[bool] = False
-    """Whether it learns from samples and their advantages, as the loop grpo needs."""
+    """True if it learns from samples and their advantages, as the loop grpo requires."""
     kl_coef: float = 0.0
-    """What the divergence from a reference model counts; 0: there is none."""
+    """Weight of the divergence from a reference model; 0: none."""
 
 
 class DatasetConfigDefaults:
-    """Of a dataset's config, or of its class."""
+    """Members of a dataset's config, or of its class."""
 
     needs_tokenizer: ClassVar[bool] = True
     gives_pairs: ClassVar[bool] = False
-    """Whether two rows after one another are a pair."""
+    """True if two consecutive rows are a pair."""
     repeat: bool = False
-    """Whether it begins again at its end."""
+    """True if the dataset starts over at its end."""
     reference_logps: bool = False
-    """Whether batches have the log-probabilities of a reference."""
+    """True if batches contain the log-probabilities of a reference model."""
     document_mask: bool = False
-    """Whether batches have `document_ids`."""
+    """True if batches contain `document_ids`."""
     skips_rows: bool = True
-    """Whether rows are skipped without being prepared, as worker processes need it."""
+    """True if rows can be skipped without preparing them, as worker processes require."""
 
 
 class OptimizerConfigDefaults:
-    """Of an optimizer's config."""
+    """Members of an optimizer's config."""
 
     lr: float | None = None
-    """The peak learning rate; None: that of the first parameter group."""
+    """Peak learning rate; None: that of the first parameter group."""
     rounds_stochastically: ClassVar[bool] = False
-    """Whether weights and state in bfloat16 are rounded so that small changes are not lost."""
+    """True if weights and state in bfloat16 are rounded stochastically, so that small changes are not
+    lost."""
     state_dtype: str = "bfloat16"
 
     def state_bytes(self, stored: int) -> float | None:
@@ -152,7 +154,7 @@ class ScheduleConfigDefaults:
 
 
 class ParallelizeConfigDefaults:
-    """Of a parallelize plan's config."""
+    """Members of a parallelize plan's config."""
 
     context_parallel: str = "allgather"
     reshard_after_forward: str = "default"
@@ -160,34 +162,34 @@ class ParallelizeConfigDefaults:
 
 
 class LoopConfigDefaults:
-    """Of a loop's config."""
+    """Members of a loop's config."""
 
     trains: ClassVar[bool] = True
-    """Whether it trains; if not, it gets a frozen engine and no data, and nothing is saved."""
+    """True if it trains; otherwise it gets a frozen engine and no data, and nothing is saved."""
     joins_other_runs: ClassVar[bool] = False
-    """Whether its ranks exchange tensors with those of other runs, perhaps on other machines: else the ranks
-    of a run on one machine listen on its loopback interface alone."""
+    """True if its ranks exchange tensors with those of other runs, perhaps on other machines. Otherwise the
+    ranks of a run on one machine listen on its loopback interface alone."""
     checkpoint: Path | None = None
-    """Of a loop that does not train: the checkpoint that is loaded for it; None: none."""
+    """The checkpoint to load for a loop that does not train; None: none."""
     eval_task: Any = None
-    """The task of its evaluations; None: it has none."""
+    """The task of its evaluations; None: no evaluations."""
     eval_freq: int = 0
     """Steps between two evaluations; 0: none."""
 
     def needs_reference(self, recipe: Any) -> bool:
-        """Whether it compares with the model that the run began with, to the run's end."""
+        """Return whether it compares with the model at the run's start until the run's end."""
         return False
 
 
 class GeneratorConfigDefaults:
-    """Of a generator's config."""
+    """Members of a generator's config."""
 
     max_new_tokens: int = 0
-    """The most tokens of one completion; 0: not known."""
+    """Maximum tokens of one completion; 0: unknown."""
 
 
 class RewardConfigDefaults:
-    """Of a reward's config."""
+    """Members of a reward's config."""
 
     weight: float = 1.0
-    """What its rewards are multiplied by."""
+    """Factor of its rewards."""

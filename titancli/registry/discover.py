@@ -22,13 +22,13 @@ from titancli.version import __version__
 
 ALLOW_LIST = "TITAN_PLUGINS"
 REQUIRES_TITAN = re.compile(rf"Requires-Dist: *{GROUP}(\[[^]]*\])? *\(?(?P<specifier>[^;)]*)\)?")
-"""A distribution's requirement: how a plugin says which versions of titan's API it is written for."""
+"""Matches a distribution's requirement on titan: the versions of titan's API that a plugin supports."""
 
 
 def load_plugins(*, files: Iterable[Path] = (), blocked: Iterable[str] = (), checks: bool = True) -> Registry:
-    """Return the registry of everything that is installed, and of `files`, without the names in `blocked`.
+    """Return the registry of all installed plugins and of `files`, without the names in `blocked`.
 
-    `checks`: whether it asks the plugins' `titan_checks`. The environment variable `TITAN_PLUGINS`, a
+    `checks`: whether it runs the plugins' `titan_checks`. The environment variable `TITAN_PLUGINS`, a
     comma-separated list, is an allow-list of installed plugins.
 
     Raises:
@@ -75,7 +75,7 @@ def _from_entries(name: str, entries: list[metadata.EntryPoint]) -> Plugin:
 
 
 def _load_entry(entry: metadata.EntryPoint) -> Any:
-    """Import what an entry point names, if it was written for this version of titan."""
+    """Import the target of an entry point, if it supports this version of titan."""
     for line in _headers(entry).splitlines():
         needs = REQUIRES_TITAN.match(line)
         if needs and needs["specifier"].strip() and not _satisfied(needs["specifier"].strip()):
@@ -99,13 +99,13 @@ def _satisfied(specifier: str) -> bool:
 
 
 def _numbers(version: str) -> list[int]:
-    """The leading numbers of a version."""
+    """Return the leading numbers of a version."""
     found = re.match(r"\d+(\.\d+)*", version)
     return [int(part) for part in found[0].split(".")] if found else []
 
 
 def _distribution(entry: metadata.EntryPoint) -> tuple[str, str | None]:
-    """Name and version of the distribution that brings an entry point."""
+    """Return name and version of the distribution that brings an entry point."""
     headers = _headers(entry)
     found = {key: re.search(rf"^{key}: *(.+)$", headers, re.MULTILINE) for key in ("Name", "Version")}
     name, version = found["Name"], found["Version"]
@@ -113,7 +113,8 @@ def _distribution(entry: metadata.EntryPoint) -> tuple[str, str | None]:
 
 
 def _headers(entry: metadata.EntryPoint) -> str:
-    """The headers of a distribution's metadata, as text: its parser takes as long as importing a plugin."""
+    """Return the headers of a distribution's metadata as text: the standard parser takes as long as importing
+    a plugin."""
     dist = entry.dist
     text = (dist.read_text("METADATA") or dist.read_text("PKG-INFO")) if dist else None
     return (text or "").partition("\n\n")[0]
@@ -149,7 +150,7 @@ def _block(plugins: dict[str, Plugin], name: str) -> None:
 
 
 def _from_file(file: Path) -> Plugin:
-    """A plugin in one file. Its name is the file's stem, and is the module's name as well."""
+    """Load a plugin from one file. Its name is the file's stem, which is the module's name as well."""
     file = file.absolute()
     name = file.stem
     if file.suffix != ".py" or not name.isidentifier():
@@ -168,7 +169,7 @@ def _from_file(file: Path) -> Plugin:
 
 
 def _module_of(name: str) -> Path | None:
-    """Where a module of this name would come from, if there is one."""
+    """Return the file that a module of this name would come from; None if there is no such module."""
     module = sys.modules.get(name)
     spec = module.__spec__ if module is not None else importlib.util.find_spec(name)
     if module is None and spec is None:

@@ -1,6 +1,6 @@
-"""What a config class says of its fields: type, default, doc, choices, what stands inside. Torch-free.
+"""The fields of a config class: type, default, doc, choices, nested components. Torch-free.
 
-Binding, overrides, `titan show`, the template and the JSON Schema are all made from this.
+Binding, overrides, `titan show`, the template and the JSON Schema are all made from these.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 Component = Any
-"""The type of a slot: `Annotated[Component, Slot("optimizer")]`. What stands there is a bound config."""
+"""The type of a slot: `Annotated[Component, Slot("optimizer")]`. Its value is a bound config."""
 
 SLOT = "x-titan-slot"
 OPERATORS = {
@@ -63,27 +63,27 @@ class Type:
 
     @property
     def alternatives(self) -> list[Any]:
-        """The members of a union, or the one type, without None and `Annotated[...]`."""
+        """Return the members of a union, or the one type, without None and `Annotated[...]`."""
         return [arm for arm, _ in _arms(self.hint) if arm is not type(None)]
 
     @property
     def nullable(self) -> bool:
-        """Whether it admits None."""
+        """Return whether None is admitted."""
         return any(arm is type(None) for arm, _ in _arms(self.hint))
 
     @property
     def slot(self) -> Slot | None:
-        """The slot that it is, if it is one."""
+        """Return the slot, if the type is one."""
         return next((mark for _, marks in _arms(self.hint) for mark in marks if isinstance(mark, Slot)), None)
 
     @property
     def local_path(self) -> bool:
-        """Whether it is marked as `LocalPath`."""
+        """Return whether the type is marked as `LocalPath`."""
         return any(isinstance(mark, LocalPath) for _, marks in _arms(self.hint) for mark in marks)
 
     @property
     def choices(self) -> list[Any]:
-        """The values of `Literal[...]` and of enums."""
+        """Return the values of `Literal[...]` and of enums."""
         found: list[Any] = []
         for arm in self.alternatives:
             if typing.get_origin(arm) is typing.Literal:
@@ -94,7 +94,7 @@ class Type:
 
     @property
     def tables(self) -> list[type]:
-        """The config classes, not those in a list or dict."""
+        """Return the config classes, except those in a list or dict."""
         return [arm for arm in self.alternatives if isinstance(arm, type) and dataclasses.is_dataclass(arm)]
 
     def element(self, key: str | int) -> Type | None:
@@ -118,14 +118,15 @@ class Field:
 
     @property
     def default(self) -> Any:
-        """Plain data; None where there is none, or where it is None."""
+        """Return the default as plain data; None if there is no default, or it is None."""
         if self.declared.default_factory is not dataclasses.MISSING:
             return plain(self.declared.default_factory())
         return None if self.required else plain(self.declared.default)
 
     @property
     def doc(self) -> str:
-        """The docstring below it, or the summary of the table that it is; empty where there is none."""
+        """Return the docstring below the field, or the summary of the table's class; empty if there is
+        none."""
         own = _docs(self.config).get(self.declared.name)
         return own or next(filter(None, map(summary, self.type.tables)), "")
 
@@ -175,7 +176,7 @@ def plain(value: Any) -> Any:
 
 @functools.cache
 def _docs(config: type) -> dict[str, str]:
-    """The docstrings that stand below the fields; none where the source cannot be read."""
+    """Return the docstrings below the fields; none if the source cannot be read."""
     docs: dict[str, str] = {}
     for cls in reversed(config.__mro__[:-1]):
         try:
@@ -196,7 +197,7 @@ def _is_constant(node: ast.stmt) -> bool:
 
 
 def _arms(hint: Any, marks: tuple[Any, ...] = ()) -> Iterator[tuple[Any, tuple[Any, ...]]]:
-    """The alternatives of a hint, each with what is annotated to it."""
+    """Return the alternatives of a hint, each with its annotations."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
         yield from _arms(arguments[0], (*marks, *arguments[1:]))
@@ -219,7 +220,7 @@ def _element(hint: Any, key: str | int) -> Any | None:
 
 
 def _words(hint: Any, marks: tuple[Any, ...]) -> str:
-    """One alternative as a person would write it."""
+    """Describe one alternative in words."""
     limits = []
     for mark in marks:
         if isinstance(mark, Slot):

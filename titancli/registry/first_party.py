@@ -1,4 +1,4 @@
-"""titan's own plugins, and what each brings: a name that is missing is answered with what installs it."""
+"""titan's own plugins and their contents: the answer to a missing name says what to install."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COMMANDS = {
     "reproduce": "titan-proof",
     "sweep": "titan-sweep",
 }
-"""Commands, each with the plugin that brings it."""
+"""Commands, with the plugin that provides each."""
 COMPONENTS = {
     "converter/float8_linear": "titan-float8",
     "dataset/grain": "titan-grain",
@@ -35,16 +35,16 @@ COMPONENTS = {
     "model/hf_causal_lm": "titan-transformers",
     "optimizer/muon": "titan-muon",
 }
-"""Components, `kind/name`, each with the plugin that brings it."""
+"""Components, `kind/name`, with the plugin that provides each."""
 PLUGINS = frozenset({*COMMANDS.values(), *COMPONENTS.values()})
 COMMANDS_ALONE = PLUGINS - set(COMPONENTS.values())
 """Those that bring no components, recipes or checks, and need not be loaded to look for one."""
 FOLDER = Path(__file__).resolve().parents[2] / "plugins"
-"""Their folders, in a checkout; an installed titan has none."""
+"""Folder of the plugins in a checkout; an installed titan has none."""
 
 
 def install_command(requirement: str, *options: str) -> str:
-    """Return what installs a plugin: from the checkout if it is one of titan's own."""
+    """Return the command that installs a plugin: from the checkout if it is one of titan's own."""
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 

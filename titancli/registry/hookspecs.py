@@ -33,7 +33,7 @@ def titan_commands() -> list[Command | click.Command]:  # type: ignore[empty-bod
 
 @hookspec
 def titan_checks(recipe: Any) -> list[tuple[str, str]]:  # type: ignore[empty-body]
-    """Return what is wrong with a bound `titancli.Recipe` as a whole: `(dotted key, message)` pairs."""
+    """Return the problems of a bound `titancli.Recipe` as a whole: `(dotted key, message)` pairs."""
 
 
 class SPECS:

@@ -1,4 +1,4 @@
-"""From a name in a recipe to a component, and everything else that is asked of plugins as a whole."""
+"""Lookup of components by their names in a recipe, and all questions to the plugins as a whole."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import click
 
 SHOWN = 12
-"""Names that a hint lists."""
+"""Maximum number of names in a hint."""
 
 
 class Registry:
@@ -48,7 +48,7 @@ class Registry:
         """Return the config class of a component by its bare name, or by its full name `plugin/name`.
 
         Args:
-            first: plugins whose components a bare name means where others have the same name.
+            first: plugins that win for a bare name which others have too.
 
         Raises:
             PluginError: there is none, more than one plugin offers it, or the plugin that it names, or that
@@ -94,7 +94,7 @@ class Registry:
         return [name for name, _ in self.components(kind)]
 
     def choices(self, kind: str) -> str:
-        """Return the names of a kind as a recipe may write them, titan's first, for people."""
+        """Return the names of a kind as a recipe may write them, titan's first, for messages."""
         names = sorted(self.names(kind), key=lambda name: not name.startswith(f"{BUILTIN}/"))
         bare = [name.rpartition("/")[2] for name in names]
         shown = [b if bare.count(b) == 1 else name for b, name in zip(bare, names, strict=True)]
@@ -115,24 +115,24 @@ class Registry:
 
     @property
     def plugins(self) -> list[PluginStatus]:
-        """Every plugin's state; loads all of them."""
+        """Return every plugin's status; loads all of them."""
         counts = Counter(key for plugin in self._loaded() for key in plugin.components)
         clashes = {key for key, count in counts.items() if count > 1}
         return [plugin.load().status(clashes) for plugin in self._plugins.values()]
 
     @property
     def broken(self) -> list[str]:
-        """The names of plugins that are broken, as far as was asked of them."""
+        """Return the names of the plugins known to be broken."""
         list(self._loaded())
         return [plugin.name for plugin in self._plugins.values() if plugin.state == "broken"]
 
     @property
     def guests(self) -> list[Plugin]:
-        """Every plugin but titan that is neither left out nor broken, not loaded by asking."""
+        """Return every plugin but titan that is neither left out nor known to be broken; loads none."""
         return [plugin for name, plugin in self._plugins.items() if name != BUILTIN and plugin.state == "ok"]
 
     def load_unguarded(self, name: str) -> None:
-        """Ask one plugin for everything, and undo nothing of what it changes in this process."""
+        """Load everything from one plugin, without undoing its changes to this process."""
         plugin = self._plugins[name]
         plugin.guards = False
         plugin.load()
@@ -140,7 +140,7 @@ class Registry:
             plugin.call(hook)
 
     def unneeded_torch(self, recipe: Any) -> list[str]:
-        """Return the plugins that imported torch as they were loaded, and that a recipe does not use."""
+        """Return the plugins that imported torch while loading and that a recipe does not use."""
         return [
             plugin.name
             for plugin in self._plugins.values()
@@ -148,7 +148,8 @@ class Registry:
         ]
 
     def check_targets(self) -> None:
-        """Look for the code that components name; what lacks some is broken from here on."""
+        """Check that the code that components name exists; a plugin that lacks some is broken from here
+        on."""
         for plugin in self._plugins.values():
             plugin.load().check_targets()
 
@@ -192,7 +193,7 @@ class Registry:
         return commands
 
     def checks(self, recipe: Any) -> list[tuple[str, str]]:
-        """Return what the plugins' checks find wrong with a recipe: `(dotted key, message)`.
+        """Return the problems of a recipe that the plugins' checks find: `(dotted key, message)`.
 
         Raises:
             PluginError: the check of a plugin that the recipe uses is broken.
@@ -212,10 +213,10 @@ class Registry:
         return found
 
     def refuse_missing_code(self, recipe: Any) -> None:
-        """Look, without importing it, for the code that a recipe's components name.
+        """Check, without importing it, that the code that a recipe's components name exists.
 
         Raises:
-            PluginError: some is not there.
+            PluginError: some of it is missing.
         """
         for _, config in configs(recipe) if self._checks else ():
             if not is_config(config):  # a section of titan's own
@@ -255,7 +256,7 @@ class Registry:
         raise self._unknown(kind, f"{plugin.name}/{bare}", [plugin])
 
     def _unknown(self, kind: str, name: str, searched: list[Plugin]) -> PluginError:
-        """The error for a name that none of these plugins offers; with what a broken one says."""
+        """Return the error for a name that none of these plugins offers, with the error of a broken one."""
         broken = [plugin for plugin in searched if plugin.state == "broken"]
         own = COMPONENTS.get(f"{kind}/{name}")
         if own is not None and own not in self._plugins:

@@ -1,8 +1,7 @@
-"""One plugin: loaded on its own, so that it can harm no other.
+"""One plugin, loaded in isolation so that it cannot harm others.
 
-Every plugin has a pluggy manager of its own: what a hook returns is known to be that plugin's, and so is what
-it raises. A plugin is loaded when it is first asked for something; a full name such as `titan/llama3` loads
-that one plugin only.
+Every plugin has a pluggy manager of its own: results and exceptions of a hook thus belong to a known plugin.
+A plugin is loaded on first use; a full name such as `titan/llama3` loads that one plugin only.
 """
 
 from __future__ import annotations
@@ -34,30 +33,30 @@ LEFT_OUT = ("blocked", "unlisted", "missing")
 
 @dataclass(frozen=True)
 class PluginStatus:
-    """What `titan plugin list` shows of one plugin."""
+    """The entry of one plugin in `titan plugin list`."""
 
     name: str
     state: State
     distribution: str | None
     version: str | None
     file: Path | None
-    """The file, for a plugin that `-p` added."""
+    """The file of a plugin that `-p` added."""
     seconds: float
-    """What importing it and asking for its components took."""
+    """Time to import it and get its components."""
     torch: bool
     """Whether it imported torch, which its module must not."""
     habits: tuple[str, ...]
-    """What else it does as it is loaded, where that was looked at: see `titancli.registry.apart`."""
+    """Its other side effects when loaded, if these were observed: see `titancli.registry.apart`."""
     components: tuple[str, ...]
-    """`kind/name`, in the order that the plugin gives them."""
+    """`kind/name`, in the plugin's order."""
     clashes: tuple[str, ...]
-    """`kind/name` of those that another plugin offers too: a recipe has to write their full names."""
+    """`kind/name` of components that another plugin offers too: a recipe must write their full names."""
     error: str | None
-    """Why it is not ok; for an exception its traceback, from the plugin's own first line on."""
+    """The reason if it is not ok; for an exception the traceback, from the plugin's own first line on."""
 
 
 class Plugin:
-    """One plugin, loaded when first used. Nothing that it raises leaves this class."""
+    """One plugin, loaded on first use. No exception of its code leaves this class."""
 
     def __init__(
         self,
@@ -77,18 +76,18 @@ class Plugin:
         self._load = load
         self._seconds = 0.0
         self.torch = False
-        """Whether it imports torch."""
+        """True if it imports torch."""
         self.habits: tuple[str, ...] = ()
         self.guards = True
-        """Whether what it changes for others is undone; not where that is what one wants to see."""
+        """True if its changes to the process are undone; False to observe them."""
         self._hooks: pluggy.PluginManager | None = None
         self._components: dict[tuple[str, str], type] | None = None
         self._doubled: set[tuple[str, str]] = set()
-        """Names that two classes have; neither is offered."""
+        """Names of two classes each; neither is offered."""
 
     @classmethod
     def of(cls, name: str, components: Sequence[type]) -> Plugin:
-        """Make a plugin that consists of these components."""
+        """Return a plugin that consists of these components."""
 
         class Offer:
             @staticmethod
@@ -100,7 +99,7 @@ class Plugin:
 
     @classmethod
     def unusable(cls, name: str, state: State, why: str) -> Plugin:
-        """Make a plugin that is known by name only, and the reason."""
+        """Return a plugin of which only the name is known, and the reason."""
         plugin = cls(name, lambda: None)
         plugin.leave_out(state, why)
         return plugin
@@ -110,7 +109,7 @@ class Plugin:
         self.state, self.error = state, why
 
     def load(self) -> Plugin:
-        """Import it and ask for its components, once."""
+        """Import it and get its components, once."""
         if self._components is None:
             self._components = {}
             for config in self.call_list("titan_components"):
@@ -124,12 +123,12 @@ class Plugin:
 
     @property
     def components(self) -> dict[tuple[str, str], type]:
-        """What it offers, by kind and name; the good ones, where some are bad."""
+        """Return its valid components by kind and name."""
         self.load()
         return {key: cls for key, cls in (self._components or {}).items() if key not in self._doubled}
 
     def call(self, hook: str, **arguments: Any) -> list[Any]:
-        """Return what the plugin's implementations of a hook return; empty if it has none or is broken."""
+        """Return the results of the plugin's implementations of a hook; empty if it has none or is broken."""
         self._import()
         if self._hooks is None:
             return []
@@ -138,7 +137,7 @@ class Plugin:
         return []
 
     def call_list(self, hook: str, **arguments: Any) -> list[Any]:
-        """Return the elements for a hook that returns a list; see `call`."""
+        """Return the elements of the results of a hook that returns lists; see `call`."""
         elements: list[Any] = []
         for result in self.call(hook, **arguments):
             if isinstance(result, (list, tuple)):
@@ -148,7 +147,7 @@ class Plugin:
         return elements
 
     def check_targets(self) -> None:
-        """Look, without importing anything, for the code that the components name."""
+        """Check, without importing anything, that the code that the components name exists."""
         for (kind, name), config in self.components.items():
             info = component_info(config)
             for target in filter(None, (info.target, info.hf)):
@@ -159,7 +158,7 @@ class Plugin:
                 self.fail(f"command {command.name}: {why}")
 
     def status(self, others: Collection[tuple[str, str]] = ()) -> PluginStatus:
-        """Return what there is to know of it; `others`: kinds and names that other plugins offer."""
+        """Return the plugin's status; `others`: kinds and names that other plugins offer."""
         offered = tuple(f"{kind}/{name}" for kind, name in self.components)
         return PluginStatus(
             self.name,
@@ -214,9 +213,9 @@ class Plugin:
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Time the plugin's code, record what it raises, and undo what it changes for others.
+        """Time the plugin's code, record its exceptions, and undo its changes to the process.
 
-        stdout is for data, paths are relative to the folder, and what is logged is the command's choice.
+        stdout is reserved for data, paths are relative to the folder, and the command decides what is logged.
         """
         began = time.perf_counter()
         before = set(sys.modules)
@@ -240,7 +239,7 @@ class Plugin:
 
 @contextlib.contextmanager
 def _stdout_kept() -> Iterator[None]:
-    """Send what is written to stdout to stderr, also by C code, or by a program that is started."""
+    """Redirect stdout to stderr, including output of C code and of child processes."""
     with contextlib.redirect_stdout(sys.stderr), _descriptor_kept():
         yield
 
@@ -276,7 +275,7 @@ def _folder_kept() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _logging_kept() -> Iterator[None]:
-    """Restore the root logger; where logging was not there, it was not set up."""
+    """Restore the root logger; if logging was not imported before, it had no settings."""
     logging = sys.modules.get("logging")
     handlers, level = (list(logging.root.handlers), logging.root.level) if logging else ([], None)
     try:
@@ -288,7 +287,7 @@ def _logging_kept() -> Iterator[None]:
 
 
 def _brings_torch(new: set[str]) -> bool:
-    """Whether modules that were just imported bring torch, or use it where it was there before."""
+    """Return whether newly imported modules bring torch, or use it if it was imported before."""
     torch = sys.modules.get("torch")
     return torch is not None and (
         "torch" in new or any(value is torch for name in new for value in names_in(name).values())
@@ -296,8 +295,8 @@ def _brings_torch(new: set[str]) -> bool:
 
 
 def names_in(module: str) -> dict[str, Any]:
-    """Return what stands in a module. Anything may stand in `sys.modules` in place of one, and what is to be
-    loaded when it is first asked for an attribute is not to be loaded by this."""
+    """Return the contents of a module. `sys.modules` may hold any object instead of one, and attributes that
+    load lazily must not be loaded by this."""
     found = sys.modules.get(module)
     is_module = issubclass(type(found), ModuleType)  # its own `__class__` is not asked
     return dict(object.__getattribute__(found, "__dict__")) if is_module else {}

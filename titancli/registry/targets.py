@@ -1,4 +1,4 @@
-"""Whether the code that a component names is there, as far as can be told without importing it."""
+"""Checks that the code a component names exists, as far as possible without importing it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 
 
 def missing(target: str) -> str | None:
-    """Return why `"module:callable"` cannot be loaded, without importing it; None if no reason is found.
+    """Return the reason why `"module:callable"` cannot be loaded, without importing it; None if none is
+    found.
 
     A module that computes its names (`__getattr__`, `import *`, no Python source) is trusted.
     """
@@ -33,7 +34,7 @@ def missing(target: str) -> str | None:
 
 
 def _find(module: str) -> ModuleSpec | None:
-    """The spec of a module. `importlib.util.find_spec` would import the packages above it."""
+    """Return the spec of a module. `importlib.util.find_spec` would import the packages above it."""
     above, _, _ = module.rpartition(".")
     if module in sys.modules or not above:
         return importlib.util.find_spec(module)

@@ -23,9 +23,9 @@ class Row:
     """One completion that is to be made."""
 
     prompt: int
-    """Which of the prompts it continues; several rows may continue one."""
+    """Index of the prompt that it continues; several rows may continue one."""
     seed: int
-    """What it draws depends on this and on the prompt, not on the rows beside it."""
+    """Seed of its random numbers, with the prompt; the rows beside it have no influence."""
     limit: int
     """Tokens at most."""
 

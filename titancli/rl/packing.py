@@ -15,7 +15,7 @@ from titancli.errors import TitanError
 
 @dataclass(frozen=True)
 class Sample:
-    """What is learnt from: one completion of a prompt.
+    """One completion of a prompt, to learn from.
 
     Raises:
         TitanError: there is no prompt, or not one finite log-probability for each token.
@@ -24,7 +24,7 @@ class Sample:
     prompt: Sequence[int]
     tokens: Sequence[int]
     logprobs: Sequence[float]
-    """Of `tokens`, under the weights that drew them."""
+    """Log-probabilities of `tokens`, under the weights that sampled them."""
     advantage: float
 
     def __post_init__(self) -> None:

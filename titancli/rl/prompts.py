@@ -33,7 +33,7 @@ class PromptSource:
         self._identity = {**task.identity, "tokenizer": tokenizer_identity(tokenizer)}
         self._next = 0
         self.too_long = 0
-        """How many were passed over since this process began."""
+        """Number of prompts skipped as too long since this process began."""
 
     def take(self, count: int) -> list[Asked]:
         """The next ones.

@@ -1,4 +1,4 @@
-"""What was sampled, kept in the run folder: `rollouts/step-N.jsonl`, a line for each prompt. Torch-free.
+"""The samples of a run, kept in its folder: `rollouts/step-N.jsonl`, a line for each prompt. Torch-free.
 
 A step that is done again after a resume writes its file anew.
 """
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class Recorder:
-    """Writes them on rank 0. A disk that says no is told once, and ends nothing."""
+    """Writes them on rank 0. A disk error is reported once, and does not end the run."""
 
     def __init__(self, run_folder: Path) -> None:
         self._folder = run_folder / FOLDER

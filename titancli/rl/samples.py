@@ -1,4 +1,4 @@
-"""What a prompt is, and what came of it: plain data, torch-free."""
+"""Prompts and their completions: plain data, torch-free."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ Finish = Literal["eos", "stop", "length"]
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a task asks."""
+    """A task's prompt."""
 
     text: str
-    """What is continued; with `messages` what is shown of them."""
+    """The text to continue; with `messages` their readable form."""
     answer: str | None = None
-    """What is right, where the task knows it."""
+    """The right answer, if the task knows it."""
     messages: tuple[dict[str, str], ...] = ()
     """A conversation (`{"role": …, "content": …}` each), put into the tokenizer's chat template instead."""
     row: Mapping[str, Any] = field(default_factory=dict)
@@ -25,7 +25,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Completion:
-    """What a model wrote after a prompt."""
+    """A model's continuation of a prompt."""
 
     text: str
     """Without the end marker, and without a stop text."""

@@ -18,7 +18,7 @@ from titancli.errors import TitanError
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen.
+    """The options of sampling.
 
     Raises:
         TitanError: a number is out of its range.
@@ -29,7 +29,7 @@ class Sampling:
     top_k: int | None = None
     """Only so many most probable tokens; None: all."""
     top_p: float = 1.0
-    """Of the most probable tokens, as few as reach this probability together."""
+    """Nucleus: the fewest of the most probable tokens that reach this probability together."""
 
     def __post_init__(self) -> None:
         for name, value, fits, range_ in (
@@ -71,7 +71,8 @@ def keep_top_p(logits: Tensor, p: float) -> Tensor:
 
 
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
-    """What tokens are drawn with, [..., V] fp32, for logits [..., V] and a temperature above 0."""
+    """Return the distribution to sample from, [..., V] fp32, for logits [..., V] and a temperature above
+    0."""
     logits = logits.float()
     # The greatest becomes 0, so that a small temperature makes no infinite number.
     logits = (logits - logits.amax(-1, keepdim=True)) / sampling.temperature

@@ -1,4 +1,4 @@
-"""Rewards of completions, whatever a reward does: one that fails is counted and told, and never ends a run.
+"""Rewards of completions: one that fails is counted and reported, and never ends a run.
 
 A reward fails when it raises, takes longer than its time, or returns what is no finite number. Time is kept
 by an alarm in the main thread, which reaches Python code, waiting, and regular expressions; so a reward needs
@@ -31,7 +31,7 @@ AGAIN = 1.0
 
 @dataclass(frozen=True)
 class Score:
-    """What one completion is worth."""
+    """The rewards of one completion."""
 
     rewards: dict[str, float] = field(default_factory=dict)
     """By reward, unweighted; those that failed are not here."""
@@ -71,7 +71,7 @@ class Scorer:
 
     @property
     def names(self) -> list[str]:
-        """Of the rewards; the second of a name has a number."""
+        """Return the names of the rewards; the second of a name has a number."""
         return [reward.name for reward in self._rewards]
 
     def score(self, asked: Sequence[tuple[Prompt, Sequence[Completion]]]) -> list[list[Score]]:
@@ -118,7 +118,7 @@ class Scorer:
 
 
 class NoNumber(ValueError):
-    """What a reward returned is none."""
+    """A reward returned something that is not a number."""
 
 
 def number_of(value: Any) -> float:
@@ -136,7 +136,7 @@ def number_of(value: Any) -> float:
 
 
 def _place(error: BaseException) -> str:
-    """Where a reward raised: the last line of its plugin, or the last that is not titan's own call."""
+    """Return where a reward raised: the last line of its plugin, or the last outside titan's own call."""
     if (found := blame(error)) is not None:
         return f" ({found.place})"
     frames = traceback.extract_tb(error.__traceback__)[1:]

@@ -1,4 +1,4 @@
-"""Where prompts come from: made on the fly, or the rows of a file or dataset."""
+"""Sources of prompts: generated on the fly, or the rows of a file or dataset."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TOLD = 5
-"""Rows that are none are told one by one up to so many."""
+"""Number of bad rows that are reported one by one."""
 
 
 class Made:
@@ -114,15 +114,15 @@ def _prompt(row: dict[str, Any], config: rl.Prompts) -> Prompt:
     answer = row.get(config.answer)
     if answer is not None and not isinstance(answer, (str, int, float)):
         raise BadRow(f"{config.answer!r} is {type(answer).__name__}, neither a string nor a number")
-    told = None if answer is None else str(answer)
+    known = None if answer is None else str(answer)
     if isinstance(found, str) and not config.chat:
         if not found:
             raise BadRow(f"{config.prompt!r} is empty")
         check_characters(config.prompt, found)
-        return Prompt(found, told, row=row)
+        return Prompt(found, known, row=row)
     said = [{"role": "user", "content": found}] if isinstance(found, str) else found
     messages = check_messages(config.prompt, said)
     if config.system is not None:
         messages = [{"role": "system", "content": config.system}, *messages]
     text = "\n".join(f"{message['role']}: {message.get('content', '')}" for message in messages)
-    return Prompt(text, told, tuple(messages), row)
+    return Prompt(text, known, tuple(messages), row)

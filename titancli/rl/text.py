@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 UNFINISHED = "\ufffd"
-"""What decoders put where bytes make no character, or none yet."""
+"""Character that decoders produce for bytes that make no character, or none yet."""
 CONTEXT = 8
-"""How far back in the prompt a decoder is shown what a completion begins after."""
+"""Number of tokens of the prompt that a decoder gets as context of a completion."""
 
 
 class TextStream:
@@ -37,7 +37,7 @@ class TextStream:
         return (window, text) if UNFINISHED not in text else ([], "")
 
     def feed(self, token: int) -> str:
-        """What can be shown after one more token; may be empty."""
+        """Return the text that can be shown after one more token; may be empty."""
         self._window.append(token)
         text = self._decode(self._window)
         if len(text) <= len(self._known) or text.endswith(UNFINISHED):
@@ -49,11 +49,11 @@ class TextStream:
         return news
 
     def whole(self, tokens: Sequence[int]) -> str:
-        """What `feed` and `flush` give for so many tokens, at once."""
+        """Return the text that `feed` and `flush` give for so many tokens, at once."""
         return self._decode([*self._window, *tokens])[len(self._known) :]
 
     def flush(self) -> str:
-        """What was held back, at the end: bytes that never became a character read as U+FFFD."""
+        """Return the text held back, at the end: bytes that never became a character read as U+FFFD."""
         return self._decode(self._window)[len(self._known) :]
 
 
@@ -65,7 +65,7 @@ class StopText:
         self._held = ""
 
     def feed(self, text: str) -> tuple[str, bool]:
-        """What can be shown after some more text, and whether a stop text was found.
+        """Return the text that can be shown after more text, and whether a stop text was found.
 
         The end of the text is held back as long as it may be the beginning of a stop text. Of several stop
         texts the one that is complete first counts, however the text is cut into pieces.
@@ -80,7 +80,7 @@ class StopText:
         return text[: len(text) - held], False
 
     def flush(self) -> str:
-        """What was held back, at the end."""
+        """Return the text held back, at the end."""
         return self._held
 
 

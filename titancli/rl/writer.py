@@ -1,4 +1,4 @@
-"""What one row of a decode becomes: its tokens, its text, and why it ended."""
+"""The output of one row of a decode: its tokens, its text, and why it ended."""
 
 from __future__ import annotations
 
