@@ -86,8 +86,8 @@ class RowCut:
         return (rank,) if self.pieces == self.group.size else (rank, self.pieces - 1 - rank)
 
     def queries(self, length: int) -> list[range] | None:
-        """Of a row, those whose attention this rank computes, piece by piece; None: it is given whole rows of
-        some heads."""
+        """Return the positions of a row whose attention this rank computes, piece by piece; None: it gets
+        whole rows of some heads."""
         if self.pieces == self.group.size:
             return None
         each = length // self.pieces

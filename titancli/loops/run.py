@@ -104,8 +104,8 @@ class Run:
     """The answers that the ranks agreed on, for each hook."""
 
     def goes_on(self, step: int) -> bool:
-        """Whether there is another step to do. All ranks agree on a signal that any of them got. If there is
-        one, and `[validation]` is due, it is evaluated here first.
+        """Return whether there is another step to do. All ranks agree on a signal that any of them got. If
+        there is another step, and `[validation]` is due, it is evaluated here first.
 
         Raises:
             EnvironmentProblem: a checkpoint could not be written, and the recipe wants that to end the run.

@@ -74,8 +74,8 @@ class PolicyLoss(ABC):
 
     @abstractmethod
     def objective(self, out: Tensor, log_ratio: Tensor, advantages: Tensor, samples: Samples) -> Any:
-        """What is to become great, the ratio of probabilities that it is made of, and whether it is clipped:
-        [B, S] each. All arguments are 0 where nothing was drawn."""
+        """Return the value to maximise, the ratio of probabilities in it, and whether it is clipped: [B, S]
+        each. All arguments are 0 where nothing was sampled."""
 
     def __call__(self, out: Tensor, batch: Batch) -> LossResult:
         """

@@ -104,7 +104,7 @@ class Compile:
 
     @property
     def model(self) -> bool:
-        """Whether the blocks are compiled."""
+        """Return whether the blocks are compiled."""
         return self.enable and (self.components is None or "model" in self.components)
 
     def loss(self, *, on_gpu: bool) -> bool:

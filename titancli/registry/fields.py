@@ -158,7 +158,7 @@ def required_fields(config: type) -> list[str]:
 def summary(config: type) -> str:
     """Return the first line of a class's docstring; empty if it has none."""
     doc = config.__dict__.get("__doc__") or ""
-    if doc.startswith(f"{config.__name__}("):  # what dataclass writes where there is none
+    if doc.startswith(f"{config.__name__}("):  # dataclass writes this in place of a missing one
         return ""
     return inspect.cleandoc(doc).partition("\n")[0]
 

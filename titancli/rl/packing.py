@@ -49,8 +49,8 @@ class Sample:
 
 
 def rows_of(samples: Sequence[Sample], seq_len: int) -> list[list[Sample]]:
-    """Which samples share a row: the longest first, each in the first row that has room. One without tokens
-    is left out: there is nothing to learn from.
+    """Distribute samples over rows: the longest first, each in the first row that has room. One without
+    tokens is left out: there is nothing to learn from.
 
     Raises:
         TitanError: a sample is longer than seq_len.

@@ -1,0 +1,61 @@
+"""Docstrings and messages are plain English: forbidden phrases, and how docstrings of functions begin."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+TURNED_ROUND = {
+    r"[Ss]ee to it": "ensure, reserve, check: the verb for what is done",
+    r"\b(?:is|are) told\b": "reported, printed, passed",
+    r"\bno most\b": "no maximum",
+    r"\bnobody can be asked\b": "not a terminal",
+    r"\bruns part\b": "runs diverge",
+    r"[\"']asked;": "requested",
+    r"\b[Ww]hat [\w ]{1,30} is none\b": "something that is not …",
+}
+"""Each with its replacement."""
+
+NOT_DONE = {
+    **dict.fromkeys(
+        ("checkpoint", "data", "engine", "models", "optimizers", "planning", "run"),
+        "its code was being rewritten when the other folders were done",
+    ),
+    "../plugins": "the packages come after titancli",
+}
+"""Folders of titancli that the next pass over the prose shortens, each with its reason."""
+
+
+def files(*patterns: str) -> list[Path]:
+    exempt = [(ROOT / "titancli" / folder).resolve() for folder in NOT_DONE]
+    found = {path for pattern in patterns for path in ROOT.glob(pattern) if ".venv" not in path.parts}
+    return sorted(path for path in found if not any(path.is_relative_to(folder) for folder in exempt))
+
+
+@pytest.mark.parametrize("phrase", TURNED_ROUND)
+def test_no_turned_round_phrase_is_used(phrase: str) -> None:
+    places = []
+    for path in files("titancli/**/*.py", "plugins/**/*.py", "docs/*.md", "README.md"):
+        text = path.read_text(encoding="utf-8")
+        for found in re.finditer(phrase.replace(" ", r"\s+"), text):
+            line = text.count("\n", 0, found.start()) + 1
+            places.append(f"{path.relative_to(ROOT)}:{line}: {found.group()!r}")
+    assert not places, f"write instead: {TURNED_ROUND[phrase]}\n" + "\n".join(places)
+
+
+def test_docstrings_of_functions_begin_with_a_verb() -> None:
+    wrong = []
+    for path in files("titancli/**/*.py", "plugins/**/*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                doc = ast.get_docstring(node) or ""
+                if re.match(r"(What|Which|Whether|Of)\b", doc):
+                    wrong.append(f"{path.relative_to(ROOT)}:{node.lineno}: {doc.splitlines()[0]}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_exempt_folder_exists() -> None:
+    assert all((ROOT / "titancli" / folder).is_dir() for folder in NOT_DONE)
