@@ -1,7 +1,4 @@
-"""Checks of a recipe as a whole that need neither torch nor the ranks, and remarks on valid recipes.
-
-And what a user should know of one that is not wrong: its remarks.
-"""
+"""Checks of a recipe as a whole that need neither torch nor the ranks, and remarks on valid recipes."""
 
 from __future__ import annotations
 
