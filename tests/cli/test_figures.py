@@ -79,7 +79,7 @@ def modules(site: Path, *arguments: str) -> list[str]:
     [
         (("--help",), 265),
         (("list-components",), 290),
-        (("validate", "llama3_debug"), 408),
+        (("validate", "llama3_debug"), 410),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
 )

@@ -88,7 +88,7 @@ def test_weights_of_another_model(titan: Titan) -> None:
         assert done.code == 3 and " --> exp.toml:2:" in done.err
         assert "dim is 256 in the recipe and 4096 there" in done.err and "vocab_size" not in done.err
         assert "rope_theta is 500000.0 in the recipe and 10000.0 there" in done.err
-        assert "set in [model]: dim = 4096; " in done.err.replace("\n", " ")
+        assert "set in [model]: rope_theta = 10000.0; dim = 4096" in done.err.replace("\n", " ")
 
 
 def test_a_checkpoint_of_another_model(titan: Titan) -> None:

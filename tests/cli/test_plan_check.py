@@ -85,5 +85,5 @@ def test_a_plugin_that_breaks_in_a_step_exits_with_4(tmp_path, capsys):
     code = main(["-p", str(plugin), *SMALL, "--world-size", "2", "loss=broken", "--check"])
     error = capsys.readouterr().err
     assert code == 4, error
-    assert "rank 0 of 2 (dp_shard 0): the loss broken" in error
+    assert "rank 0 of 2: the loss broken" in error
     assert "broken_loss.py:16 in token_weights" in error and "KeyError" in error

@@ -23,6 +23,7 @@ from titancli import Batch, LossResult
 from titancli.engine import Engine
 from titancli.engine.inputs import LogProbs
 from titancli.engine.sampling import refuse_layout
+from titancli.engine.weights import Renewal
 from titancli.errors import EnvironmentProblem, TitanError
 
 EQUAL, REFUSES, NOT_THERE = "equal", "refuses", "-"
@@ -151,7 +152,8 @@ def optimizer_raises(engine: Engine, batches: list[Batch], folder: Path) -> None
 
 def after_step_raises(engine: Engine, batches: list[Batch], folder: Path) -> None:
     engine.forward_backward(batches)
-    within(replaced(engine, "converters", [AfterStep()]), engine.optim_step)
+    renewal = next(hook for hook in engine.hooks if isinstance(hook, Renewal))
+    within(replaced(renewal, "_converters", [AfterStep()]), engine.optim_step)
 
 
 def save_fails(engine: Engine, batches: list[Batch], folder: Path) -> None:

@@ -22,7 +22,7 @@ from titancli.launchers import local
 from titancli.process import Place
 from titancli.provenance import package_versions
 from titancli.recipe.schema import Checkpoint
-from titancli.run import worker
+from titancli.run import joining, worker
 from titancli.run.continuing import Continuing
 from titancli.runs import ATTEMPT, RunFolder
 
@@ -302,11 +302,11 @@ def test_a_launcher_records_no_outcome_of_another_attempt(run: Path, monkeypatch
 
 
 def other_versions(folder: Path, port: int) -> Any:
-    worker.package_versions = lambda: {"torch": f"2.1{dist.get_rank()}"}
+    joining.package_versions = lambda: {"torch": f"2.1{dist.get_rank()}"}
     try:
         return pool.run_rank(folder, None, [], port)
     finally:
-        worker.package_versions = package_versions
+        joining.package_versions = package_versions
 
 
 @pytest.mark.ranks
