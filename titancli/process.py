@@ -325,6 +325,9 @@ def leaving_if_orphaned() -> Iterator[None]:
                 os._exit(EXIT_STOPPED)
 
     if _parent is not None:
+        # A file store whose folder went with the parent is waited for without letting other threads run.
+        if _is_orphaned(_parent):
+            os._exit(EXIT_STOPPED)
         threading.Thread(target=look, args=(_parent,), daemon=True).start()
     try:
         yield

@@ -32,6 +32,8 @@ AT = {
     "launcher": "launcher",
     "converter": "converters.0",
     "logger": "loggers.0",
+    "callback": "callbacks.0",
+    "schedule": "lr_scheduler",
     "task": "loop.task",
     "reward": "loop.rewards.0",
     "generator": "loop.generator",

@@ -114,7 +114,7 @@ def test_what_there_is_not_is_said_in_words(run: Path, arguments: tuple[str, ...
 
 def test_plan_draws_the_mesh_and_says_why_no_more(tmp_path: Path) -> None:
     done = run_cli("plan", RECIPE, cwd=tmp_path)
-    assert done.code == 0 and "flux does not declare its sizes" in " ".join(done.stdout.split())
+    assert done.code == 0 and "the model flux does not take rows of tokens" in " ".join(done.stdout.split())
 
 
 def test_diffusers_loads_an_export_and_what_comes_back_is_the_same(run: Path, tmp_path: Path) -> None:
