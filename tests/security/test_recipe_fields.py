@@ -58,7 +58,7 @@ CLASSES: dict[str, tuple[list[str], str]] = {
     # the name of a file or folder in the run folder, or the beginning of it
     "name": (
         ["../../x", "/tmp/x", "a/b", "{}", "$(touch CANARY)", "\x1b]0;x\x07"],
-        "name profiling.save_* logger/titan/csv.file validation.datasets",
+        "name profiling.save_* logger/titan/csv.file validation.datasets callback/titan/ema.name",
     ),
     # one of a few words or names
     "member": (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,10 +23,12 @@ class EMA:
     export: bool = True
     """Save the average at the end, as RUN/exports/step-N-NAME: a checkpoint to generate from, to convert to a
     Hugging Face folder, or to start from (`weights`)."""
-    name: Annotated[str, "name"] = "ema"
+    name: str = "ema"
     """Name of the average in checkpoints and exports."""
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", self.name):
+            yield "name", f"{self.name!r} must consist of letters, digits, - and _: it names a folder"
         if sum(isinstance(one, EMA) and one.name == self.name for one in recipe.callbacks) > 1:
             yield "name", f"two averages would be saved as {self.name!r}: give them different names"
 
