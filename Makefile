@@ -20,7 +20,8 @@ BIN := .venv/bin
 # One that a test kills ends the run: after a restart, xdist 3.8 waits for ever for files that are done.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --max-worker-restart 0
 TORCH_FREE := tests/recipe tests/registry tests/cli tests/test_architecture.py
-TORCH_NEEDED := tests/recipe/test_schedules_of_torch.py tests/registry/test_docs.py tests/cli/test_plan_check.py
+TORCH_NEEDED := tests/recipe/test_schedules_of_torch.py tests/registry/test_apart.py tests/registry/test_docs.py \
+	tests/cli/test_plan.py tests/cli/test_plan_check.py
 
 # Where it is set, as in many containers, each process of a test compiles titan anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -31,7 +32,7 @@ train: .venv/.installed
 	$(BIN)/titan train llama3_debug $(ARGS)
 
 quick: lint
-	$(PYTEST) -m "not slow" $(TORCH_FREE) $(addprefix --ignore=,$(TORCH_NEEDED)) $(ARGS)
+	$(PYTEST) -m "not slow and not nightly" $(TORCH_FREE) $(addprefix --ignore=,$(TORCH_NEEDED)) $(ARGS)
 
 # The tests that need no torch are the first here too.
 test: lint
