@@ -132,6 +132,36 @@ def test_an_average_is_that_of_the_weights_and_continues_bitwise(train: Train, h
     assert equal(average(here / "s/checkpoints/step-6"), average(steps[-1]))
 
 
+STOPS = """
+import os, signal
+from titancli import component, hookimpl
+
+@component("callback", "stops", target="stopping:Stops")
+class Config:
+    "Sends a signal to its own process."
+
+class Stops:
+    def __init__(self, config, *, engine, run): ...
+
+    def step_done(self, step):
+        if step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+@hookimpl
+def titan_components():
+    return [Config]
+"""
+
+
+def test_a_run_that_is_stopped_exports_no_average_and_its_resume_does(train: Train, here: Path) -> None:
+    (here / "stopping.py").write_text(STOPS)
+    callbacks = 'callbacks=["ema", {type="stops"}]'
+    done = train("tiny.toml", "--run-dir", "r", "-p", "./stopping.py", callbacks, "training.steps=4")
+    assert done.code == 75 and not (here / "r/exports").exists()
+    assert train("r", "--resume", "-p", "./stopping.py").code == 0
+    assert [path.name for path in (here / "r/exports").iterdir()] == ["step-4-ema"]
+
+
 def test_an_average_is_put_on_another_layout(train: Train, train_on: Any, here: Path) -> None:
     two = ("mesh.dp_shard=2", "training.steps=4")
     assert train_on(2, "tiny.toml", "--run-dir", "r", EMA, *two).code == 0

@@ -21,8 +21,8 @@ class EMA:
     decay: Annotated[float, Gt(0), Lt(1)] = 0.999
     """Weight of the average in each step; the new weights have the rest."""
     export: bool = True
-    """Save the average at the end, as RUN/exports/step-N-NAME: a checkpoint to generate from, to convert to a
-    Hugging Face folder, or to start from (`weights`)."""
+    """Save the average when the run has finished, as RUN/exports/step-N-NAME: a checkpoint to generate from,
+    to convert to a Hugging Face folder, or to start from (`weights`)."""
     name: str = "ema"
     """Name of the average in checkpoints and exports."""
 

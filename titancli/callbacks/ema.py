@@ -49,7 +49,7 @@ class EMA:
                 local(self._average[name]).copy_(local(weight))
 
     def run_end(self, why: str) -> None:
-        if self._config.export and self._engine.step:
+        if self._config.export and self._engine.step and self._run.has_ended:
             weights = dict(self._engine.plain_parameters()) | self._average
             self._run.export(self._engine.step, self.name, weights)
 

@@ -119,6 +119,11 @@ class Run:
         self.hooks.before_step(step, self._agreed)
         return True
 
+    @property
+    def has_ended(self) -> bool:
+        """Return whether the run, once its loop is done, came to its end and was not stopped before."""
+        return self.why in ("finished", "data_ended")
+
     def asked_to_stop(self) -> bool:
         """Return whether this rank got a signal."""
         return self.stop.requested is not None

@@ -133,7 +133,7 @@ def leave_behind(recipe: Recipe, engine: Engine, run: Run, folder: RunFolder) ->
     """Write the exports of a run that has come to its end, and finish its uploads."""
     if run.checkpoints is None:
         return
-    ended = run.why in ("finished", "data_ended")
+    ended = run.has_ended
     if ended and engine.step:
         export(recipe.checkpoint, engine, run.checkpoints, folder.path)
     if not run.checkpoints.finish_uploads() and ended:

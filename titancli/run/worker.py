@@ -48,9 +48,12 @@ from titancli.runs import Claim, RunFolder, timestamp
 from titancli.signals import ASKED_TO_STOP, EXIT_NODES_JOIN, NODES_JOIN, Stop, leave
 
 if TYPE_CHECKING:
+    import torch
+
     from titancli.checkpoint.peers.copies import Copies
     from titancli.engine import Engine
     from titancli.observe.observers import Observers
+    from titancli.recipe.schema import Recipe
 
 logger = logging.getLogger("titancli.run.worker")  # its __name__ may be __main__
 
@@ -126,10 +129,8 @@ class Rank:
     ) -> dict[str, Any]:
         """See `main`."""
         from titancli.distributed import process_group
-        from titancli.distributed.shared_folder import require_shared
         from titancli.recipe import load_recipe
         from titancli.run import saving
-        from titancli.run.joining import join
         from titancli.run.memory_advice import advised
         from titancli.run.observing import open_loggers
 
@@ -137,25 +138,8 @@ class Rank:
         lock_text = source.read_text(encoding="utf-8")
         loaded = load_recipe(source)
         recipe = loaded.recipe
-        self._stack.enter_context(determinism(recipe.debug.deterministic))
-        device = join(
-            recipe,
-            hashlib.sha256(lock_text.encode()).hexdigest(),
-            self.folder.logs,
-            self.place,
-            self._stack,
-            store=self._store,
-            plugin_files=self._plugin_files,
-        )
-        several_nodes, continuing = lock_file is not None, self._continuing
-        if lock_file is not None:
-            code = ", ".join(f"{name} {digest[:12]}" for name, digest in code_hashes().items())
-            process_group.require_same("code of titan or its plugins", code, socket.gethostname())
-            own, first = lock_file.parent, self.place.local_rank == 0
-            taken = take_part(self.folder, own, lock_text, self._stack, first_of_node=first)
-            continuing.restart, continuing.plan_is_stale = taken
-        require_shared(self.folder.logs, socket.gethostname(), first_of_node=self.place.local_rank == 0)
-        self._stack.callback(self.folder.join().release)
+        device = self._enter(recipe, lock_file, lock_text)
+        continuing = self._continuing
         section = recipe.checkpoint
         patient = process_group.patient_group() if section.remote else None  # it may be downloaded
         checkpoint = process_group.on_rank_zero(lambda: continuing.checkpoint(checkpoint, section), patient)
@@ -167,7 +151,7 @@ class Rank:
             self.place,
             self._stack,
             restart=continuing.restart,
-            several_nodes=several_nodes,
+            several_nodes=lock_file is not None,
             listeners=listeners,
         )
         if self.is_main:
@@ -201,6 +185,36 @@ class Rank:
             Claim.of(self.folder, record).check()  # the newest attempt may be another's by now
             self.folder.update_attempt(outcome=plain(outcome), ended=timestamp())
         return outcome
+
+    def _enter(self, recipe: Recipe, lock_file: Path | None, lock_text: str) -> torch.device:
+        """Meet the other ranks, which run the same, in a run folder that all see; return this rank's device.
+
+        Args:
+            lock_file: the recipe of this node, where each starts by itself.
+        """
+        from titancli.distributed import process_group
+        from titancli.distributed.shared_folder import require_shared
+        from titancli.run.joining import join
+
+        self._stack.enter_context(determinism(recipe.debug.deterministic))
+        device = join(
+            recipe,
+            hashlib.sha256(lock_text.encode()).hexdigest(),
+            self.folder.logs,
+            self.place,
+            self._stack,
+            store=self._store,
+            plugin_files=self._plugin_files,
+        )
+        if lock_file is not None:
+            code = ", ".join(f"{name} {digest[:12]}" for name, digest in code_hashes().items())
+            process_group.require_same("code of titan or its plugins", code, socket.gethostname())
+            own, first = lock_file.parent, self.place.local_rank == 0
+            taken = take_part(self.folder, own, lock_text, self._stack, first_of_node=first)
+            self._continuing.restart, self._continuing.plan_is_stale = taken
+        require_shared(self.folder.logs, socket.gethostname(), first_of_node=self.place.local_rank == 0)
+        self._stack.callback(self.folder.join().release)
+        return device
 
     def _train_unless_damaged(
         self, start: Start, loggers: list[Any], stop: Stop, damaged: dict[Path, str]
