@@ -80,8 +80,8 @@ def overrides(case: Case) -> list[str]:
 
 
 def titan(case: Case, device: torch.device) -> Step:
-    from titancli.data.batch import Batch
     from titancli.engine import Engine
+    from titancli.protocols.batch import Batch
 
     engine = Engine.build(recipe(case), device=device)
 

@@ -56,8 +56,8 @@ def engine(built_from: Any) -> Iterator[Callable[[Any, Any], Any]]:
     import torch
     import torch.distributed as dist
 
-    from titancli.data.batch import Batch
     from titancli.engine import Engine
+    from titancli.protocols.batch import Batch
 
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:

@@ -15,41 +15,30 @@ import titancli
 
 PACKAGE = Path(titancli.__file__).parent
 FLOORS = [
-    {"errors", "version", "torch_version", "tested", "seal", "files", "terminal"},
-    {"signals", "runs", "provenance", "process", "fingerprint", "launch"},
-    {"registry"},
-    {"layout"},
-    {"distributed"},
-    {"recipe"},
-    {"observe"},
-    {"data.batch", "losses.result", "models.shape", "rl.samples"},
-    {"protocols"},
+    {"errors", "version", "torch_version", "tested", "seal", "files", "terminal"}
+    | {"signals", "runs", "provenance", "process", "fingerprint", "launch"},
+    {"registry", "layout"},
+    {"distributed", "recipe"},
+    {"protocols", "observe"},
     {"data", "losses", "optimizers", "loggers"},
-    {"models"},
+    {"models", "rl"},
     {"parallel", "converters"},
     {"checkpoint"},
     {"planning"},
-    {"rl"},
     {"engine"},
-    {"generate"},
-    {"loops", "callbacks"},
-    {"run.worker", "run.attempt", "run.data", "run.saving", "run.probe", "run.remote", "run.watching"}
-    | {"run.callbacks", "run.continuing", "run.digests", "run.features", "run.joining", "run.opened"}
-    | {"run.memory_advice", "run.observing"},
-    {"launchers"},
-    {"run"},
-    {"doctor"},
+    {"generate", "loops", "callbacks"},
+    {"worker"},
+    {"launchers", "run", "doctor"},
     {"cli", "commands"},
     {"builtin", "__init__", "__main__"},
 ]
-"""From the ground up. A file may stand apart from its room: what all kinds exchange is below `protocols`."""
+"""From the ground up: the rooms of each floor, and the files that are in none."""
 
 
 def floor(module: str) -> int:
-    """The floor of a module: that of itself, or of the nearest room around it that has one."""
-    rooms = module.split(".")[1:] or ["__init__"]
-    names = [".".join(rooms[:n]) for n in range(len(rooms), 0, -1)]
-    return next(number for name in names for number, floor_rooms in enumerate(FLOORS) if name in floor_rooms)
+    """The floor of a module, by the room that it is in."""
+    room = module.split(".")[1] if "." in module else "__init__"
+    return next(number for number, rooms in enumerate(FLOORS) if room in rooms)
 
 
 def module_of(path: Path) -> str:

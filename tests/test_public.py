@@ -22,7 +22,7 @@ each_plugin = pytest.mark.parametrize("plugin", PLUGINS, ids=lambda path: path.n
 
 
 def public() -> set[str]:
-    """The modules of the table; `shape` of `titancli.models` is `titancli.models.shape`, `.*` all below."""
+    """The modules of the table; `names` of `titancli.models` is `titancli.models.names`, `.*` all below."""
     text = (ROOT / "docs" / "plugins.md").read_text(encoding="utf-8")
     table = re.search(r"<!-- public modules -->\n\| module .*\n\|---.*\n((?:\|.*\n)+)", text)
     assert table is not None

@@ -17,12 +17,12 @@ _WHERE = {
     "load_recipe": "titancli.recipe",
     "Recipe": "titancli.recipe.schema",
     "TitanError": "titancli.errors",
-    "Batch": "titancli.data.batch",
-    "IGNORE": "titancli.data.batch",
+    "Batch": "titancli.protocols.batch",
+    "IGNORE": "titancli.protocols.batch",
     "build": "titancli.registry.component",
     "section": "titancli.registry.component",
     "with_defaults": "titancli.registry.defaults",
-    "LossResult": "titancli.losses.result",
+    "LossResult": "titancli.protocols.result",
     "report": "titancli.observe.metrics",
     "phase": "titancli.observe.phases",
     "Engine": "titancli.engine",
@@ -34,13 +34,13 @@ TYPE_CHECKING = False  # as in typing, whose import takes longer than all else h
 if TYPE_CHECKING:
     from typing import Any
 
-    from titancli.data.batch import IGNORE as IGNORE
-    from titancli.data.batch import Batch as Batch
     from titancli.engine import Engine as Engine
     from titancli.errors import TitanError as TitanError
-    from titancli.losses.result import LossResult as LossResult
     from titancli.observe.metrics import report as report
     from titancli.observe.phases import phase as phase
+    from titancli.protocols.batch import IGNORE as IGNORE
+    from titancli.protocols.batch import Batch as Batch
+    from titancli.protocols.result import LossResult as LossResult
     from titancli.recipe import load_recipe as load_recipe
     from titancli.recipe.schema import Recipe as Recipe
     from titancli.registry.command import Command as Command

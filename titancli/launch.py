@@ -76,7 +76,7 @@ class LaunchRequest:
         return {**ranks, "env": dict(self.env)}
 
     def rank_arguments(self) -> list[str]:
-        """Return the arguments after `python -m titancli.run.worker`; `rank_options` reads them."""
+        """Return the arguments after `python -m titancli.worker.rank`; `rank_options` reads them."""
         words = [str(self.run_folder)]
         if not self.prepared:
             words += ["--lock", str(self.lock_file)]
@@ -88,13 +88,13 @@ class LaunchRequest:
 
 
 def rank_options(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """Return the arguments of `titancli.run.worker.main`, from a rank's command line.
+    """Return the arguments of `titancli.worker.rank.main`, from a rank's command line.
 
     Raises:
         SystemExit: they are not what `LaunchRequest.rank_arguments` writes, or --help.
     """
     parser = argparse.ArgumentParser(
-        prog="python -m titancli.run.worker", description="Run one rank of several, started by a launcher."
+        prog="python -m titancli.worker.rank", description="Run one rank of several, started by a launcher."
     )
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     parser.add_argument(

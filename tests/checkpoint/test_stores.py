@@ -22,8 +22,8 @@ from titancli.checkpoint.remote.transfer import newest_of_both, probe, take
 from titancli.checkpoint.remote.uploads import Uploads
 from titancli.errors import TitanError
 from titancli.recipe.schema import Checkpoint
-from titancli.run.remote import take_step
 from titancli.runs import RunFolder
+from titancli.worker.remote import take_step
 
 FAULTS = {
     "fails 30 % of all requests": ("*:raise-30%", True),

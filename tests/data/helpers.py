@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from titancli.data import ByteTokenizer
-from titancli.data.batch import Batch
+from titancli.protocols.batch import Batch
 from titancli.registry.component import build
 
 

@@ -23,11 +23,11 @@ from titancli.data import (
     TextFiles,
     TokenShards,
 )
-from titancli.data.batch import IGNORE
 from titancli.data.shards.sources import Options, open_inputs
 from titancli.data.shards.tokenize import Job, tokenize
 from titancli.errors import EnvironmentProblem, RecipeError
 from titancli.observe.metrics import collector
+from titancli.protocols.batch import IGNORE
 from titancli.registry.component import build
 
 TEXTS = [chr(97 + number % 26) * (number * 7 % 40) for number in range(200)]

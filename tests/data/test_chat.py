@@ -12,11 +12,11 @@ import pytest
 
 from tests.data.helpers import global_rows, make, same
 from titancli.data import ByteTokenizer, Chat, HFTokenizer, Preference
-from titancli.data.batch import IGNORE
 from titancli.data.chat_template import MARKERS, assistant_spans
 from titancli.data.fitting import best_fit
 from titancli.errors import EnvironmentProblem, RecipeError
 from titancli.observe.metrics import collector
+from titancli.protocols.batch import IGNORE
 from titancli.registry.component import build
 
 TURN = "<|{{ m['role'] }}|>{{ m['content'] | trim }}<|end|>"

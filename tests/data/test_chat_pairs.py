@@ -10,9 +10,9 @@ import pytest
 from tests.data.helpers import global_rows, make
 from tests.data.test_chat import lines, said
 from titancli.data import Chat, Preference
-from titancli.data.batch import IGNORE
 from titancli.errors import EnvironmentProblem, RecipeError
 from titancli.observe.metrics import collector
+from titancli.protocols.batch import IGNORE
 
 USER, GOOD, BAD_ANSWER = said("user", "q"), said("assistant", "yes"), said("assistant", "no!")
 FORMS: dict[str, dict[str, Any]] = {

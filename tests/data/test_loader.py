@@ -18,9 +18,9 @@ import torch
 
 from tests.data.helpers import make, same
 from titancli.data import TextFiles
-from titancli.data.batch import Batch
 from titancli.data.loader import Loader
 from titancli.errors import EnvironmentProblem, PluginError
+from titancli.protocols.batch import Batch
 
 ROOT = Path(__file__).parents[2]
 

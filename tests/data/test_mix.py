@@ -13,10 +13,10 @@ import torch
 from tests.data.helpers import global_rows, make, rows_of
 from titancli.cli import main
 from titancli.data import Chat, JsonLines, Mix, MixStage, TextFiles, TokenShards
-from titancli.data.batch import IGNORE, Batch
 from titancli.data.mix import _Source
 from titancli.errors import EnvironmentProblem, RecipeError
 from titancli.observe.metrics import collector
+from titancli.protocols.batch import IGNORE, Batch
 
 
 @pytest.fixture(autouse=True)

@@ -11,8 +11,8 @@ import torch
 
 from tests.data.helpers import global_rows, make, rows_of, same, stream
 from titancli.data import TextFiles
-from titancli.data.batch import IGNORE
 from titancli.errors import EnvironmentProblem, RecipeError
+from titancli.protocols.batch import IGNORE
 
 S = 16
 

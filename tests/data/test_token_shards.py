@@ -14,12 +14,12 @@ import pytest
 
 from tests.data.helpers import global_rows, make, same, stream
 from titancli.data import ByteTokenizer, HFTokenizer, JsonLines, TokenShards
-from titancli.data.batch import IGNORE
 from titancli.data.permutation import permuted
 from titancli.data.shards import Index, Shard, reader
 from titancli.data.shards.sources import Options, open_inputs
 from titancli.data.shards.tokenize import Job, tokenize
 from titancli.errors import EnvironmentProblem, RecipeError
+from titancli.protocols.batch import IGNORE
 from titancli.registry.component import build
 
 TEXTS = [f"{number}: " + "xyz" * (number * 5 % 11) for number in range(60)]

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from titancli.data.batch import Batch, MissingTensor
 from titancli.data.values import Limits, fault, harmless
 from titancli.errors import TitanError
+from titancli.protocols.batch import Batch, MissingTensor
 
 LIMITS = Limits(vocab_size=9, row_length=4, positions=8)
 GOOD = {

@@ -18,11 +18,11 @@ import torch
 from tests.data.helpers import same
 from tests.data.slow_plugin import Slow
 from titancli.data import ByteTokenizer, Mix, MixStage, TokenShards
-from titancli.data.batch import Batch
 from titancli.data.loader import Loader
 from titancli.data.workers import IGNORED, Rebuild, Workers
 from titancli.errors import EnvironmentProblem, RecipeError
 from titancli.observe.metrics import collector
+from titancli.protocols.batch import Batch
 
 SEQ_LEN, ROWS = 8, 2
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from titancli.data.batch import Batch
 from titancli.engine import Engine
 from titancli.loops import Pretrain
 from titancli.losses import CrossEntropy
 from titancli.models import Llama3
 from titancli.optimizers import AdamW, WarmupStableDecay
 from titancli.parallel import Decoder
+from titancli.protocols.batch import Batch
 from titancli.recipe.schema import (
     ActivationCheckpoint,
     Compile,

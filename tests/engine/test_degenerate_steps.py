@@ -23,13 +23,13 @@ from tests.ranks.layouts import EIGHT, FURTHER
 from titan_testing.behaviour.losses import example, log_probs
 from titan_testing.behaviour.subject import Subject
 from titancli import registry
-from titancli.data.batch import IGNORE, Batch
 from titancli.engine import Engine
 from titancli.engine.inputs import checked
 from titancli.errors import TitanError
 from titancli.losses import SFT, Grpo
-from titancli.losses.result import LossResult
 from titancli.protocols import LossDefaults
+from titancli.protocols.batch import IGNORE, Batch
+from titancli.protocols.result import LossResult
 from titancli.recipe.schema import Stability
 from titancli.registry.component import build
 from titancli.registry.defaults import with_defaults

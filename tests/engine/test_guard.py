@@ -23,8 +23,8 @@ from titancli.engine.dry_run import local
 from titancli.engine.skip_step import Guard, step_with
 from titancli.errors import TitanError
 from titancli.losses import CrossEntropy
-from titancli.losses.result import LossResult
 from titancli.optimizers import AdamW
+from titancli.protocols.result import LossResult
 from titancli.recipe.schema import Stability
 
 FAULTS = ["nan loss", "inf gradient", "spike"]

@@ -32,10 +32,10 @@ from titancli.losses import (
     Gspo,
     ImportanceSampling,
 )
-from titancli.losses.result import LossResult
 from titancli.models import DeepSeekV3, GptOss, Llama3, Llama4, Qwen3
 from titancli.models.sections import MoE
 from titancli.optimizers import AdamW
+from titancli.protocols.result import LossResult
 from titancli.recipe.schema import ActivationCheckpoint, Mesh, Pipeline, Stability, Training
 from titancli.registry.component import build
 

@@ -15,7 +15,6 @@ from torch import Tensor
 from tests.engine.cases import LENGTH, ROWS, Layout, recipe, whole_batch, wholes
 from tests.ranks import Ranks
 from tests.ranks.layouts import EIGHT, FURTHER, LATENT, SHARED
-from titancli.data.batch import IGNORE, Batch
 from titancli.engine import Engine
 from titancli.engine.replicas import reduce_gradients
 from titancli.errors import RankFailure, TitanError
@@ -24,6 +23,7 @@ from titancli.models import Qwen3
 from titancli.models.blocks.decoder import Decoder, build
 from titancli.models.blocks.moe import moe_layers
 from titancli.observe.metrics import collector, report
+from titancli.protocols.batch import IGNORE, Batch
 from titancli.registry.component import component
 
 pytestmark = pytest.mark.ranks

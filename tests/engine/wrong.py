@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 
 from titancli.losses.cross_entropy import CrossEntropy
-from titancli.losses.result import LossResult
+from titancli.protocols.result import LossResult
 from titancli.registry.component import component
 
 Fault = Literal["none", "nan loss", "inf gradient", "spike"]

@@ -22,10 +22,10 @@ from tests.checkpoint.tensors import RUN, bits
 from tests.planning.measure import measured, planned
 from titancli.checkpoint import Checkpointer, load_checkpoint
 from titancli.cli import main
-from titancli.data.batch import Batch
 from titancli.engine import Engine
 from titancli.optimizers import AdamW
 from titancli.optimizers.adamw import build
+from titancli.protocols.batch import Batch
 from titancli.recipe import load_recipe
 from titancli.recipe.schema import Checkpoint
 

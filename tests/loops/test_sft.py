@@ -15,12 +15,12 @@ from tests.engine.cases import Layout, recipe, wholes
 from tests.ranks import Ranks
 from tests.run.conftest import Finished, here, train  # noqa: F401 - fixtures
 from titancli.data import Chat
-from titancli.data.batch import IGNORE, Batch
 from titancli.engine import Engine
 from titancli.losses import SFT
 from titancli.losses.chunked import linear_token_loss
 from titancli.losses.sft import SFT as Loss
 from titancli.observe.events import read_events
+from titancli.protocols.batch import IGNORE, Batch
 
 SUMS = "titan:sums_heldout"
 

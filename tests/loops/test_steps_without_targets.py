@@ -32,7 +32,7 @@ z_loss_coeff = 0.1
 TOLD = "the weight of its loss is not above 0, as where no token is a target"
 SILENT = """\
 from titancli import component, hookimpl
-from titancli.rl.samples import Completion
+from titancli.protocols.samples import Completion
 
 @component("generator", "silent", target="{module}:Silence")
 class Silent:

@@ -19,7 +19,6 @@ from tests.ranks import Ranks
 from tests.run.conftest import Finished, here, losses, train, train_on  # noqa: F401 - fixtures
 from titancli.cli import main
 from titancli.data import JsonLines
-from titancli.data.batch import Batch
 from titancli.engine import Engine
 from titancli.errors import TitanError
 from titancli.loops.run import Run
@@ -29,6 +28,7 @@ from titancli.models.sections import MoE
 from titancli.observe.events import read_events
 from titancli.observe.metrics import collector, report
 from titancli.observe.observers import Observers
+from titancli.protocols.batch import Batch
 from titancli.recipe.schema import Validation as Section
 
 # ------------------------------------------------------------------------------------------- layouts

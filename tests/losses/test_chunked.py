@@ -9,7 +9,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import cross_entropy, log_softmax
 
 from tests.rows import rows
-from titancli.data.batch import Batch
 from titancli.errors import RecipeError
 from titancli.losses import chunked
 from titancli.losses.chunked import (
@@ -18,10 +17,11 @@ from titancli.losses.chunked import (
     linear_log_probs_and_entropy,
     linear_token_loss,
 )
-from titancli.losses.result import LossResult
 from titancli.models.blocks.head import Output
 from titancli.parallel.compile import check_inductor
 from titancli.planning.meter import Meter
+from titancli.protocols.batch import Batch
+from titancli.protocols.result import LossResult
 
 VOCABULARY, DIM = 50, 8
 

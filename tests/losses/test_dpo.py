@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from titancli.data.batch import IGNORE, Batch
 from titancli.errors import TitanError
 from titancli.losses import DPO
+from titancli.protocols.batch import IGNORE, Batch
 from titancli.registry.component import build
 
 BETA = 0.3

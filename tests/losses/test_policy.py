@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from titancli.data.batch import Batch
 from titancli.losses import Cispo, Grpo, Gspo, ImportanceSampling
+from titancli.protocols.batch import Batch
 from titancli.registry.component import build
 
 KL = 0.3

@@ -10,7 +10,7 @@ from tests.models.families import DENSE, Family
 from titancli.models.config_json import GROUPED, NO_BIAS, Key, RopeKeys, Table, alike, decoder, windows
 from titancli.models.names import BIASES, LAYER, Names, Pairs, Source
 from titancli.models.sections import BUILD, FORM, DecoderConfig
-from titancli.models.shape import Block, Decoder, Norm
+from titancli.protocols.shape import Block, Decoder, Norm
 from titancli.registry.component import component
 
 GELU = "gelu_pytorch_tanh"

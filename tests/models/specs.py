@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from titancli.models import shape
 from titancli.models.sections import MoE
+from titancli.protocols import shape
 from titancli.registry.component import build
 
 

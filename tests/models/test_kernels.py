@@ -17,7 +17,7 @@ from tests.models.specs import attention
 from titancli.models.blocks import kernels
 from titancli.models.blocks.attention import Attention, attend
 from titancli.models.blocks.latent import LatentAttention
-from titancli.models.shape import Latent, Rope
+from titancli.protocols.shape import Latent, Rope
 
 
 def test_cudnn_leads_from_hopper_on_and_flash_before() -> None:

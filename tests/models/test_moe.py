@@ -13,7 +13,7 @@ from titancli.models.blocks.grouped import add_bias, grouped_linear
 from titancli.models.blocks.moe import Experts, MoE, moe_layers
 from titancli.models.blocks.router import Gate, Router
 from titancli.models.sections import MoE as MoEConfig
-from titancli.models.shape import Experts as Spec
+from titancli.protocols.shape import Experts as Spec
 
 DIM, HIDDEN, EXPERTS = 16, 24, 8
 ROUTINGS = {

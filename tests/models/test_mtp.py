@@ -22,7 +22,6 @@ from titancli.checkpoint.hf.quantise import quantisation
 from titancli.checkpoint.hf.which import hf_form
 from titancli.checkpoint.load import CheckpointReader
 from titancli.checkpoint.start_from import start_from
-from titancli.data.batch import IGNORE, Batch
 from titancli.engine.first_weights import load_weights
 from titancli.errors import TitanError
 from titancli.losses import DPO, Grpo
@@ -30,6 +29,7 @@ from titancli.losses.cross_entropy import CrossEntropy, CrossEntropyFull
 from titancli.losses.sft import SFT
 from titancli.models.blocks.state import named_state
 from titancli.observe.metrics import collector
+from titancli.protocols.batch import IGNORE, Batch
 from titancli.recipe import load_recipe
 from titancli.recipe.schema import Mesh
 from titancli.registry.component import build

@@ -20,8 +20,8 @@ from titancli.errors import TitanError
 from titancli.models import Qwen3Next
 from titancli.models.blocks.delta import GatedDeltaNet
 from titancli.models.blocks.state import named_state
-from titancli.models.shape import DeltaNet
 from titancli.parallel.context import _over_heads
+from titancli.protocols.shape import DeltaNet
 from titancli.registry import current
 from titancli.registry.binding import bind
 

@@ -12,7 +12,7 @@ from tests.models.by_spec import BY_SPEC
 from tests.models.families import FAMILIES, Family
 from titancli.models.blocks.declared import declared
 from titancli.models.blocks.delta import GatedDeltaNet
-from titancli.models.shape import Block, DeltaNet
+from titancli.protocols.shape import Block, DeltaNet
 from titancli.registry.component import build
 
 CASES = [

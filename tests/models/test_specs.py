@@ -15,7 +15,7 @@ from titancli.distributed.local import local
 from titancli.models.blocks.decoder import Decoder
 from titancli.models.blocks.reach import WHOLE
 from titancli.models.sections import AttnTemperature
-from titancli.models.shape import Block, FeedForward, Norm, Spec
+from titancli.protocols.shape import Block, FeedForward, Norm, Spec
 from titancli.registry.component import build
 
 TOKENS = torch.randint(0, 128, (2, 24), generator=torch.Generator().manual_seed(3))

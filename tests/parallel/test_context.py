@@ -24,7 +24,6 @@ from titancli.engine.build import row_cut_of
 from titancli.errors import RecipeError, TitanError
 from titancli.layout.degrees import Degrees
 from titancli.losses import CrossEntropyFull
-from titancli.losses.result import LossResult
 from titancli.models.blocks.attention import Attention, attend
 from titancli.models.blocks.flash import Queries, flash, flash_backward
 from titancli.models.blocks.masks import document_mask
@@ -37,6 +36,7 @@ from titancli.parallel.context import (
     context_parallel,
 )
 from titancli.parallel.ring import ring_attention, runs_here
+from titancli.protocols.result import LossResult
 from titancli.registry.component import component
 
 WAYS = ("allgather", "ulysses", "ring")

@@ -14,7 +14,6 @@ from torch import Tensor
 from tests.engine import cases
 from tests.engine.cases import ROWS, Layout, my_batches, recipe, whole, whole_batch
 from tests.rows import rows
-from titancli.data.batch import Batch
 from titancli.distributed.process_group import set_timeouts
 from titancli.engine import Engine
 from titancli.engine.build import refuse_unfit
@@ -22,9 +21,10 @@ from titancli.engine.pipelined import SHORT
 from titancli.errors import RecipeError, TitanError
 from titancli.layout.degrees import Degrees
 from titancli.layout.stages import SCHEDULES, StageError
-from titancli.losses.result import LossResult
 from titancli.models.blocks.decoder import Decoder
 from titancli.parallel.pipeline import split
+from titancli.protocols.batch import Batch
+from titancli.protocols.result import LossResult
 from titancli.recipe.schema import Pipeline
 from titancli.registry.component import component
 

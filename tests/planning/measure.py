@@ -13,7 +13,6 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from titancli.data.batch import Batch
 from titancli.distributed.private import forget_meshes
 from titancli.engine.build import build_engine
 from titancli.engine.engine import Engine
@@ -21,6 +20,7 @@ from titancli.engine.first_weights import allocate
 from titancli.models.blocks.moe import moe_layers
 from titancli.observe.peaks import DEVICES
 from titancli.planning.estimate import Estimate, estimate
+from titancli.protocols.batch import Batch
 from titancli.recipe import load_recipe
 from titancli.recipe.schema import Recipe
 

@@ -7,9 +7,9 @@ import torch
 
 from tests.engine.cases import LENGTH, ROWS, Layout, recipe, small, whole_batch, wholes
 from tests.ranks import Ranks
-from titancli.data.batch import Batch
 from titancli.engine import Engine
 from titancli.losses import Cispo, Grpo, Gspo, ImportanceSampling
+from titancli.protocols.batch import Batch
 
 LOSSES = {
     "grpo": Grpo(kl_coef=0.1),

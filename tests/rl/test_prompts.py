@@ -10,10 +10,10 @@ import pytest
 
 from titancli.data.byte_tokenizer import ByteTokenizer
 from titancli.errors import EnvironmentProblem, TitanError
+from titancli.protocols.samples import Prompt
 from titancli.registry.component import build
 from titancli.rl import Digit, Prompts, Sum
 from titancli.rl.prompts import PromptSource
-from titancli.rl.samples import Prompt
 from titancli.rl.tasks import Made
 
 

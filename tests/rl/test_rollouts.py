@@ -11,9 +11,9 @@ import torch
 
 from titancli.errors import EnvironmentProblem, TitanError
 from titancli.loops.grpo_steps import Rollouts, Sampled, sample
+from titancli.protocols.samples import Completion, Prompt
 from titancli.rl.prompts import Asked
 from titancli.rl.rollouts import Recorder, read, recorded
-from titancli.rl.samples import Completion, Prompt
 from titancli.rl.scoring import Score
 
 ASKED = [Asked(Prompt("a"), [1]), Asked(Prompt("b"), [2])]

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from titancli.errors import RecipeError
+from titancli.protocols.samples import Completion, Prompt
 from titancli.registry.component import build
 from titancli.rl import PATIENCE, ExactMatch, JsonSchema, Length, Numeric, Regex
-from titancli.rl.samples import Completion, Prompt
 from titancli.rl.scoring import Scorer
 
 

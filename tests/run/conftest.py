@@ -225,6 +225,6 @@ def _workers(run: Path) -> list[str]:
                 line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             except OSError:
                 continue
-            if "titancli.run.worker" in line and str(run) in line:
+            if "titancli.worker.rank" in line and str(run) in line:
                 found.append(line)
     return found

@@ -47,8 +47,8 @@ def run_rank(folder: Path, checkpoint: Path | None, files: list[Path], port: int
     from titancli import registry
     from titancli.distributed.private import forget_meshes
     from titancli.errors import TitanError
-    from titancli.run.worker import Place, main
     from titancli.runs import ATTEMPT
+    from titancli.worker.rank import Place, main
 
     place = Place(dist.get_rank(), dist.get_world_size(), dist.get_rank())
     dist.barrier()  # or the others may find nobody where they still connect to

@@ -18,9 +18,9 @@ from tests.checkpoint.tensors import save
 from titancli.errors import EnvironmentProblem
 from titancli.launchers import meeting
 from titancli.launchers.meeting import Meeting
-from titancli.run import attempt
-from titancli.run.attempt import take_part
 from titancli.runs import ATTEMPT, ChangedMeanwhile, Claim, RunFolder, TakenOver
+from titancli.worker import attempt
+from titancli.worker.attempt import take_part
 
 PLANNED = {"run_id": "r", "name": "n"}
 

@@ -13,8 +13,8 @@ from tests.run.conftest import Finished, losses
 from titancli.errors import EnvironmentProblem
 from titancli.process import Place
 from titancli.recipe.schema import Checkpoint
-from titancli.run.continuing import Continuing
 from titancli.runs import RunFolder
+from titancli.worker.continuing import Continuing
 
 Train = Callable[..., Finished]
 

@@ -20,7 +20,7 @@ MODULES = (
     "titancli.observe.failures",
     "titancli.observe.metrics",
     "titancli.runs",
-    "titancli.run.worker",
+    "titancli.worker.rank",
 )
 
 

@@ -131,7 +131,7 @@ def test_a_rank_reads_what_is_written_for_it(tmp_path: Path, prepared: bool) -> 
     bare = {"run_dir": folder, "lock_file": None, "checkpoint": None, "store": None, "plugin_files": []}
     assert rank_options(request(folder).rank_arguments()) == bare == rank_options([str(folder)])
     words = torchrun_command(Local(), made, store=tmp_path / "one place")
-    theirs = words[words.index("titancli.run.worker") + 1 :]
+    theirs = words[words.index("titancli.worker.rank") + 1 :]
     assert rank_options(theirs) == {**expected, "store": tmp_path / "one place"}
 
 
@@ -140,7 +140,7 @@ def test_a_rank_refuses_what_it_does_not_know(capsys: pytest.CaptureFixture[str]
         with pytest.raises(SystemExit) as caught:
             rank_options(words)
         assert caught.value.code == 2
-    assert "titancli.run.worker" in capsys.readouterr().err
+    assert "titancli.worker.rank" in capsys.readouterr().err
 
 
 def test_one_rank_runs_in_place_unless_it_may_be_started_again(tmp_path: Path) -> None:
@@ -153,4 +153,4 @@ def test_one_rank_runs_in_place_unless_it_may_be_started_again(tmp_path: Path) -
 def test_the_command_of_several_nodes_says_where_they_meet(tmp_path: Path) -> None:
     command = torchrun_command(Local(), request(tmp_path, nproc=4, nnodes=2, rdzv="n0:1"))
     assert {"--nnodes=2", "--nproc-per-node=4", "--rdzv-endpoint=n0:1"} <= set(command)
-    assert command[-2:] == ["titancli.run.worker", str(tmp_path)]
+    assert command[-2:] == ["titancli.worker.rank", str(tmp_path)]

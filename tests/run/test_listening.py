@@ -88,7 +88,7 @@ def rank(run: Path, number: int, other_than: int = 0) -> int:
                 variables = (process / "environ").read_bytes().split(b"\0")
             except OSError:
                 continue
-            if b"titancli.run.worker" in words and os.fsencode(run) in words:
+            if b"titancli.worker.rank" in words and os.fsencode(run) in words:
                 mine = f"RANK={number}".encode() in variables and b"titancli.launchers.agent" not in words
                 if mine and int(process.name) != other_than:
                     return int(process.name)

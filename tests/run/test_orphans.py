@@ -40,7 +40,7 @@ class Start:
         return children(self.command.process.pid, b"titancli.launchers.agent")
 
     def ranks(self) -> list[int]:
-        return [rank for agent in self.agents() for rank in children(agent, b"titancli.run.worker")]
+        return [rank for agent in self.agents() for rank in children(agent, b"titancli.worker.rank")]
 
     def both_ranks(self) -> list[int]:
         return self.ranks() if len(self.ranks()) == 2 else []

@@ -31,9 +31,9 @@ from titancli.checkpoint.remote.transfer import upload
 from titancli.cli import main
 from titancli.process import Place
 from titancli.recipe.schema import Checkpoint
-from titancli.run.continuing import Continuing
-from titancli.run.remote import upload_rest
 from titancli.runs import RunFolder
+from titancli.worker.continuing import Continuing
+from titancli.worker.remote import upload_rest
 
 Train = Callable[..., Finished]
 

@@ -28,7 +28,7 @@ def pid_of_rank(run: Path, rank: int) -> int:
             line, environment = ((entry / name).read_bytes() for name in ("cmdline", "environ"))
         except OSError:
             continue
-        is_worker = b"titancli.run.worker" in line and b"titancli.launchers.agent" not in line
+        is_worker = b"titancli.worker.rank" in line and b"titancli.launchers.agent" not in line
         if is_worker and str(run).encode() in line and f"\0RANK={rank}\0".encode() in b"\0" + environment:
             return int(entry.name)
     raise AssertionError(f"there is no rank {rank}")

@@ -22,9 +22,9 @@ from titancli.launchers import local
 from titancli.process import Place
 from titancli.provenance import package_versions
 from titancli.recipe.schema import Checkpoint
-from titancli.run import joining, worker
-from titancli.run.continuing import Continuing
 from titancli.runs import ATTEMPT, RunFolder
+from titancli.worker import joining, rank
+from titancli.worker.continuing import Continuing
 
 Train = Callable[..., Finished]
 AGAIN = ("tiny.toml", "--run-dir", "r", "--resume", "training.steps=5")
@@ -202,7 +202,7 @@ def test_ranks_do_not_start_over_where_the_checkpoints_are_gone(run: Path) -> No
     purge(run)
     for restart in (0, 1):
         with pytest.raises(EnvironmentProblem, match="has saved step 4"):
-            worker.main(run, place=Place(restart=restart))
+            rank.main(run, place=Place(restart=restart))
 
 
 def test_ranks_that_start_anew_take_what_is_gone_from_the_store(train: Train, run: Path) -> None:

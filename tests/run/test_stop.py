@@ -8,8 +8,8 @@ import threading
 
 import pytest
 
-from titancli.run.worker import Place
 from titancli.signals import Stop
+from titancli.worker.rank import Place
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT])

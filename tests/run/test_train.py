@@ -299,7 +299,7 @@ def test_a_bug_in_a_plugin_is_one_block_with_its_own_traceback(train: Train, her
     assert "error: the run failed at step 3: ValueError: a row of 13 tokens" in done.err
     assert done.err.count("Traceback") == 1
     assert 'faulty.py", line' in done.err
-    assert "titancli/run/worker.py" not in done.err
+    assert "titancli/worker/rank.py" not in done.err
     outcome = RunFolder(here / "r").outcome()
     assert outcome is not None
     assert (outcome["why"], outcome["step"]) == ("failed", 2)

@@ -19,9 +19,9 @@ from titancli.checkpoint.save import ABANDONED, Draft
 from titancli.errors import EnvironmentProblem
 from titancli.process import Place
 from titancli.run import start
-from titancli.run.continuing import Continuing
-from titancli.run.saving import perhaps_at_work
 from titancli.runs import ChangedMeanwhile, Claim, RunFolder, TakenOver
+from titancli.worker.continuing import Continuing
+from titancli.worker.saving import perhaps_at_work
 
 Train = Callable[..., Finished]
 

@@ -164,11 +164,11 @@ def test_other_commands_do_not_believe_it_either(
 
 
 def test_ranks_that_start_anew_do_not_believe_it_either(run: Path) -> None:
-    from titancli.run import worker
+    from titancli.worker import rank
 
     edit(run / "recipe.lock.toml")
     with pytest.raises(TitanError, match="is damaged, or was edited"):
-        worker.main(run, place=worker.Place(restart=1))
+        rank.main(run, place=rank.Place(restart=1))
 
 
 def test_a_record_that_was_edited_is_shown_as_unknown_and_not_continued(train: Train, run: Path) -> None:

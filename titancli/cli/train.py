@@ -295,7 +295,7 @@ def _show(plan: Plan, request: LaunchRequest) -> int:
 
 
 def _say_finished(plan: Plan) -> int:
-    from titancli.run.remote import upload_rest
+    from titancli.worker.remote import upload_rest
 
     upload_rest(plan.folder, plan.loaded.recipe.checkpoint)
     run, steps = shlex.quote(short_path(plan.folder.path)), plan.loaded.recipe.training.steps

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from titancli.data.batch import IGNORE
 from titancli.data.rows import Row
 from titancli.observe.metrics import report
+from titancli.protocols.batch import IGNORE
 
 PIECES = 1024
 """Documents, or pieces of long ones, that may share rows."""

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from titancli.data.batch import IGNORE, Batch
 from titancli.data.values import Limits, fault, readable
 from titancli.errors import EnvironmentProblem, PluginError
 from titancli.protocols import Dataset
+from titancli.protocols.batch import IGNORE, Batch
 
 STOP_SECONDS = 10.0
 """How long a batch in the making may take to be finished when the loader is stopped."""

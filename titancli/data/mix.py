@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from titancli.data import Mix
-from titancli.data.batch import IGNORE, MIX, Batch
 from titancli.data.loader import copied
 from titancli.data.packing import STATE_VERSION, refuse_other_data
 from titancli.errors import EnvironmentProblem, RecipeError
 from titancli.observe.metrics import collector, report
 from titancli.protocols import Dataset, DatasetDefaults, Tokenizer
+from titancli.protocols.batch import IGNORE, MIX, Batch
 from titancli.registry.component import build as build_component
 from titancli.registry.defaults import with_defaults
 

@@ -22,12 +22,12 @@ import numpy as np
 import torch
 import xxhash
 
-from titancli.data.batch import IGNORE, Batch
 from titancli.data.source import Piece, Size, Source
 from titancli.data.stream import Position, TokenStream
 from titancli.errors import EnvironmentProblem, RecipeError
 from titancli.fingerprint import Contents
 from titancli.protocols import Tokenizer, TokenizerDefaults
+from titancli.protocols.batch import IGNORE, Batch
 from titancli.registry.defaults import with_defaults
 
 STATE_VERSION = 1

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple, Protocol, cast
 import numpy as np
 import torch
 
-from titancli.data.batch import Batch
 from titancli.data.lengths import BAD, row_lengths
 from titancli.data.packing import STATE_VERSION, refuse_other_data, tokenizer_identity
 from titancli.errors import EnvironmentProblem
 from titancli.protocols import Tokenizer, TokenizerDefaults
+from titancli.protocols.batch import Batch
 from titancli.registry.defaults import with_defaults
 
 GROUP = 128

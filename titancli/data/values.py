@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from titancli.data.batch import IGNORE, Batch
+from titancli.protocols.batch import IGNORE, Batch
 
 INTEGERS = ("tokens", "targets", "positions", "document_ids")
 """The tensors of a batch that hold integers."""

@@ -30,12 +30,12 @@ import numpy as np
 import torch
 
 from titancli import registry
-from titancli.data.batch import Batch
 from titancli.data.loader import Loader
 from titancli.data.shards.workers import end_with_parent
 from titancli.errors import EnvironmentProblem, RecipeError, TitanError
 from titancli.observe.metrics import Reading, collector, report
 from titancli.protocols import Dataset, DatasetDefaults
+from titancli.protocols.batch import Batch
 from titancli.registry.blame import blame
 from titancli.registry.component import build
 from titancli.registry.defaults import with_defaults

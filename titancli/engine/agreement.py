@@ -22,8 +22,8 @@ from titancli.observe.phases import phase
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from titancli.data.batch import Batch
     from titancli.layout.degrees import Degrees
+    from titancli.protocols.batch import Batch
 
 FIRST = ("loss", "weight")
 

@@ -20,10 +20,10 @@ from torch.distributed.tensor import DTensor
 from titancli.engine.skip_step import Copy
 
 if TYPE_CHECKING:
-    from titancli.data.batch import Batch
     from titancli.engine.step import Backward, Step
     from titancli.observe.digests import DigestWriter
     from titancli.protocols import Converter
+    from titancli.protocols.batch import Batch
 
 SAMPLES = 1 << 14
 """Values that are read of a tensor, at most."""

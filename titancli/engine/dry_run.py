@@ -24,7 +24,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from titancli.data.batch import Batch
 from titancli.distributed import process_group
 from titancli.engine.build import build_engine
 from titancli.engine.engine import Engine
@@ -37,6 +36,7 @@ from titancli.planning.blame import blamed
 from titancli.planning.meter import Meter
 from titancli.planning.stand_in import on_a_cpu, rows_of
 from titancli.planning.traffic import Traffic
+from titancli.protocols.batch import Batch
 
 if TYPE_CHECKING:
     from titancli.layout.degrees import Degrees

@@ -46,7 +46,7 @@ from titancli.registry.defaults import with_defaults
 
 if TYPE_CHECKING:
     from titancli.checkpoint.format.manifest import Verify
-    from titancli.data.batch import Batch
+    from titancli.protocols.batch import Batch
     from titancli.recipe.schema import Recipe
 
 __all__ = ["Engine", "EngineSettings", "Metrics"]

@@ -22,8 +22,8 @@ from titancli.registry.defaults import with_defaults
 
 if TYPE_CHECKING:
     from titancli.checkpoint.start_from import StartFrom
-    from titancli.data.batch import Batch
     from titancli.engine.step import Step
+    from titancli.protocols.batch import Batch
     from titancli.recipe.schema import Recipe
 
 TINY = torch.finfo(torch.float32).tiny

@@ -93,7 +93,7 @@ def materialise(
 ) -> None:
     """Give the meta model memory, and initial values where it does not begin with weights alone.
 
-    Weights that come along with all other state are read with it, see `titancli.run.data`. With
+    Weights that come along with all other state are read with it, see `titancli.worker.data`. With
     `initialised` false all of them come from a checkpoint of the run itself.
     """
     adapters = adapters_of(converters)

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from titancli.data.batch import EXAMPLE, Batch
 from titancli.data.values import INTEGERS, Limits, fault, harmless, readable
 from titancli.errors import TitanError
-from titancli.losses.result import LossResult, check_shape
 from titancli.protocols import LossDefaults, ModelDefaults
+from titancli.protocols.batch import EXAMPLE, Batch
+from titancli.protocols.result import LossResult, check_shape
 from titancli.registry.component import build, component_info, is_config
 from titancli.registry.defaults import with_defaults
 

@@ -18,15 +18,15 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
-from titancli.data.batch import Batch
 from titancli.distributed import process_group
 from titancli.engine.inputs import checked
 from titancli.engine.runners import Sums, add_up, inputs_of
 from titancli.errors import TitanError
 from titancli.layout.stages import StageError, check_microbatches
-from titancli.losses.result import LossResult
 from titancli.observe.phases import phase
 from titancli.parallel.alone import held, summed_over_ranks, whole_on_ranks
+from titancli.protocols.batch import Batch
+from titancli.protocols.result import LossResult
 
 if TYPE_CHECKING:
     from titancli.distributed.local import RowCut

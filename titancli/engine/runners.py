@@ -16,10 +16,10 @@ from titancli.parallel.alone import summed_in_float32, summed_over_ranks, whole_
 from titancli.parallel.fsdp import reduce_after
 
 if TYPE_CHECKING:
-    from titancli.data.batch import Batch
     from titancli.distributed.local import RowCut
     from titancli.engine.experts import RouterLosses
-    from titancli.losses.result import LossResult
+    from titancli.protocols.batch import Batch
+    from titancli.protocols.result import LossResult
 
 Sums = dict[str, Tensor]
 """`loss`, `weight`, and what the loss reports: fp32 scalars, summed over this rank's micro-batches."""

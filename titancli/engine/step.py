@@ -27,8 +27,8 @@ from titancli.protocols import StepHookDefaults
 from titancli.registry.defaults import with_defaults
 
 if TYPE_CHECKING:
-    from titancli.data.batch import Batch
     from titancli.engine.rng import Stream
+    from titancli.protocols.batch import Batch
 
 Metrics = dict[str, Any]
 """Names to scalars on the device (or plain numbers). Nothing is read to the host until a logger reads it."""

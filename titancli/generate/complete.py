@@ -11,9 +11,9 @@ import torch
 from titancli.engine.rng import derive
 from titancli.errors import EnvironmentProblem
 from titancli.generate.source import Source
+from titancli.protocols.samples import Finish
 from titancli.registry.defaults import ModelConfigDefaults, with_defaults
 from titancli.rl.decode import Row, decode
-from titancli.rl.samples import Finish
 from titancli.rl.sampling import Sampling
 from titancli.rl.writer import OnText, Writer
 

@@ -99,12 +99,13 @@ def _in_place(request: LaunchRequest) -> int:
 def _only_rank(request: LaunchRequest, watcher: Panel | Console | JsonLines) -> dict[str, Any]:
     """Run the only rank and return its outcome; its output is also in the log that it would have as one of
     several."""
-    from titancli.run import worker
+
+    from titancli.worker import rank
 
     os.environ.update(allocator_settings())
     with copy_into(rank_log(request.folder.logs, 0), "rank 0 of 1") as log:
         try:
-            return worker.main(
+            return rank.main(
                 request.run_folder,
                 checkpoint=request.checkpoint,
                 plugin_files=request.plugin_files,

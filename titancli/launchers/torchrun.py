@@ -65,7 +65,7 @@ def torchrun_command(
     return [
         *(sys.executable, "-m", "titancli.launchers.agent", str(ends_file(request))),
         *(f"--nnodes={request.nodes}", f"--nproc-per-node={request.nproc}", *rendezvous),
-        *(f"--max-restarts={config.max_restarts}", "-m", "titancli.run.worker", *request.rank_arguments()),
+        *(f"--max-restarts={config.max_restarts}", "-m", "titancli.worker.rank", *request.rank_arguments()),
         *(() if store is None else ("--store", str(store))),
     ]
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from titancli.data.batch import Batch
 from titancli.loops.reference import Reference
+from titancli.protocols.batch import Batch
 
 if TYPE_CHECKING:
     from typing import Any

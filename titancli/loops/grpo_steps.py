@@ -11,25 +11,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titancli.data.batch import Batch
 from titancli.engine.rng import derive
 from titancli.errors import RecipeError, TitanError
 from titancli.loops.reference import Reference
 from titancli.observe.phases import phase
 from titancli.protocols import LossDefaults
+from titancli.protocols.batch import Batch
+from titancli.protocols.samples import Completion
 from titancli.registry.component import build
 from titancli.registry.defaults import with_defaults
 from titancli.rl.packing import Sample, pack, rows_of
 from titancli.rl.prompts import Asked, PromptSource
-from titancli.rl.samples import Completion
 
 if TYPE_CHECKING:
     from titancli.engine import Engine
     from titancli.loops import Grpo
     from titancli.loops.run import Run
     from titancli.protocols import Advantage, Generator
+    from titancli.protocols.samples import Prompt
     from titancli.rl.rollouts import Recorder
-    from titancli.rl.samples import Prompt
     from titancli.rl.scoring import Score, Scorer
 
 ROUNDING = 1e-9
@@ -128,7 +128,7 @@ def _check_made(made: Any, wanted: list[int], name: str) -> None:
     if wrong := [type(one).__name__ for row in made for one in row if not isinstance(one, Completion)]:
         raise TitanError(
             f"the generator {name} returned a {wrong[0]} as a completion",
-            hint="it must be a titancli.rl.samples.Completion",
+            hint="it must be a titancli.protocols.samples.Completion",
         )
 
 

@@ -10,9 +10,9 @@ from titancli.observe.phases import phase
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from titancli.data.batch import Batch
     from titancli.engine import Engine
     from titancli.loops.run import Run
+    from titancli.protocols.batch import Batch
 
 
 class Reference:

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from titancli.checkpoint import Checkpointer
-    from titancli.data.batch import Batch
     from titancli.engine import Engine
     from titancli.errors import TitanError
     from titancli.loops.validation import Validation
     from titancli.protocols import Dataset
+    from titancli.protocols.batch import Batch
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from titancli.data.batch import IGNORE, Batch
 from titancli.data.loader import copied, state_of
 from titancli.data.packing import PackedDataset
 from titancli.distributed import process_group
@@ -21,6 +20,7 @@ from titancli.errors import EnvironmentProblem, TitanError
 from titancli.observe.metrics import collector
 from titancli.observe.phases import phase
 from titancli.protocols import LossDefaults
+from titancli.protocols.batch import IGNORE, Batch
 from titancli.registry.defaults import with_defaults
 
 if TYPE_CHECKING:

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch.nn import functional
 
-from titancli.data.batch import IGNORE
-from titancli.losses.result import LossResult
+from titancli.protocols.batch import IGNORE
+from titancli.protocols.result import LossResult
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from titancli.data.batch import Batch
+    from titancli.protocols.batch import Batch
 
 
 class CrossEntropy:

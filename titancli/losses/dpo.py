@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch.nn.functional import logsigmoid
 
-from titancli.data.batch import IGNORE
 from titancli.errors import TitanError
-from titancli.losses.result import LossResult
+from titancli.protocols.batch import IGNORE
+from titancli.protocols.result import LossResult
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from titancli import losses
-    from titancli.data.batch import Batch
+    from titancli.protocols.batch import Batch
 
 
 class DPO:

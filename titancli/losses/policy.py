@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from titancli.data.batch import IGNORE
-from titancli.losses.result import LossResult
+from titancli.protocols.batch import IGNORE
+from titancli.protocols.result import LossResult
 
 if TYPE_CHECKING:
     from titancli import losses
-    from titancli.data.batch import Batch
+    from titancli.protocols.batch import Batch
 
 
 class Samples:

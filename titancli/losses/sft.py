@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from titancli.data.batch import IGNORE
-from titancli.losses.result import LossResult, check_shape
+from titancli.protocols.batch import IGNORE
+from titancli.protocols.result import LossResult, check_shape
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from titancli.data.batch import Batch
+    from titancli.protocols.batch import Batch
 
 
 class SFT:

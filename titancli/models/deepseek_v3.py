@@ -30,7 +30,7 @@ from titancli.models.config_json import (
 from titancli.models.mtp import MTP, MTP_KEY
 from titancli.models.names import EXPERT_BIAS, EXPERTS, LAYER, MTP_LAYER, SHARED, Names, Pairs, Source
 from titancli.models.sections import BUILD, FORM, MoE, Yarn
-from titancli.models.shape import Block, Latent, Rope
+from titancli.protocols.shape import Block, Latent, Rope
 from titancli.registry.component import component, section
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from annotated_types import Gt
 from titancli.models.config_json import NO_BIAS, Key, RopeKeys, Table, alike, decoder, windows
 from titancli.models.names import LAYER, QK_NORM, Names
 from titancli.models.sections import BUILD, FORM, DecoderConfig, LinearScaling, sizes
-from titancli.models.shape import Block, Decoder, Norm
+from titancli.protocols.shape import Block, Decoder, Norm
 from titancli.registry.component import component
 
 _SMALL: dict[str, Any] = {"vocab_size": 262144, "sliding_window": 512}

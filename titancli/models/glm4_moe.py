@@ -24,7 +24,7 @@ from titancli.models.config_json import (
 from titancli.models.mtp import MTP, MTP_KEY
 from titancli.models.names import BIASES, EXPERT_BIAS, EXPERTS, LAYER, MTP_LAYER, QK_NORM, SHARED, Names
 from titancli.models.sections import BUILD, FORM, DecoderConfig, MoE
-from titancli.models.shape import Block
+from titancli.protocols.shape import Block
 from titancli.registry.component import component
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from titancli.models.config_json import (
 )
 from titancli.models.names import BIASES, LAYER, Names, Pairs, Source, Swap
 from titancli.models.sections import BUILD, FORM, DecoderConfig, MoE, Yarn
-from titancli.models.shape import Block
+from titancli.protocols.shape import Block
 from titancli.registry.component import component
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from annotated_types import Gt
 
 from titancli.models.config_json import GROUPED, NO_BIAS, Key, RopeKeys, Table, alike, decoder
 from titancli.models.sections import BUILD, FORM, DecoderConfig, sizes
-from titancli.models.shape import Block, Decoder
+from titancli.protocols.shape import Block, Decoder
 from titancli.registry.component import component
 
 _RELEASED: dict[str, Any] = {"tied": True, "embedding_multiplier": 12.0, "residual_multiplier": 0.22}

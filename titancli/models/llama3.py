@@ -8,7 +8,7 @@ from annotated_types import Gt
 
 from titancli.models.config_json import GROUPED, NO_BIAS, ROPE_SCALING, Key, RopeKeys, Table, decoder
 from titancli.models.sections import BUILD, FORM, DecoderConfig, RopeScaling, sizes
-from titancli.models.shape import Block
+from titancli.protocols.shape import Block
 from titancli.registry.component import component
 
 _LLAMA31 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position": 8192}

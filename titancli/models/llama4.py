@@ -25,7 +25,7 @@ from titancli.models.config_json import (
 )
 from titancli.models.names import LAYER, SHARED, Names, Pairs, Source, Swap
 from titancli.models.sections import BUILD, FORM, AttnTemperature, DecoderConfig, MoE, RopeScaling
-from titancli.models.shape import Block
+from titancli.protocols.shape import Block
 from titancli.registry.component import component
 
 if TYPE_CHECKING:

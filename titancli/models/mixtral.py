@@ -12,7 +12,7 @@ from annotated_types import Gt
 from titancli.models.config_json import GROUPED, Key, RopeKeys, Table, decoder, routing
 from titancli.models.names import GATE, LAYER, Names
 from titancli.models.sections import BUILD, FORM, DecoderConfig, MoE
-from titancli.models.shape import Block
+from titancli.protocols.shape import Block
 from titancli.registry.component import component
 
 _ROUTING = {"top_k": 2, "score_func": "softmax", "route_norm": True, "score_before_experts": False}

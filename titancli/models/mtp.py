@@ -10,7 +10,7 @@ from annotated_types import Ge
 
 from titancli.models.config_json import Key
 from titancli.models.sections import Sizes
-from titancli.models.shape import Decoder, MTPBlock
+from titancli.protocols.shape import Decoder, MTPBlock
 from titancli.registry.component import component_info, section
 from titancli.registry.defaults import LossConfigDefaults, with_defaults
 

@@ -14,7 +14,7 @@ from annotated_types import Gt
 from titancli.models.config_json import GROUPED, NO_BIAS, Key, RopeKeys, Table, decoder, windows, yarn_keys
 from titancli.models.names import LAYER, QK_NORM, Names
 from titancli.models.sections import BUILD, FORM, DecoderConfig, Yarn
-from titancli.models.shape import Block
+from titancli.protocols.shape import Block
 from titancli.registry.component import component
 
 _RELEASED: dict[str, Any] = {

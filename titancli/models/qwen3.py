@@ -14,7 +14,7 @@ from titancli.errors import EnvironmentProblem
 from titancli.models.config_json import GROUPED, NO_BIAS, Key, RopeKeys, Table, decoder, routing
 from titancli.models.names import EXPERTS, JOINED_EXPERTS, LAYER, QK_NORM, Names
 from titancli.models.sections import BUILD, FORM, DecoderConfig, MoE
-from titancli.models.shape import Block
+from titancli.protocols.shape import Block
 from titancli.registry.component import component
 
 if TYPE_CHECKING:

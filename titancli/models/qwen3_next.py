@@ -26,7 +26,7 @@ from titancli.models.config_json import (
 )
 from titancli.models.names import GATE, LAYER, QK_NORM, SHARED, Names
 from titancli.models.sections import BUILD, DecoderConfig, MoE
-from titancli.models.shape import Block, DeltaNet, Experts, FeedForward, Norm
+from titancli.protocols.shape import Block, DeltaNet, Experts, FeedForward, Norm
 from titancli.registry.component import component
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from annotated_types import Ge, Gt
 
 from titancli.models.config_json import Table
 from titancli.models.names import LAYER, Names
-from titancli.models.shape import Attention, Block, Decoder, Experts, FeedForward, Norm, Rope
+from titancli.protocols.shape import Attention, Block, Decoder, Experts, FeedForward, Norm, Rope
 from titancli.registry.component import component_info, section
 
 if TYPE_CHECKING:
@@ -108,16 +108,16 @@ class Sizes:
         return Norm(self.norm_eps)
 
     def block(self, attention: Any, feed_forward: Any, **options: Any) -> Block:
-        """Return a block of these parts; `options` are further fields of `titancli.models.shape.Block`."""
+        """Return a block of these parts; `options` are further fields of `titancli.protocols.shape.Block`."""
         parts = {"attention": attention, "feed_forward": feed_forward}
         return Block(dim=self.dim, norm=self.norm, **parts, **options)
 
     def feed_forward(self, hidden: int | None, **options: Any) -> FeedForward:
-        """Return a dense layer; `options` are further fields of `titancli.models.shape.FeedForward`."""
+        """Return a dense layer; `options` are further fields of `titancli.protocols.shape.FeedForward`."""
         return FeedForward(dim=self.dim, hidden=hidden or 0, **options)
 
     def experts(self, routing: MoE, **options: Any) -> Experts:
-        """Return a layer of experts; `options` are further fields of `titancli.models.shape.Experts`."""
+        """Return a layer of experts; `options` are further fields of `titancli.protocols.shape.Experts`."""
         return Experts(dim=self.dim, routing=routing, **options)
 
     @property
@@ -177,9 +177,9 @@ class DecoderConfig(Sizes):
 
         Args:
             theta: None: `rope_theta`.
-            scaling, length: see `titancli.models.shape.Rope`.
+            scaling, length: see `titancli.protocols.shape.Rope`.
             share: how much of a head is rotated.
-            options: further fields of `titancli.models.shape.Attention`.
+            options: further fields of `titancli.protocols.shape.Attention`.
         """
         return Attention(
             dim=self.dim,

@@ -23,7 +23,7 @@ from titancli.registry.blame import blame
 from titancli.runs import timestamp, write_atomically
 from titancli.terminal import printable
 
-PASSED_THROUGH = ("titancli/run/worker.py", "titancli/engine/status.py", "/torch/")
+PASSED_THROUGH = ("titancli/worker/rank.py", "titancli/engine/status.py", "/torch/")
 
 
 Reports = Mapping[str, tuple[int, int]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
-from titancli.models.shape import Attention
+from titancli.protocols.shape import Attention
 from titancli.registry.component import component, component_info
 from titancli.registry.defaults import DatasetConfigDefaults, ModelConfigDefaults, with_defaults
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from titancli.data.batch import Batch
 from titancli.errors import UsageError
 from titancli.protocols import LossDefaults
+from titancli.protocols.batch import Batch
 from titancli.recipe.schema import Compile, Recipe, needs_dataset
 from titancli.registry.defaults import ConfigDefaults, DatasetConfigDefaults, with_defaults
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     import numpy as np
 
-    from titancli.data.batch import Batch
+    from titancli.protocols.batch import Batch
 
 
 class Tokenizer(Protocol):

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from titancli.distributed.local import RowCut
-    from titancli.models.shape import Decoder
+    from titancli.protocols.shape import Decoder
 
 Role = Literal["matrix", "embedding", "output", "router", "modulation", "other"]
 """What a parameter is: `matrix` takes hidden states to hidden states, as each of a stack of experts does;

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from titancli.protocols.data import Tokenizer
-    from titancli.rl.samples import Completion, Prompt
+    from titancli.protocols.samples import Completion, Prompt
 
 
 class Task(Protocol):

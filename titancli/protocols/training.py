@@ -9,13 +9,13 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from titancli.data.batch import Batch
-    from titancli.losses.result import LossResult
+    from titancli.protocols.batch import Batch
     from titancli.protocols.model import Role
+    from titancli.protocols.result import LossResult
 
 
 class Loss(Protocol):
-    """Computes a sum and the weight to divide it by; see `titancli.losses.result`.
+    """Computes a sum and the weight to divide it by; see `titancli.protocols.result`.
 
     Optional members are in `LossDefaults`.
     """

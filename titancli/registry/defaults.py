@@ -94,7 +94,7 @@ class ModelConfigDefaults:
     """The function of its Hugging Face form (`titancli.protocols.HFBuilder`), if that needs no torch."""
 
     def shape(self) -> Any:
-        """Return the specs of its blocks, a `titancli.models.shape.Decoder`; None: they are not known."""
+        """Return the specs of its blocks, a `titancli.protocols.shape.Decoder`; None: they are not known."""
         return None
 
     def small(self) -> Any:

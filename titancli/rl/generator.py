@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from titancli.protocols.samples import Completion
 from titancli.rl.decode import Row, decode
-from titancli.rl.samples import Completion
 from titancli.rl.sampling import Sampling
 from titancli.rl.writer import Writer
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from titancli.data.batch import IGNORE, Batch
 from titancli.errors import TitanError
+from titancli.protocols.batch import IGNORE, Batch
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from titancli.data.packing import STATE_VERSION, refuse_other_data, tokenizer_identity
 from titancli.errors import TitanError
 from titancli.protocols import Task, TaskDefaults
+from titancli.protocols.samples import Prompt
 from titancli.registry.defaults import with_defaults
-from titancli.rl.samples import Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class PromptSource:
                 raise TitanError(
                     f"the task {type(self._task).__name__} returned a {type(prompt).__name__} as prompt "
                     f"{tried}",
-                    hint='it must return a titancli.rl.samples.Prompt: Prompt("3+9=", answer="2")',
+                    hint='it must return a titancli.protocols.samples.Prompt: Prompt("3+9=", answer="2")',
                 )
             tokens = self._tokens(prompt)
             if not tokens:

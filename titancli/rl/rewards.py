@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING
 
 from titancli.errors import RecipeError
-from titancli.rl.samples import Completion, Prompt
+from titancli.protocols.samples import Completion, Prompt
 
 if TYPE_CHECKING:
     from titancli import rl

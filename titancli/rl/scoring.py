@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, NamedTuple
 
+from titancli.protocols.samples import Completion, Prompt
 from titancli.registry.blame import blame
 from titancli.registry.component import build, component_info
 from titancli.registry.defaults import RewardConfigDefaults, with_defaults
 from titancli.rl import PATIENCE
-from titancli.rl.samples import Completion, Prompt
 
 logger = logging.getLogger(__name__)
 

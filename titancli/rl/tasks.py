@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from titancli.data.source import document_order
 from titancli.errors import EnvironmentProblem
-from titancli.rl.samples import Prompt
+from titancli.protocols.samples import Prompt
 
 if TYPE_CHECKING:
     from titancli import rl

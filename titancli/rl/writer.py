@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
 
-from titancli.rl.samples import Finish
+from titancli.protocols.samples import Finish
 from titancli.rl.text import StopText, TextStream
 
 OnText = Callable[[str], None]

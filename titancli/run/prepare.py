@@ -18,10 +18,10 @@ from titancli.checkpoint.peers.memory import read_record
 from titancli.data.hub import Hosted
 from titancli.errors import EnvironmentProblem, PluginError, RecipeError, TitanError, UsageError
 from titancli.observe.summary import summarize
-from titancli.run import remote
 from titancli.run.drift import Change, changes, sections
 from titancli.run.inputs import require_inputs, tokenizer_folder
 from titancli.runs import STEP_NAME, RunFolder
+from titancli.worker import remote
 
 if TYPE_CHECKING:
     from titancli.recipe import Loaded

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from titancli.errors import TitanError
 from titancli.fingerprint import Contents, FullCheck
-from titancli.run.data import read_dataset, read_identity
+from titancli.worker.data import read_dataset, read_identity
 
 if TYPE_CHECKING:
     from titancli.recipe.schema import Recipe

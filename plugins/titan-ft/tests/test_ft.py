@@ -28,7 +28,7 @@ from titan_ft.replicas import BUCKET_BYTES, buckets, fingerprint, had_company
 from titan_ft.replicas import Replicas as ReplicasOfOne
 from titan_testing import check_plugin
 from titancli import TitanError
-from titancli.run.probe import Asked, probed
+from titancli.worker.probe import Asked, probed
 
 pytestmark = pytest.mark.e2e
 

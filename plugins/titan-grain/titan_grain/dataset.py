@@ -14,11 +14,11 @@ import torch
 
 from titan_grain import Grain
 from titancli import Batch, report
-from titancli.data.batch import IGNORE
 from titancli.data.files import corpus_identity, files_of
 from titancli.data.packing import STATE_VERSION, refuse_other_data, tokenizer_identity
 from titancli.errors import EnvironmentProblem
 from titancli.protocols import Tokenizer
+from titancli.protocols.batch import IGNORE
 
 LABEL = "dataset grain"
 

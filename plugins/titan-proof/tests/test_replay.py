@@ -25,8 +25,8 @@ from titancli.engine import Engine
 from titancli.observe.digests import RECORD, checksum_of, path_of, read_digests
 from titancli.recipe import load_recipe
 from titancli.registry.component import build
-from titancli.run.data import open_dataset
-from titancli.run.watching import added, numbers_of, watched
+from titancli.worker.data import open_dataset
+from titancli.worker.watching import added, numbers_of, watched
 
 SMALL = ("training.steps=7", "checkpoint.interval=3", "checkpoint.keep_latest_k=0")
 SMALL += ("training.mixed_precision_param=float32",)

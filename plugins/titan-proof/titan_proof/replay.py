@@ -207,7 +207,7 @@ def replay(
     """Repeat the step; return the command's exit code, and what was found: None where it was stopped.
 
     Args:
-        asked: the fields of `titancli.run.probe.Asked` except `step`.
+        asked: the fields of `titancli.worker.probe.Asked` except `step`.
 
     Raises:
         TitanError: it cannot be started, or fails.
@@ -216,7 +216,7 @@ def replay(
     made: list[Path] = []
 
     def announce(folder: RunFolder) -> None:
-        from titancli.run.probe import Asked
+        from titancli.worker.probe import Asked
 
         made.append(folder.path.parent)
         Asked(step=source.step, **asked).write(folder.path)

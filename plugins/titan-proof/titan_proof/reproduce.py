@@ -235,7 +235,7 @@ def here(
         ranks = count_processes(made, nproc or run.launch.get("nproc"))
         found["world"], found["mesh"] = ranks, vars(made.loaded.recipe.degrees(ranks))
         if not made.missing:
-            from titancli.run.data import read_identity
+            from titancli.worker.data import read_identity
 
             found["data"] = read_identity(made.loaded.recipe)
     except TitanError as error:

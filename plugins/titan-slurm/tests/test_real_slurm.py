@@ -127,5 +127,5 @@ def test_a_run_outlives_what_happens_to_a_node(
 def other_than(node: str) -> str:
     """Another node, which has a rank."""
     return next(
-        name for name in cluster.daemons if name != node and cluster.running(name, b"titancli.run.worker")
+        name for name in cluster.daemons if name != node and cluster.running(name, b"titancli.worker.rank")
     )

@@ -27,9 +27,9 @@ from titancli.data import ByteTokenizer, PythonStdlib
 from titancli.losses import CrossEntropy, Grpo
 from titancli.models import Llama3
 from titancli.optimizers import AdamW, WarmupStableDecay
+from titancli.protocols.samples import Completion, Prompt
 from titancli.registry.component import build, component, load_target
 from titancli.rl import Local
-from titancli.rl.samples import Completion, Prompt
 
 Faults = Callable[..., str]
 

@@ -26,12 +26,12 @@ from titan_transformers.theirs import hf_config
 from titan_transformers.tiny import tiny
 from titan_transformers.weights import FolderForm
 from titancli.checkpoint import export_hf, read_hf
-from titancli.data.batch import Batch
 from titancli.engine import Engine
 from titancli.engine.first_weights import allocate
 from titancli.errors import EnvironmentProblem, RecipeError
 from titancli.losses import CrossEntropy
 from titancli.models.blocks.state import named_state
+from titancli.protocols.batch import Batch
 from titancli.registry.component import build as build_component
 
 CLOSE = dict(rtol=1e-5, atol=1e-6)

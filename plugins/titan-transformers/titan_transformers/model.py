@@ -34,10 +34,10 @@ from titancli.models.blocks.reach import document_positions
 
 if TYPE_CHECKING:
     from titancli import LossResult
-    from titancli.data.batch import Batch
     from titancli.distributed.collectives import Group
     from titancli.distributed.local import RowCut
     from titancli.protocols import Loss, Role
+    from titancli.protocols.batch import Batch
 
 
 JOINS = (

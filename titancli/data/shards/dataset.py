@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from titancli.data import TokenShards
-from titancli.data.batch import IGNORE, Batch
 from titancli.data.packing import (
     STATE_VERSION,
     PackedDataset,
@@ -33,6 +32,7 @@ from titancli.data.source import Size, Source
 from titancli.data.stream import Position
 from titancli.errors import EnvironmentProblem, RecipeError
 from titancli.protocols import Tokenizer
+from titancli.protocols.batch import IGNORE, Batch
 from titancli.recipe.find import url_of
 
 LABEL = "dataset token_shards"

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
     from titancli.models.blocks.cache import LayerCache
-    from titancli.models.shape import Attention as Spec
+    from titancli.protocols.shape import Attention as Spec
 
 __all__ = ["Attention", "attend", "document_mask"]
 
@@ -279,7 +279,7 @@ class HeadsNorm(nn.RMSNorm):
 
 
 class Attention(nn.Module):
-    """See `titancli.models.shape.Attention`.
+    """See `titancli.protocols.shape.Attention`.
 
     `mask` None means causal over the whole row, as far as the reach goes; a token that comes alone sees all
     that the cache holds.

@@ -11,11 +11,11 @@ from titancli.models.blocks.norm import norm_of
 
 if TYPE_CHECKING:
     from titancli.models.blocks.cache import LayerCache
-    from titancli.models.shape import Block as Spec
+    from titancli.protocols.shape import Block as Spec
 
 
 class Block(nn.Module):
-    """See `titancli.models.shape.Block`."""
+    """See `titancli.protocols.shape.Block`."""
 
     def __init__(self, spec: Spec) -> None:
         """The module of `spec.attention` is called as `titancli.models.blocks.attention.Attention` is."""

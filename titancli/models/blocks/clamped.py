@@ -12,7 +12,7 @@ from titancli.models.blocks.grouped import add_bias
 from titancli.models.blocks.moe import Experts
 
 if TYPE_CHECKING:
-    from titancli.models import shape
+    from titancli.protocols import shape
 
 
 class ClampedExperts(Experts):

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from titancli.models import shape
 from titancli.models.blocks.cache import KVCache
 from titancli.models.blocks.declared import declared
 from titancli.models.blocks.head import Output
@@ -23,17 +22,18 @@ from titancli.models.blocks.moe import Experts, moe_layers
 from titancli.models.blocks.mtp import MTPBlock, further
 from titancli.models.blocks.norm import norm_of
 from titancli.models.blocks.rope import frequencies, rotation
+from titancli.protocols import shape
 
 if TYPE_CHECKING:
-    from titancli.data.batch import Batch
     from titancli.distributed.local import RowCut
-    from titancli.losses.result import LossResult
     from titancli.models.sections import Sizes
     from titancli.protocols import Loss
+    from titancli.protocols.batch import Batch
+    from titancli.protocols.result import LossResult
 
 
 class Decoder(nn.Module):
-    """A decoder of blocks, built from the shape of its config: `titancli.models.shape.Decoder`."""
+    """A decoder of blocks, built from the shape of its config: `titancli.protocols.shape.Decoder`."""
 
     row_cut: RowCut | None = None
     """Set by context parallel: how rows are cut over ranks."""
@@ -152,7 +152,7 @@ class Decoder(nn.Module):
 
     def angles(self, positions: Tensor) -> dict[Any, tuple[Tensor, Tensor]]:
         """What tells attention where tokens are, of positions [B or 1, S], by what its layers ask for: cosine
-        and sine of a `titancli.models.shape.Rope`, [B or 1, S, 1, dim / 2] fp32; or what queries are
+        and sine of a `titancli.protocols.shape.Rope`, [B or 1, S, 1, dim / 2] fp32; or what queries are
         multiplied by, [B or 1, S, 1, 1] fp32, in both places."""
         layers: list[Any] = [block.attention for block in self.layers.values()]
         found: dict[Any, Any] = {None: (None, None)}  # of those that do not ask

@@ -21,7 +21,7 @@ from titancli.models.blocks.reach import IN_ORDER
 
 if TYPE_CHECKING:
     from titancli.models.blocks.cache import StateCache
-    from titancli.models.shape import DeltaNet
+    from titancli.protocols.shape import DeltaNet
 
 ALL = slice(None)
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, relu, silu
 
 if TYPE_CHECKING:
-    from titancli.models.shape import FeedForward as Spec
+    from titancli.protocols.shape import FeedForward as Spec
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": silu,
@@ -21,7 +21,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class FeedForward(nn.Module):
-    """See `titancli.models.shape.FeedForward`."""
+    """See `titancli.protocols.shape.FeedForward`."""
 
     styles: ClassVar = {"w1": "column", "w2": "row", "w3": "column"}
 

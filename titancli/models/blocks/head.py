@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
-from titancli.data.batch import IGNORE, MIX, Batch
 from titancli.distributed.collectives import Group, gather, gather_same, sum_same
 from titancli.distributed.local import SEQUENCE, local
 from titancli.errors import TitanError
@@ -28,12 +27,13 @@ from titancli.losses.chunked import (
 from titancli.models.blocks.mtp import further, targets_ahead
 from titancli.observe.metrics import report
 from titancli.protocols import LossDefaults
+from titancli.protocols.batch import IGNORE, MIX, Batch
 from titancli.registry.defaults import with_defaults
 
 if TYPE_CHECKING:
     from titancli.distributed.local import RowCut
-    from titancli.losses.result import LossResult
     from titancli.protocols import Loss
+    from titancli.protocols.result import LossResult
 
 
 class Output(nn.Linear):

@@ -17,7 +17,7 @@ from titancli.models.blocks.rope import rotate
 
 if TYPE_CHECKING:
     from titancli.models.blocks.cache import LayerCache
-    from titancli.models.shape import Latent
+    from titancli.protocols.shape import Latent
 
 
 class LatentAttention(nn.Module):

@@ -20,7 +20,7 @@ from titancli.models.blocks.router import Router, Routes
 from titancli.registry.component import load_target
 
 if TYPE_CHECKING:
-    from titancli.models import shape
+    from titancli.protocols import shape
 
 __all__ = ["Experts", "MoE", "Rearrange", "Router", "Routes", "moe_layers"]
 
@@ -103,7 +103,7 @@ class JoinedExperts(Experts):
 
 
 class MoE(nn.Module):
-    """A feed-forward layer of experts; see `titancli.models.shape.Experts`."""
+    """A feed-forward layer of experts; see `titancli.protocols.shape.Experts`."""
 
     expert_bias: Tensor | None
     styles: ClassVar = {"shared_gate": "replicate"}

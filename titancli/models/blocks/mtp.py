@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from titancli.data.batch import IGNORE, Batch
 from titancli.models.blocks.block import Block
 from titancli.models.blocks.norm import norm_of
+from titancli.protocols.batch import IGNORE, Batch
 
 if TYPE_CHECKING:
-    from titancli.models.shape import MTPBlock as Spec
+    from titancli.protocols.shape import MTPBlock as Spec
 
 
 class MTPBlock(Block):

@@ -13,7 +13,7 @@ from titancli.distributed.local import local
 from titancli.models.blocks.init import zeros_
 
 if TYPE_CHECKING:
-    from titancli.models.shape import Norm
+    from titancli.protocols.shape import Norm
 
 
 def norm_of(spec: Norm, width: int) -> nn.Module:

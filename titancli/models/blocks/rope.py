@@ -17,7 +17,7 @@ from titancli.models.sections import LinearScaling, Yarn
 
 if TYPE_CHECKING:
     from titancli.models.sections import RopeScaling
-    from titancli.models.shape import Rope
+    from titancli.protocols.shape import Rope
 
 
 def frequencies(rope: Rope) -> Tensor:

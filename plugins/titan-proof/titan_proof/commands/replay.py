@@ -133,7 +133,7 @@ def _show(found: dict[str, Any], layers: Sequence[str]) -> None:
     header = ("module", "activations rms", "largest", "gradient norm", "weight norm")
     _table("layers", header, [_layer(layer) for layer in found["layers"]])
     if layers:
-        from titancli.run.watching import matches
+        from titancli.worker.watching import matches
 
         own = [(name, one) for name, one in found["parameters"].items() if matches(name, layers)]
         rows = [(name, _figure(one["gradient_norm"]), _figure(one["weight_norm"])) for name, one in own]

@@ -14,12 +14,12 @@ from titan_testing.behaviour.engines import engine_of, gradients, small_model, s
 from titan_testing.behaviour.subject import Check, Subject, first_difference
 from titancli.data import ByteTokenizer
 from titancli.protocols import TaskDefaults
+from titancli.protocols.samples import Completion, Prompt
 from titancli.registry.component import build
 from titancli.registry.defaults import with_defaults
 from titancli.registry.plugins import own_traceback
 from titancli.rl.packing import Sample, pack
 from titancli.rl.prompts import PromptSource
-from titancli.rl.samples import Completion, Prompt
 from titancli.rl.scoring import NoNumber, number_of
 
 LENGTH = 16
@@ -283,7 +283,7 @@ def completions(subject: Subject) -> Iterator[str]:
         for limit, row in zip(LIMITS, made, strict=True):
             for one in row:
                 if not isinstance(one, Completion):
-                    yield f"it returns a {type(one).__name__}, not a titancli.rl.samples.Completion"
+                    yield f"it returns a {type(one).__name__}, not a titancli.protocols.samples.Completion"
                     return
                 if len(one.tokens) > limit:
                     yield f"a completion has {len(one.tokens)} tokens, more than its limit of {limit}"

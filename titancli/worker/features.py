@@ -9,12 +9,12 @@ from contextlib import AbstractContextManager, ExitStack, closing, contextmanage
 from typing import TYPE_CHECKING
 
 from titancli.observe.profiler import Profiler
-from titancli.run.digests import digested
-from titancli.run.probe import probed
-from titancli.run.saving import saved
+from titancli.worker.digests import digested
+from titancli.worker.probe import probed
+from titancli.worker.saving import saved
 
 if TYPE_CHECKING:
-    from titancli.run.opened import Opened
+    from titancli.worker.opened import Opened
 
 
 @contextmanager

@@ -10,11 +10,11 @@ from titancli.engine import Engine
 from titancli.loops.hooks import RunHooks
 from titancli.loops.run import Run, Stop
 from titancli.registry.component import build
-from titancli.run.data import open_dataset
 from titancli.runs import RunFolder
+from titancli.worker.data import open_dataset
 
 if TYPE_CHECKING:
-    from titancli.run.opened import Start
+    from titancli.worker.opened import Start
 
 
 def open_run(start: Start, engine: Engine, tokenizer: Any, stop: Stop, folder: RunFolder) -> Run:

@@ -17,13 +17,13 @@ from titancli.observe.observers import Observers
 from titancli.observe.peaks import device_name, device_peak
 from titancli.process import Place
 from titancli.registry.component import build
-from titancli.run.data import digest_of, epochs, identity_of
 from titancli.runs import RunFolder
+from titancli.worker.data import digest_of, epochs, identity_of
 
 if TYPE_CHECKING:
     from titancli.engine import Engine
     from titancli.recipe.schema import Recipe
-    from titancli.run.opened import Start
+    from titancli.worker.opened import Start
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from titancli.planning import out_of_memory
 
 if TYPE_CHECKING:
     from titancli.engine import Engine
-    from titancli.run.opened import Start
+    from titancli.worker.opened import Start
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from titancli.engine import Engine
     from titancli.loops.run import Run
     from titancli.recipe.schema import Checkpoint, Recipe
-    from titancli.run.opened import Opened
+    from titancli.worker.opened import Opened
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ def open_uploads(recipe: Recipe, folder: RunFolder, run_id: str, run: Run) -> Up
     section = recipe.checkpoint
     if section.remote is None or dist.get_rank() != 0:
         return None
-    from titancli.run.remote import uploads_of
+    from titancli.worker.remote import uploads_of
 
     def leaving() -> bool:
         return run.signal is not None or run.stop.requested not in (None, NODES_JOIN.name)

@@ -23,7 +23,7 @@ from titancli.runs import ATTEMPT, ChangedMeanwhile, RunFolder, TakenOver
 PATIENCE = 10.0
 """Seconds that ranks which were started anew wait for the lock of those before them."""
 
-logger = logging.getLogger("titancli.run.worker")
+logger = logging.getLogger("titancli.worker.rank")
 
 
 def take_part(

@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from titancli.data.batch import IGNORE, Batch
 from titancli.engine import Engine
 from titancli.engine.digest import row_hashes
 from titancli.engine.grad_clip import norm_of, total_norm
@@ -29,15 +28,16 @@ from titancli.engine.step import PART, Backward, Step
 from titancli.errors import TitanError, UsageError
 from titancli.files import read_json
 from titancli.observe.events import plain
+from titancli.protocols.batch import IGNORE, Batch
 from titancli.recipe import load_recipe
 from titancli.registry.component import build
 from titancli.registry.defaults import LoopConfigDefaults, with_defaults
-from titancli.run.watching import added, modules_of, numbers_of, watched
 from titancli.runs import REPLAY_REQUEST, REPLAY_RESULT, RunFolder, write_atomically
+from titancli.worker.watching import added, modules_of, numbers_of, watched
 
 if TYPE_CHECKING:
     from titancli.recipe.schema import Recipe
-    from titancli.run.opened import Opened
+    from titancli.worker.opened import Opened
 
 Row = dict[str, Any]
 

@@ -9,7 +9,7 @@ from titancli.errors import TitanError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from titancli.data.batch import Batch
+    from titancli.protocols.batch import Batch
 
 
 class LossResult(NamedTuple):

@@ -11,7 +11,7 @@ from titancli.engine.digest import Digests
 from titancli.observe.digests import DigestWriter
 
 if TYPE_CHECKING:
-    from titancli.run.opened import Opened
+    from titancli.worker.opened import Opened
 
 
 @contextmanager

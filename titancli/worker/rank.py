@@ -1,6 +1,6 @@
 """What each rank runs: a resolved recipe in, an outcome out.
 
-`python -m titancli.run.worker RUN_DIR` is one rank of several, started by a launcher; `main` runs the only
+`python -m titancli.worker.rank RUN_DIR` is one rank of several, started by a launcher; `main` runs the only
 rank inside the command. `Rank.run` meets the other ranks, and `Rank.train` builds what the recipe names and
 runs its loop. Nothing at the top imports torch, so that signals are handled from the first moment.
 """
@@ -41,11 +41,11 @@ from titancli.provenance import code_hashes
 from titancli.recipe.find import url_of
 from titancli.registry.component import build
 from titancli.registry.defaults import LoopConfigDefaults, with_defaults
-from titancli.run.attempt import take_part
-from titancli.run.continuing import Continuing
-from titancli.run.opened import Opened, Start
 from titancli.runs import Claim, RunFolder, timestamp
 from titancli.signals import ASKED_TO_STOP, EXIT_NODES_JOIN, NODES_JOIN, Stop, leave
+from titancli.worker.attempt import take_part
+from titancli.worker.continuing import Continuing
+from titancli.worker.opened import Opened, Start
 
 if TYPE_CHECKING:
     import torch
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from titancli.observe.observers import Observers
     from titancli.recipe.schema import Recipe
 
-logger = logging.getLogger("titancli.run.worker")  # its __name__ may be __main__
+logger = logging.getLogger("titancli.worker.rank")  # its __name__ may be __main__
 
 
 def main(
@@ -130,9 +130,9 @@ class Rank:
         """See `main`."""
         from titancli.distributed import process_group
         from titancli.recipe import load_recipe
-        from titancli.run import saving
-        from titancli.run.memory_advice import advised
-        from titancli.run.observing import open_loggers
+        from titancli.worker import saving
+        from titancli.worker.memory_advice import advised
+        from titancli.worker.observing import open_loggers
 
         source = lock_file or RunFolder.open(self.folder.path).recipe_lock
         lock_text = source.read_text(encoding="utf-8")
@@ -194,7 +194,7 @@ class Rank:
         """
         from titancli.distributed import process_group
         from titancli.distributed.shared_folder import require_shared
-        from titancli.run.joining import join
+        from titancli.worker.joining import join
 
         self._stack.enter_context(determinism(recipe.debug.deterministic))
         device = join(
@@ -249,10 +249,10 @@ class Rank:
             TitanError: something that the recipe names is missing or does not fit.
         """
         from titancli.engine import Engine
-        from titancli.run.callbacks import open_run
-        from titancli.run.data import check_vocabulary, open_data, open_validation
-        from titancli.run.features import garbage_between_steps, taking_part
-        from titancli.run.observing import observe
+        from titancli.worker.callbacks import open_run
+        from titancli.worker.data import check_vocabulary, open_data, open_validation
+        from titancli.worker.features import garbage_between_steps, taking_part
+        from titancli.worker.observing import observe
 
         recipe = start.recipe
         tokenizer = None if recipe.tokenizer is None else build(recipe.tokenizer)
@@ -316,7 +316,7 @@ class Rank:
 
 
 def run_rank(arguments: Sequence[str] | None = None) -> int:
-    """`python -m titancli.run.worker`: the exit code is 0 whenever the rank stopped in good order."""
+    """`python -m titancli.worker.rank`: the exit code is 0 whenever the rank stopped in good order."""
     options = rank_options(arguments)
     place = Place.from_environment()
     with Stop(os.environ.get(ASKED_TO_STOP)).listening(also=[NODES_JOIN]) as stop:

@@ -12,8 +12,8 @@ from titancli.checkpoint.format.files import waiting_for_late_files
 from titancli.checkpoint.format.manifest import names_and_sizes, newest_good, none_newer
 from titancli.distributed import shared_folder
 from titancli.process import Place
-from titancli.run import remote
 from titancli.runs import Claim, RunFolder
+from titancli.worker import remote
 
 if TYPE_CHECKING:
     from titancli.recipe.schema import Checkpoint

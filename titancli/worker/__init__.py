@@ -1,0 +1,1 @@
+"""What each rank runs, from the recipe to the outcome."""
