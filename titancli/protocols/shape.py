@@ -115,7 +115,7 @@ class Attention(Spec):
 
     @property
     def angles(self) -> Any:
-        """Which of the decoder's `angles` it is given."""
+        """Return which of the decoder's `angles` it is given."""
         return self.temperature or self.rope
 
     def most(self, seq_len: int) -> int:
