@@ -42,10 +42,6 @@ STEP_NAME = re.compile(r"step-(\d{1,18})\Z")
 """The folder of a checkpoint, in `checkpoints`."""
 PROFILE_REQUEST = "profile.request"
 """The request of `titan profile` to a run under way."""
-REPLAY_REQUEST = "replay.json"
-"""The request of `titan replay` to the ranks that it starts, in a folder of its own; beside it their
-answer."""
-REPLAY_RESULT = "replay.result.json"
 RECORD_FORMAT = 1
 LOCK_SEAL = Seal("\n# xxh3_64 of what follows: ", "\n")
 RECORD_SEAL = Seal('{\n  "xxh3_64": "', '",\n')

@@ -70,6 +70,27 @@ def test_sampling_leaves_training_as_it_was_bit_for_bit(ranks: Any) -> None:
     assert all(len(made) == 3 for made in there)
 
 
+def seen() -> tuple[int, int, bool]:
+    """How many modules' outputs are seen in a forward of compiled blocks, and as they are written."""
+    engine, found = Engine.build(recipe(Layout(compile="eager"))), []
+    inside = [m for name, m in engine.parts[0].named_modules() if name.startswith("layers.0.")]
+    for module in inside:
+        module.register_forward_hook(lambda *_, module=module: found.append(module))
+    [batch, *_] = my_batches(engine, 0)
+    plain = engine.forward(batch)
+    with engine.as_written():
+        found.clear()
+        same = torch.equal(engine.forward(batch), plain)
+    count = len(found)
+    assert is_wrapped(engine.parts[0].layers["0"])
+    return count, len(inside), same
+
+
+def test_hooks_of_modules_see_what_goes_through_blocks_as_they_are_written(ranks: Any) -> None:
+    ((count, modules, same),) = ranks(1, seen)
+    assert count == modules and same
+
+
 def experts() -> tuple[bool, Any]:
     layout = Layout(config=EIGHT)
     return disturbed(layout)

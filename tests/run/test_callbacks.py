@@ -59,6 +59,8 @@ class Watching:
         return {"seen": len(self.seen), "nothing": float("nan")}
 
     def run_start(self, step):
+        assert self.run.recipe.training.steps == self.run.steps and self.run.tokenizer.vocab_size
+        assert self.run.data.state
         self.at("run_start", step)
 
     def step_done(self, step):

@@ -39,7 +39,7 @@ DOORS = [
     ),
     Door(
         "the lock of a run",
-        "run.worker run.compare titan_proof.replay launchers.torchrun loggers.tensorboard"
+        "worker.rank worker.remote run.compare titan_proof.replay launchers.torchrun loggers.tensorboard"
         " titan_report.page titan_sweep.sweep runs titan_trackio.logger titan_ft.replicas",
         f"{SEC}test_seals.py::test_a_resume_does_not_go_on_with_another_rate_than_it_had",
         f"{SEC}test_seals.py::test_each_bit_of_a_lock_file",
@@ -85,11 +85,11 @@ DOORS = [
     ),
     Door(
         "requests and answers: profiles, replays, evaluations, rollouts, sweeps, jobs",
-        "observe.profile_request run.probe titan_report.view rl.rollouts titan_slurm.jobs run.verification"
-        " titan_eval.command",
+        "observe.profile_request titan_proof.replay titan_report.view rl.rollouts titan_slurm.jobs"
+        " run.verification titan_eval.command",
         SMALL,
         SMALL,
-        "profile.request profile.json replay.json replay.result.json rollouts/* evaluations/* slurm/*",
+        "profile.request profile.json replay.result.json rollouts/* evaluations/* slurm/*",
     ),
     Door(
         "sources that a run keeps, and files of titan reproduce",
@@ -114,7 +114,7 @@ DOORS = [
     ),
     Door(
         "checkpoints",
-        "checkpoint.format.* checkpoint.exclude checkpoint.save checkpoint.hf.likeness run.remote",
+        "checkpoint.format.* checkpoint.exclude checkpoint.save checkpoint.hf.likeness worker.remote",
         f"{RUN}test_hostile.py::test_a_checkpoint_with_a_pickle_in_it_is_passed_over",
         f"{FORMAT}::test_every_bit_of_the_manifest_is_guarded",
         "checkpoints/* checkpoints.*/* exports/*",

@@ -35,7 +35,7 @@ CLASSES: dict[str, tuple[list[str], str]] = {
     "pattern": (
         [],
         """
-        converter/titan-float8/float8_linear.skip converter/titan/lora.targets
+        callback/titan-proof/probe.layers converter/titan-float8/float8_linear.skip converter/titan/lora.targets
         optimizer/titan-muon/muon.exclude checkpoint.exclude_from_loading
         optimizer/titan/adamw.no_decay reward/titan/regex.pattern pipeline.module_fqns_per_model_part
         """,
@@ -75,6 +75,8 @@ CLASSES: dict[str, tuple[list[str], str]] = {
     "words": (["a\n#SBATCH --wrap=x", "", "\x1b]0;x\x07"], "launcher/titan-slurm/slurm.[paqt]*"),
     # tables whose keys are on a list of what chooses neither code nor a program nor a file
     "listed": (EVERYTHING, "env launcher/titan-slurm/slurm.sbatch"),
+    # settings of sections that choose neither code nor a program nor a file
+    "settings": (EVERYTHING, "callback/titan-proof/probe.overrides"),
     # tasks of the harness, and files of them, which are data
     "tasks": (["evil.yaml", "./evil.yaml"], "loop/titan-eval/lm_eval.tasks"),
     # folders of such files

@@ -42,6 +42,7 @@ AT = {
 NEEDS = {
     "model/titan-transformers/hf_causal_lm": 'config = {model_type = "llama"}',
     "tokenizer/titan/hf": 'path = "tok"',
+    "callback/titan-proof/probe": "step = 1",
     "dataset/titan-flux/latents": 'paths = ["x"]',
     "dataset/titan-grain/grain": 'paths = ["x"]',
     "dataset/titan/chat": 'path = "./x.jsonl"',

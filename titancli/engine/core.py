@@ -31,6 +31,7 @@ from titancli.engine.step import Hooks, Step
 from titancli.engine.weights import adapters_of, plain_parameters
 from titancli.errors import TitanError
 from titancli.parallel.fsdp import reshard
+from titancli.parallel.wrapped import as_written
 from titancli.protocols import ModelDefaults
 from titancli.registry.defaults import with_defaults
 
@@ -194,6 +195,16 @@ class EngineCore:
         if self.adapters is None:
             raise TitanError("as_base: this engine has no adapters (such as those of the converter lora)")
         with self.adapters.disabled(self.parts):
+            yield
+
+    @contextmanager
+    def as_written(self) -> Iterator[None]:
+        """Run the blocks of the model without compiled code and activation checkpointing, so that hooks of
+        their modules see what goes through them; only for computing."""
+        with ExitStack() as stack:
+            for part in self.parts:
+                for block in part.layers.values():
+                    stack.enter_context(as_written(block))
             yield
 
     # ------------------------------------------------------------------------------------ inside verbs

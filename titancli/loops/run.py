@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from titancli.loops.validation import Validation
     from titancli.protocols import Dataset
     from titancli.protocols.batch import Batch
+    from titancli.recipe.schema import Recipe
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +88,12 @@ class Run:
     """Rows of a micro-batch of one data-parallel rank, and tokens of a row."""
     folder: Path | None = None
     """The run folder, for what the loop itself writes there."""
+    recipe: Recipe | None = None
+    """The resolved recipe."""
+    tokenizer: Any = None
+    """That of the recipe; None: it has none."""
+    data: Any = None
+    """What the loop takes its batches from; None before `run_start` of hooks, and where it does not train."""
     hooks: RunHooks = field(default_factory=RunHooks)
     """The hooks that take part in the run."""
     why: str = "finished"

@@ -2,7 +2,8 @@
 
 All methods are optional. Every rank has the same hooks and calls them in the same order; so a hook may call
 collectives, as long as it does so on every rank. In a `StepHook` `step` is a `titancli.engine.step.Step` and
-`backward` a `titancli.engine.step.Backward`; `run` is a `titancli.loops.run.Run`.
+`backward` a `titancli.engine.step.Backward`; `run` is a `titancli.loops.run.Run`, whose `data` are there from
+`run_start` on.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ COMMANDS = {
 }
 """Commands, with the plugin that provides each."""
 COMPONENTS = {
+    "callback/probe": "titan-proof",
     "converter/float8_linear": "titan-float8",
     "dataset/grain": "titan-grain",
     "dataset/latents": "titan-flux",

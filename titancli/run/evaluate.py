@@ -224,14 +224,12 @@ def launch(
     at_signal: str = "stopping after the evaluation",
     checkpoint: Path | None = None,
     env: Mapping[str, str] | None = None,
-    announce: Callable[[RunFolder], None] = lambda folder: None,
 ) -> tuple[int, T | None]:
     """Run a recipe in a run folder that is removed at the end.
 
     Args:
         checkpoint: to continue from.
         env: environment variables beside the recipe's.
-        announce: is called with the folder before anything runs in it.
         read: is called with that folder before it is removed; where the run failed, it is left, for its logs.
             It is not called where a signal stopped the run.
         at_signal: what the loop does then, as the user is told.
@@ -261,7 +259,10 @@ def launch(
             traceback=traceback,
             env={**loaded.recipe.env, **(env or {})},
         )
-        code = start(plan, request, announce=announce)
+        code = start(plan, request, announce=lambda folder: None)
+    except UsageError:  # no logs are needed to understand it
+        shutil.rmtree(folder.path.parent, ignore_errors=True)
+        raise
     finally:
         titan.setLevel(level)
         STOPPING.reset(words)

@@ -31,6 +31,8 @@ def open_run(start: Start, engine: Engine, tokenizer: Any, stop: Stop, folder: R
         reference=partial(Engine.frozen, recipe, device=start.device),
         batch_shape=(recipe.training.local_batch_size, recipe.training.seq_len),
         folder=folder.path,
+        recipe=recipe,
+        tokenizer=tokenizer,
         hooks=RunHooks(engine),
     )
     for config in recipe.callbacks if start.trains else ():

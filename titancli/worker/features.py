@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from titancli.observe.profiler import Profiler
 from titancli.worker.digests import digested
-from titancli.worker.probe import probed
 from titancli.worker.saving import saved
 
 if TYPE_CHECKING:
@@ -45,7 +44,6 @@ def profiled(opened: Opened) -> Iterator[None]:
 
 
 FEATURES: tuple[Callable[[Opened], AbstractContextManager[None]], ...] = (
-    probed,
     saved,
     fed,
     profiled,

@@ -266,6 +266,7 @@ class Rank:
         run = open_run(start, engine, tokenizer, stop, self.folder)
         allow_drift = start.record["attempts"][-1].get("allow_drift", False)
         data = open_data(recipe, tokenizer, engine, start.checkpoint, allow_drift=allow_drift)
+        run.data = data
         copied = self._copies is not None and self._copies.loaded()
         told = (start, self.folder, self.place, engine, loggers, data)
         observers = self._observers = observe(*told, restart=self._continuing.restart)

@@ -23,12 +23,11 @@ os.environ.setdefault("RUST_LOG", "error")  # read when torchft is imported
 from torchft.coordination import LighthouseServer
 
 from tests.run.conftest import Command, Finished, furnish, losses
-from titan_ft import FaultTolerant, loop
+from titan_ft import loop
 from titan_ft.replicas import BUCKET_BYTES, buckets, fingerprint, had_company
 from titan_ft.replicas import Replicas as ReplicasOfOne
 from titan_testing import check_plugin
 from titancli import TitanError
-from titancli.worker.probe import Asked, probed
 
 pytestmark = pytest.mark.e2e
 
@@ -355,14 +354,6 @@ def test_what_all_have_is_compared(own: int, found: list[float], error: str | No
         one._is_known = True
         one._check(found)
         assert reported
-
-
-def test_a_step_is_not_replayed_by_one_replica(tmp_path: Path) -> None:
-    Asked(step=1).write(tmp_path)
-    recipe = SimpleNamespace(loop=FaultTolerant(lighthouse="http://node0:29510", replica=0, replicas=2))
-    opened: Any = SimpleNamespace(folder=SimpleNamespace(path=tmp_path), engine=None, run=None, recipe=recipe)
-    with pytest.raises(TitanError, match="cannot be replayed"), probed(opened):
-        pass
 
 
 def test_recipes_are_the_same_but_for_the_replica(tmp_path: Path) -> None:

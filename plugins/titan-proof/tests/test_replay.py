@@ -20,13 +20,15 @@ from torch.nn.functional import cross_entropy
 
 from tests.ranks import Ranks
 from tests.run.conftest import Finished, furnish, in_this_process, on_pool, train_here
-from titan_proof.replay import find_source, suspect, verdict
+from titan_proof import Probe
+from titan_proof.replay import RESULT, find_source, suspect, verdict
+from titan_proof.watching import added, numbers_of, watched
 from titancli.engine import Engine
+from titancli.errors import RecipeError
 from titancli.observe.digests import RECORD, checksum_of, path_of, read_digests
 from titancli.recipe import load_recipe
 from titancli.registry.component import build
 from titancli.worker.data import open_dataset
-from titancli.worker.watching import added, numbers_of, watched
 
 SMALL = ("training.steps=7", "checkpoint.interval=3", "checkpoint.keep_latest_k=0")
 SMALL += ("training.mixed_precision_param=float32",)
@@ -333,6 +335,35 @@ def test_a_step_of_numbers_that_are_not_finite_is_shown(
     assert (
         found["replayed"]["loss"] == "NaN" == {one["name"]: one for one in found["layers"]}["output"]["max"]
     )
+
+
+def test_the_callbacks_of_the_run_take_part_and_its_own_probe_gives_way(
+    titan: Callable[..., Finished], tmp_path: Path
+) -> None:
+    os.chdir(furnish(tmp_path))
+    own = 'callbacks=[{type="ema", decay=0.9}, {type="titan-proof/probe", step=5}]'
+    assert titan("train", "tiny.toml", "--run-dir", "r", *SMALL, own).code == 0
+    assert json.loads((tmp_path / "r" / RESULT).read_text())["done"]["loss"] > 0
+    assert list(read_digests(tmp_path / "r")) == [1, 2, 3, 4, 5]  # with which it has ended
+    found = replayed(titan, "r", "--step", 4, "--with", "optimizer.lr=0.0")
+    assert found["verdict"]["result"] == "bitwise" and found["checkpoint"].endswith("step-3")
+    assert found["tried"]["loss_after"] != found["replayed"]["loss_after"]
+    done = titan("replay", "r", "--step", 4, "callbacks=[]")
+    assert done.code == 2 and "leave out the override of callbacks" in done.err
+    assert titan("train", "tiny.toml", "--run-dir", "s", *SMALL, "training.steps=2", own).code == 1
+    error = "the run ended before step 5: 2 steps were done"
+    assert error in (tmp_path / "s/logs/rank-0.error.json").read_text()
+
+
+def test_a_step_that_no_probe_can_look_at_is_refused() -> None:
+    last, ema = "the last of the callbacks", {"type": "ema"}
+    for others in ([{"type": "titan-proof/probe", "step": 2}], [ema]):
+        callbacks = [{"type": "titan-proof/probe", "step": 1}, *others]
+        with pytest.raises(RecipeError, match=last):
+            load_recipe("llama3_debug", [f"callbacks={json.dumps(callbacks).replace(': ', '=')}"])
+    together: Any = SimpleNamespace(callbacks=[], loop=SimpleNamespace(joins_other_runs=True))
+    [(_, problem)] = Probe(step=1).check(together)
+    assert "a step of several runs that train together cannot be replayed" in problem
 
 
 def test_on_another_layout_nothing_is_called_bitwise(finished: Path) -> None:

@@ -5,7 +5,18 @@ This file imports no torch.
 
 from __future__ import annotations
 
-from titancli import Command, hookimpl
+from collections.abc import Iterator
+from dataclasses import field
+from typing import TYPE_CHECKING, Annotated
+
+from annotated_types import Ge, Gt
+
+from titancli import Command, component, hookimpl
+from titancli.errors import UsageError
+from titancli.registry.defaults import LoopConfigDefaults, with_defaults
+
+if TYPE_CHECKING:
+    from titancli import Recipe
 
 COMMANDS = {
     "prove": "Prove that every layout computes what one process does.",
@@ -13,6 +24,43 @@ COMMANDS = {
     "replay": "Repeat a step of a run and look at it from inside.",
     "bisect": "Find where two runs that should agree part.",
 }
+
+
+@component("callback", "probe", target="titan_proof.probe:Probe")
+class Probe:
+    """One step looked at from inside, with which the run ends: what `titan replay` adds to a recipe."""
+
+    step: Annotated[int, Gt(0)]
+    """The step, counted from 1."""
+    layers: list[str] = field(default_factory=list)
+    """Modules and parameters to look at one by one: numbers of layers, names or patterns."""
+    gradients: Annotated[int, Ge(0)] = 64
+    """Rows whose own gradient is computed, those with the highest loss."""
+    without: list[Annotated[int, Gt(0)]] = field(default_factory=list)
+    """Rows, counted from 1, that the step is also tried without."""
+    overrides: list[str] = field(default_factory=list)
+    """Other settings, `KEY=VALUE`, that the step is also tried with."""
+
+    def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
+        from titan_proof.replay import check_variation
+
+        try:
+            check_variation(self.overrides)
+        except UsageError as error:
+            yield "overrides", error.message
+        if any(isinstance(one, Probe) for one in recipe.callbacks[:-1]):
+            yield "step", "the run ends with this step: probe must be the last of the callbacks"
+        if with_defaults(LoopConfigDefaults, recipe.loop).joins_other_runs:
+            yield (
+                "step",
+                "a step of several runs that train together cannot be replayed by one of them; titan prove "
+                "and stability.recheck_every look for wrong numbers without the others",
+            )
+
+
+@hookimpl
+def titan_components() -> list[type]:
+    return [Probe]
 
 
 @hookimpl

@@ -6,14 +6,14 @@ Nothing is written into the run's folder: the ranks work in one of their own, wh
 from __future__ import annotations
 
 import math
-import shutil
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from titan_proof import Probe
 from titan_proof.reproduce import environment, with_what_helps
 from titan_proof.reproduction import Reproduction, collect
 from titan_proof.verdict import ENVELOPE, WIDEST
@@ -25,8 +25,12 @@ from titancli.files import read_json
 from titancli.observe.digests import StepDigest, differences, read_digests
 from titancli.observe.events import plain, read_events
 from titancli.recipe import LOCK_HEADER, Loaded, load_recipe
-from titancli.runs import REPLAY_RESULT, STEP_NAME, RunFolder
+from titancli.runs import STEP_NAME, RunFolder
 
+RESULT = "replay.result.json"
+"""What the ranks have found, in the folder of the replay."""
+PROBE = "titan-proof/probe"
+"""The callback that looks at the step."""
 LEFT_OUT = ("launcher", "loggers", "profiling", "validation")
 """Sections of the run's recipe that change no step."""
 FAR = 1000
@@ -140,15 +144,14 @@ def _time(folder: RunFolder, steps: int) -> str:
 def load(
     source: Source,
     overrides: Sequence[str],
-    variations: Sequence[str],
+    probe: Probe,
     plugin_files: Sequence[Path],
     say: Callable[[str], None],
 ) -> Loaded:
-    """Return the recipe of a replay, checked.
+    """Return the recipe of a replay, checked: the run's, with the callback that looks at the step.
 
     Args:
         overrides: for what lies elsewhere here, such as dataset.paths.
-        variations: what the step is to be tried with, only checked.
 
     Raises:
         TitanError: something is missing, or the recipe is not accepted.
@@ -163,6 +166,8 @@ def load(
     data["debug"] = {**data.get("debug", {}), "digests": True}
     if "save_rollouts" in data.get("loop", {}):
         data["loop"]["save_rollouts"] = 0
+    callbacks = [one for one in data.get("callbacks", []) if one["type"] != PROBE]
+    data["callbacks"] = [*callbacks, {"type": PROBE, **asdict(probe)}]
     with tempfile.TemporaryDirectory(prefix="titan-") as folder:
         file = Path(folder) / "replay.toml"
         file.write_text(f"{LOCK_HEADER}\n{tomli_w.dumps(data)}", encoding="utf-8")
@@ -170,8 +175,13 @@ def load(
             loaded = load_recipe(file, overrides, run=source.folder.path)
         except TitanError as error:
             raise with_what_helps(error, source.run, plugin_files) from error
-        if variations:
-            load_recipe(file, [*overrides, *variations], run=source.folder.path)
+        if probe.overrides:
+            load_recipe(file, [*overrides, *probe.overrides], run=source.folder.path)
+    if probe not in loaded.recipe.callbacks:
+        raise UsageError(
+            "replay adds the callback that looks at the step to the run's own",
+            hint="leave out the override of callbacks",
+        )
     require_inputs(loaded, source.checkpoint, dry_run=False, say=say)
     return loaded
 
@@ -198,7 +208,6 @@ def check_variation(overrides: Sequence[str]) -> None:
 def replay(
     source: Source,
     loaded: Loaded,
-    asked: dict[str, Any],
     nproc: int | str | None,
     plugin_files: Sequence[Path],
     *,
@@ -206,41 +215,24 @@ def replay(
 ) -> tuple[int, dict[str, Any] | None]:
     """Repeat the step; return the command's exit code, and what was found: None where it was stopped.
 
-    Args:
-        asked: the fields of `titancli.worker.probe.Asked` except `step`.
-
     Raises:
         TitanError: it cannot be started, or fails.
     """
 
-    made: list[Path] = []
-
-    def announce(folder: RunFolder) -> None:
-        from titancli.worker.probe import Asked
-
-        made.append(folder.path.parent)
-        Asked(step=source.step, **asked).write(folder.path)
-
     def read(folder: RunFolder) -> dict[str, Any]:
-        found = read_json(folder.path / REPLAY_RESULT)
+        found = read_json(folder.path / RESULT)
         return {**found, "verdict": verdict(source, read_digests(folder.path))}
 
-    try:
-        code, found = launch(
-            loaded,
-            nproc or source.world,
-            plugin_files,
-            read,
-            traceback=traceback,
-            at_signal="stopping the replay",
-            checkpoint=source.checkpoint,
-            env=environment(source.run),
-            announce=announce,
-        )
-    except UsageError:  # no logs are needed to understand it
-        for path in made:
-            shutil.rmtree(path, ignore_errors=True)
-        raise
+    code, found = launch(
+        loaded,
+        nproc or source.world,
+        plugin_files,
+        read,
+        traceback=traceback,
+        at_signal="stopping the replay",
+        checkpoint=source.checkpoint,
+        env=environment(source.run),
+    )
     return code, None if found is None else _completed(source, found)
 
 

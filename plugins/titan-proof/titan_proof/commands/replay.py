@@ -88,6 +88,7 @@ def command(
     step, and in what, they part. The run's folder is not changed. Overrides are for what lies elsewhere here,
     such as dataset.paths. The exit code is 0 unless the steps part.
     """
+    from titan_proof import Probe
     from titan_proof.replay import check_variation, find_source, load, replay
 
     runs, overrides = split_overrides(arguments)
@@ -97,16 +98,17 @@ def command(
         )
     check_variation(variations)
     source = find_source(Path(runs[0]), step, from_scratch=from_scratch)
-    loaded = load(source, overrides, variations, common.plugin_files, note)
+    probe = Probe(
+        step=step,
+        layers=list(layers),
+        gradients=gradients,
+        without=list(without),
+        overrides=list(variations),
+    )
+    loaded = load(source, overrides, probe, common.plugin_files, note)
     for line in source.notes:
         note(line)
-    asked = {
-        "layer": list(layers),
-        "gradients": gradients,
-        "without": list(without),
-        "overrides": list(variations),
-    }
-    code, found = replay(source, loaded, asked, nproc, common.plugin_files, traceback=common.traceback)
+    code, found = replay(source, loaded, nproc, common.plugin_files, traceback=common.traceback)
     if found is None:
         return code
     if as_json:
@@ -133,7 +135,7 @@ def _show(found: dict[str, Any], layers: Sequence[str]) -> None:
     header = ("module", "activations rms", "largest", "gradient norm", "weight norm")
     _table("layers", header, [_layer(layer) for layer in found["layers"]])
     if layers:
-        from titancli.worker.watching import matches
+        from titan_proof.watching import matches
 
         own = [(name, one) for name, one in found["parameters"].items() if matches(name, layers)]
         rows = [(name, _figure(one["gradient_norm"]), _figure(one["weight_norm"])) for name, one in own]

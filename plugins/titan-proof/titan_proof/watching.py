@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from titancli.errors import UsageError
-from titancli.parallel.wrapped import as_written
 
 if TYPE_CHECKING:
     from titancli.engine import Engine
@@ -81,10 +80,10 @@ def watched(engine: Engine, names: Sequence[str], *, plainly: bool) -> Iterator[
         return hook
 
     with ExitStack() as stack:
+        if plainly:
+            stack.enter_context(engine.as_written())
         for part in engine.parts:
             for name, module in part.named_modules():
-                if plainly and name.startswith("layers.") and name.count(".") == 1:
-                    stack.enter_context(as_written(module))
                 if name in names:
                     stack.callback(module.register_forward_hook(watch(name)).remove)
         yield found

@@ -1,6 +1,6 @@
-"""One step of a run looked at from inside, on every rank: what `titan replay` starts.
+"""One step of a run looked at from inside, on every rank: the callback of `titan replay`.
 
-The ranks do the run's own loop with a hook that looks at one step before it is done. What it looks with (the
+The ranks do the run's own loop, and the callback looks at one step before it is done. What it looks with (the
 verb `forward`, and gradients that are discarded again) leaves nothing behind, so that the step comes to what
 it came to.
 """
@@ -10,108 +10,55 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from titancli.engine import Engine
-from titancli.engine.digest import row_hashes
-from titancli.engine.grad_clip import norm_of, total_norm
+from titan_proof.replay import RESULT
+from titan_proof.watching import added, modules_of, numbers_of, watched
+from titancli import IGNORE, Batch, Engine, TitanError, build, load_recipe
+from titancli.engine import norm_of
 from titancli.engine.step import PART, Backward, Step
-from titancli.errors import TitanError, UsageError
-from titancli.files import read_json
+from titancli.errors import UsageError
 from titancli.observe.events import plain
-from titancli.protocols.batch import IGNORE, Batch
-from titancli.recipe import load_recipe
-from titancli.registry.component import build
-from titancli.registry.defaults import LoopConfigDefaults, with_defaults
-from titancli.runs import REPLAY_REQUEST, REPLAY_RESULT, RunFolder, write_atomically
-from titancli.worker.watching import added, modules_of, numbers_of, watched
+from titancli.runs import RunFolder, write_atomically
 
 if TYPE_CHECKING:
-    from titancli.recipe.schema import Recipe
-    from titancli.worker.opened import Opened
+    from titan_proof import Probe as Config
+    from titancli.loops.run import Run
 
 Row = dict[str, Any]
 
 logger = logging.getLogger(__name__)
 
 
-@contextmanager
-def probed(opened: Opened) -> Iterator[None]:
-    """Look at a step inside the block, in the folder of a replay."""
-    if not (opened.folder.path / REPLAY_REQUEST).is_file():
-        yield
-        return
-    engine, run, asked = opened.engine, opened.run, Asked.read(opened.folder.path)
-    if with_defaults(LoopConfigDefaults, opened.recipe.loop).joins_other_runs:
-        raise TitanError(
-            "a step of several runs that train together cannot be replayed by one of them",
-            hint="titan prove and stability.recheck_every look for wrong numbers without the others",
-        )
-    probe = Probe(asked, engine, opened.tokenizer, opened.data)
-    run.steps = asked.step
-    engine.hooks.add(probe)
-    yield
-    if run.signal is None:
-        probe.finish(engine, opened.recipe, opened.folder)
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What is to be looked at; a file in the folder of the replay."""
-
-    step: int
-    layer: list[str] = field(default_factory=list)
-    """Patterns of modules and parameters that are looked at one by one."""
-    gradients: int = 64
-    """Rows whose own gradient is computed, those with the highest loss."""
-    without: list[int] = field(default_factory=list)
-    """Rows, from 1, that the step is tried without."""
-    overrides: list[str] = field(default_factory=list)
-    """Other settings, `KEY=VALUE`, that it is tried with."""
-
-    @property
-    def varies(self) -> bool:
-        """Whether the step is to be tried otherwise."""
-        return bool(self.without or self.overrides)
-
-    def write(self, folder: Path) -> None:
-        write_atomically(folder / REPLAY_REQUEST, json.dumps(asdict(self)))
-
-    @classmethod
-    def read(cls, folder: Path) -> Asked:
-        """Return what the folder of a replay asks for."""
-        return cls(**read_json(folder / REPLAY_REQUEST))
-
-
 class Probe:
-    """Looks at one step; every rank has one. A hook (`titancli.engine.step`)."""
+    """Looks at one step, with which the run ends; every rank has one."""
 
-    def __init__(self, asked: Asked, engine: Engine, tokenizer: Any, data: Any) -> None:
+    def __init__(self, config: Config, *, engine: Engine, run: Run) -> None:
         """
         Raises:
             UsageError: nothing has the name that is asked for.
         """
-        self.asked = asked
+        self._config, self._engine, self._run = config, engine, run
         self.found: dict[str, Any] = {}
-        self._engine, self._tokenizer, self._data = engine, tokenizer, data
-        self._position = position(data)
+        self._position: dict[str, Any] | None = None
         """Where in the data the next step begins."""
-        self._names = modules_of(engine, asked.layer)
+        self._names = modules_of(engine, config.layers)
         self._rows: list[Row] = []
         self._batches: Sequence[Batch] = []
         self._loss: Any = None
         self._lr: float | None = None
         self._began: dict[str, Any] | None = None
         self._state: tuple[dict[str, Tensor], dict[str, Any]] | None = None
+
+    def run_start(self, step: int) -> None:
+        self._position = position(self._run.data)
 
     def around_backward(self, backward: Backward) -> None:
         """Look at what the step is about to be computed from. Collective.
@@ -120,7 +67,7 @@ class Probe:
             TitanError: the loop calls `forward_backward` more than once in a step.
             UsageError: the step is to be tried without a row that it does not have.
         """
-        if backward.step.number != self.asked.step:
+        if backward.step.number != self._config.step:
             return
         if self._batches:
             raise TitanError(
@@ -129,9 +76,9 @@ class Probe:
             )
         engine, batches = self._engine, backward.batches
         self._batches, self._loss, self._began = batches, backward.loss, self._position
-        if self.asked.varies:
+        if self._is_varied:
             self._state = _state_of(engine)
-        with watched(engine, self._names, plainly=bool(self.asked.layer)) as activations:
+        with watched(engine, self._names, plainly=bool(self._config.layers)) as activations:
             mine = [row for k, batch in enumerate(batches) for row in self._rows_of(engine, k, batch)]
         gathered: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, (engine.mesh.dp_rank, mine, numbers_of(activations)))
@@ -143,21 +90,26 @@ class Probe:
         self.found["activations"] = added([numbers for _, _, numbers in gathered])
         self._gradients(backward)
 
+    @property
+    def _is_varied(self) -> bool:
+        """Whether the step is to be tried otherwise."""
+        return bool(self._config.without or self._config.overrides)
+
     def _check_rows(self) -> None:
-        if self.asked.without and "targets" not in self._batches[0]:
+        if self._config.without and "targets" not in self._batches[0]:
             raise UsageError("--without: the rows of this run have no targets to leave out")
-        if any(row > len(self._rows) for row in self.asked.without):
+        if any(row > len(self._rows) for row in self._config.without):
             raise UsageError(
                 f"the step has the rows 1 to {len(self._rows)}", hint="use --without with one of these"
             )
         unit = self._batches[0].unit
-        gone = {(row - 1) // unit for row in self.asked.without}
+        gone = {(row - 1) // unit for row in self._config.without}
         if gone and not any(row["targets"] for row in self._rows if (row["row"] - 1) // unit not in gone):
             raise UsageError("--without: nothing to learn from would be left of the step")
 
     def _rows_of(self, engine: Engine, number: int, batch: Batch) -> Iterator[Row]:
         """The rows of this rank in one micro-batch."""
-        hashes = row_hashes(batch.to(engine.device)).tolist()
+        hashes = row_hashes(batch)
         about = {"micro_batch": number, "dp_rank": engine.mesh.dp_rank, "gradient_norm": None}
         texts = "targets" in batch and "tokens" in batch
         log_probs = engine.forward(batch).cpu() if texts else torch.zeros(batch.rows, 0)
@@ -175,12 +127,13 @@ class Probe:
                         "loss": _mean(log_probs[b, begin:end], counted[begin:end]),
                         "text": self._text(tokens[begin:end].tolist()),
                     }
-                    for begin, end in _documents(tokens, ids, getattr(self._tokenizer, "eos_id", None))
+                    for begin, end in _documents(tokens, ids, getattr(self._run.tokenizer, "eos_id", None))
                 ]
             yield found
 
     def _text(self, ids: list[int]) -> str:
-        return " ".join(map(str, ids)) if self._tokenizer is None else str(self._tokenizer.decode(ids))
+        tokenizer = self._run.tokenizer
+        return " ".join(map(str, ids)) if tokenizer is None else str(tokenizer.decode(ids))
 
     def _gradients(self, backward: Backward) -> None:
         """The norm of the gradient of each row's loss, those with the highest loss first; rows that belong
@@ -191,17 +144,18 @@ class Probe:
         units = [self._rows[i : i + unit] for i in range(0, len(self._rows), unit)]
         units.sort(key=lambda own: -max(_high(row["loss"]) for row in own))
         parameters = [parameter for _, parameter in engine.trained_parameters()]
-        for own in units[: self.asked.gradients]:
+        for own in units[: self._config.gradients]:
             alone = _masked(self._batches[own[0]["micro_batch"]], keep=_places(own, engine))
             backward.compute([alone])
-            norm = float(total_norm(parameters, engine.device, engine.mesh.pp_group))
+            gradients = [parameter.grad for parameter in parameters]
+            norm = float(norm_of(gradients, engine.device, engine.mesh.pp_group))
             backward.forget()
             for row in own:
                 row["gradient_norm"] = norm
 
     def gradients_ready(self, step: Step) -> None:
         """Look at the gradients of the step, and at what the guard judges by. Collective."""
-        if step.number != self.asked.step:
+        if step.number != self._config.step:
             return
         engine, weight = self._engine, float(step.weight)
         self._lr = step.lr_given
@@ -218,15 +172,16 @@ class Probe:
         self.found["guard"] = None if engine.guard is None else engine.guard.view()
 
     def step_applied(self, step: Step) -> None:
-        """Take the step's numbers, and what it has changed. Collective."""
-        if step.number == self.asked.step:
+        """Take the step's numbers, and what it has changed; the run ends with it. Collective."""
+        if step.number == self._config.step:
             numbers: dict[str, Any] = {"loss": step.average, "grad_norm": step.norm, "lr": step.lr}
             self.found["done"] = {
                 **{name: float(value) for name, value in numbers.items()},
                 "skipped": step.skipped is not None and bool(step.skipped > 0),
                 "loss_after": self._loss_after(self._engine),
             }
-        self._position = position(self._data)
+            self._run.end_early(f"step {step.number} has been looked at")
+        self._position = position(self._run.data)
 
     def _loss_after(self, engine: Engine) -> float:
         return float(engine.evaluate(self._tried(engine), self._loss)["loss"])
@@ -234,9 +189,9 @@ class Probe:
     def _tried(self, engine: Engine) -> Sequence[Batch]:
         """The step's batches without the rows that it is tried without, and those that belong to them."""
         unit = self._batches[0].unit
-        if not self.asked.without:
+        if not self._config.without:
             return self._batches
-        gone = {(row - 1) // unit for row in self.asked.without}
+        gone = {(row - 1) // unit for row in self._config.without}
         rows = [row for row in self._rows if (row["row"] - 1) // unit not in gone]
         return [
             _masked(batch, keep=_places([row for row in rows if row["micro_batch"] == k], engine))
@@ -245,28 +200,31 @@ class Probe:
 
     # ------------------------------------------------------------------------------------------- afterwards
 
-    def finish(self, engine: Engine, recipe: Recipe, folder: RunFolder) -> None:
+    def run_end(self, why: str) -> None:
         """Find where the rows come from, try the step otherwise if asked, and write what was found.
         Collective.
 
         Raises:
             TitanError: the run did not come to the step; or what is to be tried does not fit its state.
         """
+        engine, run = self._engine, self._run
+        if not run.has_ended or run.folder is None:
+            return
         if "done" not in self.found:
-            raise TitanError(f"the replay ended before step {self.asked.step}: {engine.step} steps were done")
-        if self.asked.varies and self._state is not None:
-            engine.close()  # there may be no room for two
-            other = load_recipe(folder.recipe_lock, self.asked.overrides).recipe
+            raise TitanError(f"the run ended before step {self._config.step}: {engine.step} steps were done")
+        if self._state is not None:
+            _free(engine)
+            other = load_recipe(RunFolder(run.folder).recipe_lock, self._config.overrides).recipe
             with Engine.build(other, device=engine.device) as tried:
                 _restore(tried, *self._state)
                 self.found["tried"] = self._try(tried)
         if dist.get_rank() == 0:
             try:
-                self._find_sources(recipe)
+                self._find_sources()
             except TitanError as error:
                 logger.warning("where the rows come from is not known: %s", error)
             found = plain({**self.found, "rows": self._rows})
-            write_atomically(folder.path / REPLAY_RESULT, json.dumps(found))
+            write_atomically(run.folder / RESULT, json.dumps(found))
 
     def _try(self, engine: Engine) -> dict[str, Any]:
         before = _skipped(engine)
@@ -279,14 +237,15 @@ class Probe:
             "loss_after": self._loss_after(engine),
         }
 
-    def _find_sources(self, recipe: Recipe) -> None:
+    def _find_sources(self) -> None:
         """Where in the data each row begins: read once more, row by row, from where the step began."""
-        if self._began is None:
+        recipe = self._run.recipe
+        if self._began is None or recipe is None:
             return
         unit = self._batches[0].unit
         dataset = build(
             recipe.dataset,
-            tokenizer=self._tokenizer,
+            tokenizer=self._run.tokenizer,
             seq_len=recipe.training.seq_len,
             rows=unit,
             dp_rank=0,
@@ -296,7 +255,7 @@ class Probe:
         dataset.load_state_dict(self._began)
         before = dataset.state_dict()
         for first, batch in zip(range(0, len(self._rows), unit), dataset, strict=False):
-            for row, own in zip(self._rows[first : first + unit], row_hashes(batch).tolist(), strict=True):
+            for row, own in zip(self._rows[first : first + unit], row_hashes(batch), strict=True):
                 if own == row["hash"]:
                     known = {k: v for k, v in before.items() if k not in ("version", "data")}
                     row["position"] = known
@@ -345,6 +304,16 @@ def _restore(engine: Engine, kept: dict[str, Tensor], counters: dict[str, Any]) 
         engine.guard.load_state(counters["guard"])
 
 
+def _free(engine: Engine) -> None:
+    """Close an engine and release its memory, whoever may still refer to it: there may be no room for two."""
+    tensors, _ = engine.live_state()
+    engine.close()
+    for name, tensor in tensors.items():
+        storage = _local(tensor).untyped_storage()
+        if storage.resizable() and not name.startswith(f"{PART}."):
+            storage.resize_(0)
+
+
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -354,6 +323,14 @@ def _skipped(engine: Engine) -> float:
 
 
 # ----------------------------------------------------------------------------------------------- the rows
+
+
+def row_hashes(batch: Batch) -> list[int]:
+    """Return a hash of each row: of its tokens and targets, or of everything where it has none. Positions and
+    what a loss has added are left out."""
+    names = [name for name in ("tokens", "targets") if name in batch] or sorted(batch)
+    parts = [batch[name].cpu().reshape(batch.rows, -1).contiguous().view(torch.uint8) for name in names]
+    return [xxhash.xxh3_64_intdigest(row.numpy().tobytes()) for row in torch.cat(parts, dim=1)]
 
 
 def _places(rows: Sequence[Row], engine: Engine) -> list[int]:
