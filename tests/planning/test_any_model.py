@@ -113,7 +113,7 @@ def test_a_model_whose_step_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     # A run that is out of memory has its own error to tell.
     found = recipe()
     assert out_of_memory.advice(found, found.degrees(2), "NVIDIA H100") is None
-    assert out_of_memory.told(found, found.degrees(2), "NVIDIA H100", {}) == ""
+    assert out_of_memory.memory_report(found, found.degrees(2), "NVIDIA H100", {}) == ""
 
 
 def test_what_failed_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:

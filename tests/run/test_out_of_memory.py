@@ -13,7 +13,7 @@ from tests.run.conftest import Finished
 from titancli.engine.runners import WholeModel
 from titancli.layout.degrees import Degrees
 from titancli.observe.phases import phase
-from titancli.planning.out_of_memory import advice, told
+from titancli.planning.out_of_memory import advice, memory_report
 from titancli.recipe import load_recipe
 
 CUDA_SAYS = (
@@ -66,7 +66,7 @@ def test_the_advice_saves_memory_on_a_device_of_any_size() -> None:
     for device in ("NVIDIA H100 80GB HBM3", "Some Accelerator 9"):
         change = advice(recipe, degrees, device)
         assert change is not None and "=" in change and "estimate:" in change
-    assert "parameters" in told(recipe, degrees, "NVIDIA H100 80GB HBM3", {})
+    assert "parameters" in memory_report(recipe, degrees, "NVIDIA H100 80GB HBM3", {})
 
 
 def test_the_phase_of_an_error_is_the_innermost_one() -> None:

@@ -1,4 +1,5 @@
-"""The configs of optimizers and learning rate schedules. Torch-free; the code is in the files beside this."""
+"""Configs of the optimizers and learning rate schedules. Torch-free; the code is in the files beside this
+one."""
 
 from __future__ import annotations
 
@@ -35,13 +36,13 @@ class AdamW:
     rounds_stochastically: ClassVar[bool] = True
 
     def state_bytes(self, stored: int) -> float:
-        """For `titan plan`: bytes of state of each number of a parameter that is stored in `stored` bytes."""
+        """Return the bytes of optimizer state per parameter element, for `titan plan`."""
         return 2.0 * {"float32": 4, "bfloat16": 2}[self.state_dtype]
 
 
 @section
 class ScheduleConfig:
-    """What the config of every schedule has."""
+    """Fields shared by the configs of all schedules."""
 
     total_steps: Annotated[int, Gt(0)] | None = None
     """Length of the schedule in steps; None: training.steps."""
@@ -49,7 +50,7 @@ class ScheduleConfig:
 
 @component("schedule", "wsd", target="titancli.optimizers.schedule:build")
 class WarmupStableDecay(ScheduleConfig):
-    """Warm-up, stable phase, decay (arXiv 2404.06395). After its end the rate stays as it is."""
+    """Warm-up, stable phase, decay (arXiv 2404.06395). After the decay the learning rate stays constant."""
 
     warmup_steps: Annotated[int, Ge(0)] = 200
     """Linear warm-up steps; capped at the length of the schedule."""
@@ -62,16 +63,16 @@ class WarmupStableDecay(ScheduleConfig):
     """Final learning rate as a fraction of the peak."""
 
     def phases(self, steps: int) -> tuple[int, int]:
-        """Return the warm-up and decay steps of a schedule of so many steps.
+        """Return the numbers of warm-up and decay steps in a schedule of `steps` steps.
 
-        Warm-up takes no more than there are, and decay what that leaves, as in torchtitan.
+        Warm-up is capped at `steps`, and decay at what warm-up leaves, as in torchtitan.
         """
         warmup = min(self.warmup_steps, steps)
         share = steps if self.decay_ratio is None else round(steps * self.decay_ratio)
         return warmup, min(share, steps - warmup)
 
     def remarks(self, steps: int) -> Iterator[str]:
-        """Yield a sentence for each phase that is shorter than its field says."""
+        """Yield a sentence for each phase that is shorter than configured."""
         of = "training.steps" if self.total_steps is None else "lr_scheduler.total_steps"
         warmup, decay = self.phases(steps)
         if warmup < self.warmup_steps:

@@ -1,4 +1,4 @@
-"""AdamW: torch's where parameters and state are float32, our own step where either is bfloat16."""
+"""AdamW: torch's own where parameters and state are float32, titan's step where either is bfloat16."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from titancli.optimizers.rounding import indices, place_of, random_halves, salt_
 from titancli.protocols import Role
 
 CHUNK, PIECES = 2**18, 256
-"""Numbers that a CPU updates at a time, so that what lies between stays in its cache; more where there would
-be too many pieces, each of which costs a dry run as much as any."""
+"""Elements updated at a time on a CPU, so that intermediates stay in its cache. Tensors of more than CHUNK
+* PIECES elements use larger chunks, because a dry run pays a fixed cost per chunk."""
 SIZES = 64
-"""Of parameters, at most, for each of which a kernel is compiled; torch's own limit is 8."""
+"""Maximum number of distinct parameter sizes with a compiled kernel each; torch's default is 8."""
 
 
 def build(
@@ -30,11 +30,11 @@ def build(
     named_parameters: list[tuple[str, nn.Parameter]],
     roles: Mapping[str, Role] | None = None,
 ) -> torch.optim.Optimizer:
-    """An optimizer with one group that decays and, where `no_decay` names some, one that does not.
+    """Build the optimizer, with a second parameter group for the parameters that `no_decay` matches.
 
     Raises:
-        RecipeError: a pattern of `no_decay` matches no parameter of the whole model, or `lr` is no finite
-            number of 0 or more (which a recipe's text cannot say, and a script can).
+        RecipeError: a pattern of `no_decay` matches no parameter of the whole model, or `lr` is negative or
+            not finite (possible from a script, not from a recipe file).
     """
     if not (math.isfinite(config.lr) and config.lr >= 0):
         raise RecipeError(f"optimizer.lr is {config.lr}, but a learning rate must be finite and at least 0")
@@ -65,23 +65,23 @@ def build(
 
 
 class MixedAdamW(torch.optim.Optimizer):
-    """AdamW whose parameters and moments may each be float32 or bfloat16; the arithmetic is float32.
+    """AdamW whose parameters and moments may each be float32 or bfloat16, with float32 arithmetic.
 
-    torch's own steps refuse float32 parameters with bfloat16 moments, and give bfloat16 parameters bfloat16
-    moments whether wanted or not; and they round to nearest, under which small changes are lost for ever.
-    Here what is stored in bfloat16 is rounded stochastically (`titancli.optimizers.rounding`). With `fused` a
-    GPU does each parameter in one compiled kernel, in which every number is read and written once.
-    (torch 2.13's fused kernel takes bfloat16 moments too, and rounds them to nearest.)
+    torch's own steps reject float32 parameters with bfloat16 moments, always give bfloat16 parameters
+    bfloat16 moments, and round to nearest, which loses small updates for good. Here, bfloat16 values are
+    rounded stochastically (`titancli.optimizers.rounding`). With `fused`, a GPU updates each parameter in one
+    compiled kernel that reads and writes every element once. (torch 2.13's fused kernel accepts bfloat16
+    moments too, but rounds them to nearest.)
 
-    As with torch's fused steps, gradients are divided by `grad_scale`, and nothing moves where `found_inf` is
-    1.0, both scalars on a device, or None. Nothing is read to the host.
+    As with torch's fused steps, gradients are divided by `grad_scale`, and the step is skipped where
+    `found_inf` is 1.0; both are device scalars or None. The step never synchronizes with the host.
 
     Args:
-        names: of the parameters in the plain model, for the random bits; None: their numbers.
+        names: each parameter's name in the plain model, which seeds its random bits; None: its index.
     """
 
     _step_supports_amp_scaling = True
-    """How torch says that an optimizer heeds `grad_scale` and `found_inf`."""
+    """torch's marker for an optimizer that honors `grad_scale` and `found_inf`."""
 
     def __init__(
         self,
@@ -106,7 +106,8 @@ class MixedAdamW(torch.optim.Optimizer):
             for number, parameter in enumerate(every)
         }
         self._places = {parameter: place_of(parameter) for parameter in every}
-        # Once for each. Kept by a function: of what the optimizer keeps itself, a run warns when it saves.
+        # Computed once per parameter. Cached by a function, because saving warns about unknown attributes of
+        # the optimizer.
         self._place_on_device = cache(partial(_place_on_device, self._salts, self._places))
 
     @torch.no_grad()
@@ -126,7 +127,7 @@ class MixedAdamW(torch.optim.Optimizer):
     def _begin(self, parameter: nn.Parameter) -> None:
         state = self.state[parameter]
         if not state:
-            # On the device, which alone knows of the last step whether it was skipped.
+            # On the device: only the device knows whether the last step was skipped.
             state["step"] = torch.zeros((), dtype=torch.float32, device=_local(parameter).device)
             state["exp_avg"] = torch.zeros_like(parameter, dtype=self.state_dtype)
             state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=self.state_dtype)
@@ -134,16 +135,17 @@ class MixedAdamW(torch.optim.Optimizer):
     def _rates(
         self, group: dict[str, Any], parameters: list[nn.Parameter]
     ) -> Iterator[tuple[nn.Parameter, _Rates, Tensor]]:
-        """Count a step of these parameters; of each the rates and a salt, scalars on its device."""
+        """Advance the step counts; yield each parameter with its rates and a salt, all scalars on its
+        device."""
         if not parameters:
             return
         counts = [self.state[parameter]["step"] for parameter in parameters]
         scale, wrong = (_on(counts[0], given) for given in (self.grad_scale, self.found_inf))
-        # As a list: a single tensor would be read to the host.
+        # As a list: a single tensor would be copied to the host.
         torch._foreach_add_(counts, 1.0 if wrong is None else [1.0 - wrong] * len(counts))
         steps = torch.stack(counts).double()
         beta1, beta2 = group["betas"]
-        # A number that changes from step to step is a tensor: else it would be compiled in, again at each.
+        # A number that changes every step must be a tensor; a constant would trigger recompilation.
         decay = torch.full_like(counts[0], 1 - group["lr"] * group["weight_decay"])
         sizes = (group["lr"] / (1 - beta1**steps)).float().unbind()
         corrections = (1 - beta2**steps).float().unbind()
@@ -156,7 +158,7 @@ class MixedAdamW(torch.optim.Optimizer):
         state, grad = self.state[parameter], parameter.grad
         tensors = tuple(map(_local, (parameter, grad, state["exp_avg"], state["exp_avg_sq"])))
         if not tensors[0].numel():
-            return  # of a parameter that is cut for more ranks than it has rows
+            return  # a parameter sharded over more ranks than it has rows
         flat = [tensor.reshape(-1) for tensor in tensors]
         beta1, beta2 = group["betas"]
         fixed = (beta1, beta2, group["eps"])
@@ -170,7 +172,7 @@ class MixedAdamW(torch.optim.Optimizer):
             weight, gradient, first, second = (tensor[start : start + size] for tensor in flat)
             _update_(weight, gradient, first, second, rates, *fixed, salt, *place, start)
         for tensor, changed in zip(tensors, flat, strict=True):
-            if not tensor.is_contiguous() and tensor is not tensors[1]:  # then what was changed is a copy
+            if not tensor.is_contiguous() and tensor is not tensors[1]:  # reshape made a copy
                 tensor.copy_(changed.view(tensor.shape))
 
     def _in_one_kernel(self, tensors: Sequence[Tensor]) -> bool:
@@ -178,21 +180,21 @@ class MixedAdamW(torch.optim.Optimizer):
 
 
 class _Rates(NamedTuple):
-    """Of one parameter in one step: fp32 scalars on its device."""
+    """Factors for one parameter in one step: float32 scalars on its device."""
 
     decay: Tensor
-    """What the weight is multiplied by."""
+    """Factor on the weight, for decoupled weight decay."""
     size: Tensor
-    """The learning rate over the first moment's bias correction."""
+    """Learning rate divided by the first moment's bias correction."""
     correction: Tensor
-    """The second moment's bias correction."""
+    """Second moment's bias correction."""
     scale: Tensor | None
-    """What the gradient is divided by."""
+    """Divisor of the gradient."""
     wrong: Tensor | None
     """1.0 where the step is skipped, else 0.0."""
 
     def given(self) -> _Rates:
-        """With all of them: one graph for steps that are given these two and for those that are not."""
+        """Return the rates with defaults for `scale` and `wrong`, so that all steps share one graph."""
         scale = torch.ones_like(self.decay) if self.scale is None else self.scale
         return self._replace(
             scale=scale, wrong=torch.zeros_like(self.decay) if self.wrong is None else self.wrong
@@ -214,13 +216,14 @@ def _update_(
     steps: Any,
     start: int,
 ) -> None:
-    """One step of numbers of one parameter, in place; all tensors have one dimension.
+    """Update elements of one parameter in place; all tensors are one-dimensional.
 
     Args:
-        step_salt, name_salt, offset, steps, start: for the random bits, see `titancli.optimizers.rounding`.
+        step_salt, name_salt, offset, steps, start: inputs of the random bits, see
+            `titancli.optimizers.rounding`.
     """
     gradient = gradient.float() if rates.scale is None else gradient.float().div(rates.scale)
-    copy = partial(torch.Tensor.to, dtype=torch.float32, copy=True)  # a skipped step needs what was there
+    copy = partial(torch.Tensor.to, dtype=torch.float32, copy=True)  # a skipped step needs the old values
     mean = copy(first).lerp_(gradient, 1 - beta1)
     square = copy(second).mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
     denominator = square.div(rates.correction).sqrt_().add_(eps)
@@ -236,7 +239,7 @@ def _update_(
 
 @cache
 def _compiled_update() -> Callable[..., None]:
-    # A graph for each size: kernels for any size know of no alignment, and are several times as slow.
+    # One graph per size: kernels for dynamic sizes cannot assume alignment and are several times slower.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, SIZES)
     return torch.compile(_update_, dynamic=False, fullgraph=True)
 
@@ -244,7 +247,7 @@ def _compiled_update() -> Callable[..., None]:
 def _place_on_device(
     salts: Mapping[nn.Parameter, int], places: Mapping[nn.Parameter, Any], parameter: nn.Parameter
 ) -> tuple[Any, ...]:
-    """Salt, offset and steps as scalars on the device, filled there: to copy them would wait."""
+    """Return salt, offset and steps as device scalars, filled on the device to avoid a synchronizing copy."""
     offset, steps = places[parameter]
     device = _local(parameter).device
     salt, first, *rest = (
@@ -255,7 +258,7 @@ def _place_on_device(
 
 
 def _on(like: Tensor, scalar: Tensor | None) -> Tensor | None:
-    """A scalar on the device of another; only parameters that lie on the host have it copied."""
+    """Return a scalar on the device of `like`; only parameters on the host need a copy."""
     return None if scalar is None else scalar.to(like.device, non_blocking=like.is_cuda)
 
 

@@ -9,9 +9,9 @@ from torch import nn
 
 
 class Nothing(torch.optim.Optimizer):
-    """Steps without parameters: a pipeline stage may have none to train, where adapters are on other stages.
+    """An optimizer without parameters, for a pipeline stage whose parameters are all frozen.
 
-    torch's own optimizers refuse an empty list.
+    torch's own optimizers reject an empty list.
     """
 
     def __init__(self, lr: float) -> None:

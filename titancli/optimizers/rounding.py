@@ -1,10 +1,11 @@
-"""Stochastic rounding to bfloat16, with random bits that follow from names and places alone.
+"""Stochastic rounding to bfloat16, with random bits derived only from a parameter's name, the step and
+positions.
 
-To nearest, a number that changes by less than half of bfloat16's last digit (0.2 to 0.4 %) does not change at
-all, however often: a second moment under beta2 = 0.999 never decays, and a weight under a small learning rate
-stands still. Rounded up as often as what is cut off is large, both move as in float32 on average (arXiv
-2010.06192). The bits are a hash of (name, step, place in the whole tensor): there is no state to save, no
-generator to share, and replicas and other layouts round alike.
+Rounding to nearest drops any change smaller than half of bfloat16's last digit (0.2 to 0.4 %), however often
+it recurs: a second moment under beta2 = 0.999 never decays, and a weight under a small learning rate stands
+still. Rounding up with a probability equal to the fraction that is cut off makes both move as in float32 on
+average (arXiv 2010.06192). The bits are a hash of (name, step, position in the whole tensor), so there is no
+state to save and no generator to share, and replicas and other layouts round alike.
 """
 
 from __future__ import annotations
@@ -18,27 +19,27 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 FIRST, SECOND, THIRD = 0x7FEB352D, 0x846CA68B - 2**32, 0x9E3779B1 - 2**32
-"""Odd factors, as int32: those of the hash lowbias32 (https://nullprogram.com/blog/2018/07/31), and
-2**32 over the golden ratio."""
+"""Odd factors, as int32: those of the hash lowbias32 (https://nullprogram.com/blog/2018/07/31), and 2**32
+divided by the golden ratio."""
 HALF = 0xFFFF
 
 
 class Place(NamedTuple):
-    """Where the part of a tensor that a rank has lies in the whole."""
+    """Position of a rank's shard in the whole tensor."""
 
     offset: int
-    """Of its first number, modulo 2**32, as int32."""
+    """Flat index of the shard's first element, modulo 2**32, as int32."""
     steps: tuple[int, int, int, int] | None
-    """What is needed to find the others, see `indices`; None: they follow one after the other."""
+    """Strides for the other elements, see `indices`; None: the shard is contiguous in the whole tensor."""
 
 
 def salt_of(text: str) -> int:
-    """A random int32 for a name."""
+    """Return a pseudorandom int32 for a name."""
     return _int32(xxhash.xxh32_intdigest(text.encode()))
 
 
 def place_of(parameter: Tensor) -> Place:
-    """The place of this rank's part of a parameter: a block of it."""
+    """Return the position of this rank's shard of a parameter, which is a rectangular block."""
     if not isinstance(parameter, DTensor):
         return Place(0, None)
     from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -46,9 +47,9 @@ def place_of(parameter: Tensor) -> Place:
     from titancli.distributed.private import offsets_of
 
     whole = parameter.shape
-    with unset_fake_temporarily():  # in a dry run too it reads numbers
+    with unset_fake_temporarily():  # offsets are read to the host, even in a dry run
         starts = offsets_of(parameter)
-    # Dimensions that are whole are one with the dimension before them.
+    # Merge each unsharded dimension into the one before it.
     cut: list[tuple[int, int, int]] = []
     for size, part, start in zip(whole, parameter.to_local().shape, starts, strict=True):
         if cut and part == size:
@@ -67,7 +68,7 @@ def place_of(parameter: Tensor) -> Place:
 
 
 def indices(first: int, count: int, offset: Any, steps: Any, device: torch.device) -> Tensor:
-    """Of `count` numbers of a rank's part from `first` on, their places in the whole, modulo 2**32.
+    """Return the flat indices in the whole tensor of `count` shard elements from `first` on, modulo 2**32.
 
     Args:
         offset, steps: see `Place`; numbers, or scalars on the device.
@@ -82,12 +83,12 @@ def indices(first: int, count: int, offset: Any, steps: Any, device: torch.devic
 
 
 def random_halves(index: Tensor, name_salt: Any, step_salt: Any) -> Iterator[Tensor]:
-    """Three times 16 random bits for each number, int32.
+    """Yield three times 16 random bits per element, as int32.
 
     Args:
-        index: int32, its place in the whole tensor.
+        index: int32, each element's flat index in the whole tensor.
         name_salt: `salt_of` the name; a number, or an int32 scalar on the device.
-        step_salt: `scattered` of the step's number, the same.
+        step_salt: `scattered` of the step number; likewise.
     """
     x = index + step_salt
     x = (x ^ (x >> 16 & HALF)) * FIRST + name_salt
@@ -100,7 +101,7 @@ def random_halves(index: Tensor, name_salt: Any, step_salt: Any) -> Iterator[Ten
 
 
 def scattered(numbers: Tensor) -> Tensor:
-    """Random int32 for numbers, such as those of steps: the hash lowbias32 of each."""
+    """Return pseudorandom int32 for numbers such as step numbers: the hash lowbias32 of each."""
     x = numbers * THIRD
     x = (x ^ (x >> 16 & HALF)) * FIRST
     x = (x ^ (x >> 15 & 0x1FFFF)) * SECOND
@@ -108,15 +109,14 @@ def scattered(numbers: Tensor) -> Tensor:
 
 
 def store(into: Tensor, values: Tensor, halves: Iterator[Tensor]) -> None:
-    """Write float32 values into a tensor of float32, or of bfloat16, rounded with the next of `halves`."""
+    """Write float32 values into a float32 tensor, or into a bfloat16 one, rounded with the next of
+    `halves`."""
     if into.dtype != torch.bfloat16:
         into.copy_(values)
         return
-    # Added to the digits that are cut off, the random ones carry as often as those are large.
+    # The sum carries into the kept digits with a probability equal to the fraction that is cut off.
     rounded = (values.view(torch.int32) + next(halves) & ~HALF).view(torch.float32)
-    into.copy_(
-        torch.where(values == values, rounded, values)
-    )  # the digits of a NaN could carry into the sign
+    into.copy_(torch.where(values == values, rounded, values))  # a carry could reach the sign bit of a NaN
 
 
 def _int32(number: int) -> int:

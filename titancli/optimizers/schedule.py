@@ -1,4 +1,4 @@
-"""The learning rate over a run: the schedule `wsd`, and any recipe's, checked. Torch-free."""
+"""The learning rate over a run: the schedule `wsd`, and any recipe's schedule, checked. Torch-free."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from titancli.recipe.schema import Recipe
 
 SAMPLES = 1000
-"""Steps of a run at which its schedule is tried before the run starts."""
+"""Steps at which a schedule is checked before the run starts."""
 
 
 def build(config: WarmupStableDecay, *, steps: int) -> Schedule:
     """Build a schedule of warm-up, stable phase and decay.
 
-    The first step already has a learning rate, and so has the last: decay would reach its end one step later.
+    Neither the first nor the last step has a factor of zero: decay would end one step after the last.
     """
     warmup, decay = config.phases(steps)
 
@@ -44,13 +44,14 @@ def build(config: WarmupStableDecay, *, steps: int) -> Schedule:
 
 
 def schedule_of(recipe: Recipe) -> Callable[[int], float]:
-    """Build a recipe's schedule, and try it at the first, the last and up to 1,000 more steps of the run.
+    """Build a recipe's schedule and check it at the first, the last and up to 1,000 further steps of the run.
 
     Returns:
-        The schedule; a step, counted from 0, at which it gives no factor is an error when it is used.
+        The factor on the learning rate as a function of the step, counted from 0. It raises PluginError at a
+            step where the schedule gives no valid factor.
 
     Raises:
-        PluginError: it cannot be built, or gives no factor.
+        PluginError: the schedule cannot be built, or gives an invalid factor.
     """
     config = recipe.lr_scheduler
     name = f"the schedule {current().full_name(type(config))}"

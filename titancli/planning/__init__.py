@@ -1,6 +1,8 @@
-"""What a recipe comes to on so many devices: memory, traffic, time. Computed from shapes; torch-free.
+"""Estimates of a recipe's memory, traffic and time on a given number of devices. Computed from shapes; needs
+no device.
 
-From the bottom: `workload` reads the recipe, `operations` says what a block computes and keeps, `memory`
-adds that up over a step, `pipeline` and `speed` find traffic and time, `estimate` puts it together and says
-whether it fits, `advice` looks for what would, `text` shows it.
+From the bottom up: `workload` reads the recipe; `blueprint`, `measure` and `trace` find what each kind of
+block computes and keeps; `memory` adds that up over a step; `pipeline` and `speed` estimate traffic and time;
+`estimate` puts it together and decides whether the recipe fits; `advice` looks for changes that make it fit;
+`text` prints the plan.
 """

@@ -1,6 +1,5 @@
-"""What would make a recipe fit: changes are tried one by one, then together, and the fastest that fits is
-named.
-"""
+"""Find the fastest change that makes a recipe fit: candidates are tried one at a time, then in
+combination."""
 
 from __future__ import annotations
 
@@ -18,39 +17,38 @@ from titancli.recipe.schema import Recipe
 from titancli.registry.defaults import OptimizerConfigDefaults, with_defaults
 
 MOST = 64
-"""Changes that are computed through, at most: the command answers within three seconds."""
+"""Maximum number of changes tried: the command should answer within three seconds."""
 ROUGHLY = 1.1
-"""By how much what is scaled may miss what fits."""
+"""Tolerance of scaled estimates: those within this factor of the limit are measured."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """Overrides that make a recipe another."""
+    """Overrides that turn a recipe into another."""
 
     overrides: tuple[str, ...]
     apply: Callable[[Recipe], Recipe]
     group: str
-    """Of two changes of one group only one is made."""
+    """At most one change of each group is made."""
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """What fits."""
+    """Changes that make a recipe fit, with the peak memory and speed they lead to."""
 
     overrides: list[str]
     peak: float
     """Bytes."""
     tokens_per_second: float | None
     slower: float | None
-    """By what share than the recipe as it is would be, if it fitted."""
+    """Speed lost relative to the unchanged recipe, if that fitted; 0.1 is 10 % slower."""
 
 
 def remedy(recipe: Recipe, found: Estimate) -> Remedy | None:
-    """The change that costs the least tokens a second of those that are tried; None where none of them
-    helps.
+    """Return the fastest of the changes that make the recipe fit; None if none of those tried does.
 
-    Each is scaled from `found` first, which makes it no slower than it is: the fastest are measured until no
-    other can be faster than one that fits.
+    Each candidate is first scaled from `found`, which never makes it look slower than it is. Then the most
+    promising are measured, until no other can be faster than one that fits.
     """
     tried = 0
     changes = list(_changes(recipe, found))
@@ -78,7 +76,7 @@ def remedy(recipe: Recipe, found: Estimate) -> Remedy | None:
 
 
 def _worth(found: Estimate) -> float:
-    """Tokens a second; where nobody tells the device's figures, the less memory the better."""
+    """Return tokens per second, or minus the peak memory if the device's speed is unknown."""
     return -found.worst.total if found.speed is None else found.speed.tokens_per_second
 
 
@@ -93,7 +91,7 @@ def _remedy(found: Estimate, other: Estimate, chosen: tuple[Change, ...]) -> Rem
 def _with(
     recipe: Recipe, found: Estimate, chosen: tuple[Change, ...], *, measured: bool = True
 ) -> Estimate | None:
-    """None where the changed recipe is no good one."""
+    """Estimate the changed recipe; None if it is invalid."""
     degrees = found.work.degrees
     changed = on(recipe, degrees)
     for change in chosen:
@@ -114,7 +112,7 @@ def _estimated(recipe: Recipe, degrees: Degrees, found: Estimate, measured: bool
 
 
 def ranks_that_fit(recipe: Recipe, found: Estimate) -> int | None:
-    """The least number of ranks, among doublings, that the recipe fits on as it is, shared by all of them."""
+    """Return the smallest world size, among doublings of `dp_shard`, that the unchanged recipe fits on."""
     degrees = found.work.degrees
     for times in (2, 4, 8, 16, 32, 64):
         more = dataclasses.replace(degrees, dp_shard=degrees.dp_shard * times)
@@ -128,9 +126,9 @@ def ranks_that_fit(recipe: Recipe, found: Estimate) -> int | None:
 
 
 def _changes(recipe: Recipe, found: Estimate) -> Iterator[Change]:
-    """The cheap ones first."""
+    """Yield the candidates, cheapest first."""
     work, degrees = found.work, found.work.degrees
-    # Rounded to nearest, a second moment does not decay.
+    # Only with stochastic rounding: rounded to nearest, a second moment does not decay.
     optimizer = with_defaults(OptimizerConfigDefaults, recipe.optimizer)
     if optimizer.rounds_stochastically and optimizer.state_dtype != "bfloat16":
         yield _field("optimizer", "state_dtype", "bfloat16")
@@ -147,7 +145,7 @@ def _changes(recipe: Recipe, found: Estimate) -> Iterator[Change]:
 
 
 def _keeping_the_batch(change: Change, whole: int) -> Change:
-    """With fewer data-parallel ranks a step takes more passes."""
+    """Keep the global batch size: with fewer data-parallel ranks, a step takes more passes."""
     rows = _section("training", "", global_batch_size=whole)
     return Change(
         (*change.overrides, *rows.overrides), lambda recipe: rows.apply(change.apply(recipe)), change.group
@@ -155,7 +153,7 @@ def _keeping_the_batch(change: Change, whole: int) -> Change:
 
 
 def _fewer_rows(recipe: Recipe, degrees: Degrees, whole: int) -> Iterator[Change]:
-    """At a time; the rows of a step stay, so more passes make it."""
+    """Yield smaller local batch sizes; the global batch stays the same, so a step takes more passes."""
     rows = recipe.training.local_batch_size
     while rows % 2 == 0 and degrees.pp == 1:
         rows //= 2
@@ -163,7 +161,7 @@ def _fewer_rows(recipe: Recipe, degrees: Degrees, whole: int) -> Iterator[Change
 
 
 def _meshes(degrees: Degrees) -> Iterator[Change]:
-    """Ranks taken from data parallelism, for a cut that leaves less on each."""
+    """Yield meshes that move ranks from data parallelism to dimensions that leave less on each rank."""
     for copies in range(degrees.dp_replicate - 1, 0, -1):
         if degrees.dp_replicate % copies == 0:
             shards = degrees.dp_shard * degrees.dp_replicate // copies
@@ -179,7 +177,7 @@ def _meshes(degrees: Degrees) -> Iterator[Change]:
 
 
 def _section(name: str, group: str, **values: Any) -> Change:
-    """Fields of a core section."""
+    """Return a change of fields of a core section."""
 
     def apply(recipe: Recipe) -> Recipe:
         section = dataclasses.replace(getattr(recipe, name), **values)
@@ -189,7 +187,7 @@ def _section(name: str, group: str, **values: Any) -> Change:
 
 
 def _field(slot: str, key: str, value: Any) -> Change:
-    """A field of a component."""
+    """Return a change of one field of a component."""
 
     def apply(recipe: Recipe) -> Recipe:
         config = dataclasses.replace(getattr(recipe, slot), **{key: value})
@@ -199,17 +197,17 @@ def _field(slot: str, key: str, value: Any) -> Change:
 
 
 def as_data(recipe: Recipe, found: Estimate | None) -> dict[str, Any] | None:
-    """The verdict as plain JSON; None where nothing was estimated."""
+    """Return the verdict as plain JSON; None if nothing was estimated."""
     if found is None:
         return None
     change = remedy(recipe, found) if found.fits is False else None
-    told = None
+    cheapest = None
     if change is not None:
-        told = {
+        cheapest = {
             "overrides": change.overrides,
             "peak_bytes": round(change.peak),
             "tokens_per_second": change.tokens_per_second,
             "slower": change.slower,
         }
     ranks = ranks_that_fit(recipe, found) if found.fits is False else None
-    return {"fits": found.fits, "change": told, "ranks": ranks}
+    return {"fits": found.fits, "change": cheapest, "ranks": ranks}

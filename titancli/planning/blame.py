@@ -1,5 +1,5 @@
-"""Whose fault it is that a step fails which is tried without a device: errors name the component of a plugin,
-with the lines of its code, or the recipe."""
+"""Errors of a step in a dry run, attributed to a plugin's component, with the lines of its code, or to the
+recipe."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ ELSEWHERE = (
     str(Path(traceback.__file__).parent),
     str(Path(__file__).parent),
 )
-"""Whose frames tell a reader nothing."""
+"""Files whose frames are left out of the report."""
 
 
 def blamed(error: Exception, recipe: Recipe, where: str) -> TitanError:
-    """Return the error to raise instead.
+    """Return the error to raise in place of `error`.
 
     Args:
-        where: the rank in words.
+        where: the rank, in words.
     """
     if isinstance(error, RecipeError):
         return RecipeError(
@@ -39,20 +39,20 @@ def blamed(error: Exception, recipe: Recipe, where: str) -> TitanError:
     if isinstance(error, TitanError):
         words = f"{error.message}, on {where}"
         for kind in (PluginError, EnvironmentProblem, UsageError):
-            if isinstance(error, kind):  # a class of a plugin's own may take other arguments
+            if isinstance(error, kind):  # a plugin's subclass may take other arguments
                 return kind(words, hint=error.hint)
         return _error(plugin, words, error.hint)
-    told = f"{type(error).__name__}: {error}".removesuffix(": ").partition("\n\n")[0]
+    cause = f"{type(error).__name__}: {error}".removesuffix(": ").partition("\n\n")[0]
     at = f"\n  at {steps[-1]}" if steps else ""
     if isinstance(error, UNKNOWABLE):
         return TitanError(
-            f"{where}: the step depends on tensor values, which do not exist in a dry run: {told}{at}",
+            f"{where}: the step depends on tensor values, which do not exist in a dry run: {cause}{at}",
             hint="shapes and branches must not depend on tensor values",
         )
     if plugin:
         trace = "".join(f"\n  {step}" for step in steps)
-        return PluginError(f"{where}: {plugin} failed in a step:{trace}\n  {told}")
-    return RecipeError(f"{where}: a step failed: {told}{at}", hint="use --traceback to see where")
+        return PluginError(f"{where}: {plugin} failed in a step:{trace}\n  {cause}")
+    return RecipeError(f"{where}: a step failed: {cause}{at}", hint="use --traceback to see where")
 
 
 def _error(plugin: str | None, message: str, hint: str | None) -> TitanError:
@@ -60,8 +60,8 @@ def _error(plugin: str | None, message: str, hint: str | None) -> TitanError:
 
 
 def _way(error: Exception, recipe: Recipe) -> tuple[str | None, list[str]]:
-    """The component of a plugin whose code the error came through last, if any; and the lines of code from
-    there on, or from the beginning, that are no library's."""
+    """Return the last plugin component whose code the error passed through, if any, and the lines of code
+    from there on (or from the start) that are not a library's."""
     packages = {}
     for _, config in components(recipe):
         info = component_info(config)

@@ -1,7 +1,8 @@
-"""A recipe's model on meta: how many blocks of which kinds it has, and what a rank has of one of each kind.
+"""A recipe's model on meta: how many blocks of which kinds it has, and a rank's shard of one block of each
+kind.
 
-Blocks of a kind are those whose modules, sizes and settings are equal; a kind is named by the number of its
-first block. Nothing here knows what a block is made of.
+Blocks whose modules, sizes and settings are equal are of one kind; a kind is named by the index of its first
+block. Nothing here knows what a block consists of.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ class Blueprint:
         self.size = sum(p.numel() for p in self.model.parameters())
         self.flops_per_token: float = self.model.flops_per_token(recipe.training.seq_len)
         self.known: dict[Any, Any] = {}
-        """What has been made of it: see `titancli.planning.workload.Workload`."""
+        """Cache of measurements, filled by `titancli.planning.workload.Workload`."""
         self.left_out: list[str] = []
-        """Converters that change what products compute with: a plan does without them."""
+        """Converters that change the arithmetic of matrix products; a plan ignores them."""
         for config in recipe.converters:
             converter = build(config, mesh=Degrees(), compile=False)
             if with_defaults(ConverterDefaults, converter).owns is None:
@@ -52,14 +53,15 @@ class Blueprint:
             first.setdefault(_likeness(block, number), number)
             for number, block in enumerate(self.model.layers.values())
         ]
-        """Of every block."""
+        """Kind of each block."""
         self.has_experts = bool(self.model.experts)
         self.ends = ends(self.model)
-        """The names, for pipeline stages, of what is before the blocks and after them."""
+        """Names, for pipeline stages, of the modules before and after the blocks."""
 
     @cached_property
     def few(self) -> Any:
-        """The model with the first block of each kind; or whole, if it cannot be taken apart so."""
+        """Return the model with only the first block of each kind, or the whole model if it cannot be
+        split."""
         if with_defaults(ModelDefaults, self.model).stage is not None:
             return self.model
         before, after = self.ends
@@ -69,7 +71,7 @@ class Blueprint:
 
 
 def _likeness(module: nn.Module, number: int) -> Any:
-    """What is equal for two blocks that compute the same. What is a block's number is its name alone."""
+    """Return a key that is equal for blocks that compute the same. A block's own index is not part of it."""
     own = tuple(
         (name, value if isinstance(value, Hashable) else repr(value))
         for name, value in vars(module).items()
@@ -90,7 +92,7 @@ def _is_setting(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Parameter:
-    """What tensor and expert parallelism leave of a parameter on a rank."""
+    """A parameter's shard on a rank under tensor and expert parallelism."""
 
     shape: tuple[int, ...]
     is_expert: bool
@@ -99,16 +101,16 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Cut:
-    """The few blocks of a blueprint, and what is around them, as a rank has them."""
+    """One block of each kind and the modules around the blocks, as they are on a rank."""
 
     model: Any
     blocks: dict[int, nn.Module]
-    """By kind."""
+    """Blocks by kind."""
     front: tuple[Parameter, ...]
     back: tuple[Parameter, ...]
-    """Without those that the front has as well."""
+    """Parameters after the blocks, except those shared with the front."""
     parameters: dict[int, tuple[Parameter, ...]]
-    """Of a block, by kind."""
+    """Parameters of a block, by kind."""
     tied: int
     """Bytes of the parameters that front and back share."""
 
@@ -124,12 +126,13 @@ class Precision:
 def cut(
     blueprint: Blueprint, recipe: Recipe, degrees: Degrees, device: str, dtype: torch.dtype, recompute: str
 ) -> Cut:
-    """Cut a copy of the blueprint by the recipe's own plan, without FSDP2 and compile, which are computed.
+    """Shard a copy of the blueprint by the recipe's parallelize plan, without FSDP2 and compile, which are
+    computed.
 
     Args:
-        device: that it is to run on, "cpu" or "cuda".
-        dtype: of its parameters.
-        recompute: what activation checkpointing does with each block: "none", "full" or an operation's name
+        device: the device it would run on, "cpu" or "cuda".
+        dtype: dtype of its parameters.
+        recompute: how activation checkpointing treats each block: "none", "full" or an operation's name
             (`activation_checkpoint.selective_ac_option`).
     """
     section = ActivationCheckpoint(mode="selective", selective_ac_option=recompute)
@@ -178,8 +181,8 @@ def cut(
 
 
 def _make_plain(model: nn.Module) -> None:
-    """Put plain tensors in the place of those that know of other ranks."""
-    made: dict[int, nn.Parameter] = {}  # a tied one stays one
+    """Replace parameters that know of other ranks by plain ones."""
+    made: dict[int, nn.Parameter] = {}  # keyed by id, so that tied parameters stay tied
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is None:
@@ -191,7 +194,7 @@ def _make_plain(model: nn.Module) -> None:
 
 
 def _pass_by(blocks: Iterable[nn.Module], measured: Iterable[nn.Module]) -> None:
-    """Have blocks do nothing, and return as much as those that are measured."""
+    """Make blocks pass their input through, with as many outputs as the measured blocks return."""
     returned: list[int] = [0]
 
     def count(block: nn.Module, args: Any, out: Any) -> None:

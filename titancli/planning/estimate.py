@@ -1,4 +1,4 @@
-"""All that `titan plan` says of a recipe on so many ranks, as plain data."""
+"""The estimate for a recipe on a given number of ranks, as plain data."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from titancli.recipe.schema import Recipe
 from titancli.registry.component import component_info
 
 CONTEXT = 2 * 2**30
-"""Bytes of a GPU outside of torch's allocator: CUDA's context, NCCL's buffers."""
+"""Bytes of GPU memory outside torch's allocator: CUDA's context, NCCL's buffers."""
 RESERVED = 0.27
-"""Bytes that torch's allocator reserves beyond the estimate, for each that comes and goes in a step:
-parameters and optimizer state are taken once, and stay. It is the most of the published runs in docs/plan.md,
-which tests/planning/test_published.py has: 0.17 to 0.27, and less than none of one that is estimated too
-high."""
+"""Bytes that torch's allocator reserves beyond the estimate, per byte that comes and goes in a step
+(parameters and optimizer state are allocated once and stay). The maximum over the published runs in
+docs/plan.md, listed in tests/planning/test_published.py: 0.17 to 0.27, and below zero for one run that is
+overestimated."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of a described model."""
+    """The estimate for a model that takes rows of tokens."""
 
     work: Workload
     ranks: list[RankMemory]
-    """Of every rank of the pipeline."""
+    """Memory of every pipeline rank."""
 
-    # What does not fit is not asked how fast it is: most of what `advice.remedy` tries.
+    # Lazy: `advice.remedy` tries many recipes that do not fit, and never needs their speed.
     @cached_property
     def flows(self) -> list[Flow]:
-        """Of the rank that needs most memory."""
+        """Return the collectives of the rank with the highest peak memory."""
         return flows(self.work, self.worst.pp_rank)
 
     @cached_property
@@ -50,13 +50,15 @@ class Estimate:
 
     @property
     def reserve(self) -> float:
-        """Bytes that the allocator takes beyond those of tensors, on the rank where these are most."""
+        """Return the bytes that the allocator takes beyond those of tensors, on the rank where these are
+        highest."""
         moving = [rank.total - rank.classes["parameters"] - rank.classes["optimizer"] for rank in self.ranks]
         return RESERVED * max(moving)
 
     @property
     def limit(self) -> float | None:
-        """Bytes that tensors may take beside `reserve`; None where nobody tells."""
+        """Return the bytes available to tensors, without `reserve`; None if the device's memory is
+        unknown."""
         memory = self.work.device.memory
         return None if memory is None else memory - CONTEXT - self.reserve
 
@@ -68,15 +70,15 @@ class Estimate:
 def estimate(
     recipe: Recipe, degrees: Degrees, device: Device, *, like: Workload | None = None, measured: bool = True
 ) -> Estimate | None:
-    """Return what a recipe takes that `check_world` has found to fit its ranks; None for a model that takes
-    something else than rows of tokens.
+    """Estimate a recipe that `check_world` accepts; None for a model that takes other inputs than rows of
+    tokens.
 
     Args:
-        like: of the same model.
-        measured: whether what its parts take is measured, or with `like` scaled from there.
+        like: the workload of another recipe with the same model, whose blueprint is reused.
+        measured: whether to measure the parts, or to scale their measurements from `like`.
 
     Raises:
-        TitanError: a step of the model fails; it names the component.
+        TitanError: a step of the model fails; the error names the component.
     """
     try:
         blueprint = Blueprint(recipe) if like is None else like.blueprint
@@ -91,9 +93,9 @@ def estimate(
 
 
 def as_data(recipe: Recipe, degrees: Degrees, device: Device, found: Estimate | None) -> dict[str, Any]:
-    """The document of `titan plan --json`, without what would make it fit."""
+    """Return the document of `titan plan --json`, without the verdict."""
     name = component_info(recipe.model).name
-    told = {
+    document = {
         "recipe": recipe.name,
         "model": name,
         "gpu": device.name,
@@ -111,10 +113,10 @@ def as_data(recipe: Recipe, degrees: Degrees, device: Device, found: Estimate | 
         "speed": None,
     }
     if found is None:
-        return told
+        return document
     work = found.work
     flops = work.blueprint.flops_per_token
-    return told | {
+    return document | {
         "notes": assumed(recipe, work.blueprint),
         "parameters": {"model": work.blueprint.size, "rank": round(found.worst.parameters)},
         "memory": _memory(found),
@@ -144,13 +146,13 @@ def _memory(found: Estimate) -> dict[str, Any]:
 
 
 def _copies(recipe: Recipe, work: Workload) -> dict[str, Any] | None:
-    """Of the state in the memory of nodes: `titancli.checkpoint.peers`."""
+    """Return the size of the copies of the state in the memory of nodes, see `titancli.checkpoint.peers`."""
     if not recipe.checkpoint.enable or not recipe.checkpoint.peer_interval:
         return None
     from titancli.checkpoint.peers.memory import KEPT
 
     nodes = -(-work.degrees.world // work.device.node)
-    states = min(2, nodes)  # its own ranks', and those of the node before it
+    states = min(2, nodes)  # its own ranks' state, and that of the previous node
     size = work.blueprint.size * (work.stored + work.optimizer_state) / nodes
     return {"nodes": nodes, "bytes_per_node": round(KEPT * states * size)}
 

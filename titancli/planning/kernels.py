@@ -1,7 +1,8 @@
-"""Which kernels a device runs, for tensors on meta: what they keep for backward is all that differs.
+"""Run the kernels of a target device on meta tensors: kernels differ in what they keep for backward.
 
-torch chooses attention's kernel where the tensors are, and has none for meta; and on a GPU a norm is one
-kernel, which is several elsewhere. Those of titan's own choosing follow `titancli.distributed.device`.
+torch chooses attention's kernel by where the tensors are, and has none for meta; and an RMS norm is one
+kernel on a GPU, but several operators elsewhere. Kernels that titan chooses itself follow
+`titancli.distributed.device`.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from torch.overrides import TorchFunctionMode
 _aten = torch.ops.aten
 HALVES = (torch.bfloat16, torch.float16)
 WIDEST = 256
-"""Numbers of a head that flash attention takes."""
+"""Largest head size that flash attention supports."""
 
 
 class Kernels(TorchFunctionMode):
-    """While it is entered, functions of torch call the operators that a device would run."""
+    """A mode under which torch's functions call the operators that the target device would run."""
 
     def __init__(self, device: str) -> None:
         super().__init__()
@@ -36,8 +37,8 @@ class Kernels(TorchFunctionMode):
 
 
 def _norm(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    """As much is kept as of a layer norm (its mean aside, one number of each row)."""
-    if weight is not None and weight.dtype != x.dtype:  # then there is no such kernel on a GPU either
+    """Call a layer norm, which keeps as much as the fused RMS norm (plus a mean, one number per row)."""
+    if weight is not None and weight.dtype != x.dtype:  # a GPU has no fused kernel for that either
         return rms_norm(x, shape, weight, eps)
     return torch.native_layer_norm(x, shape, weight, None, 1e-5)[0]
 
@@ -54,9 +55,10 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """As `scaled_dot_product_attention`, which makes scores only where no kernel takes what it is given."""
+    """Call the kernel that `scaled_dot_product_attention` would choose; only without a fitting one are
+    scores materialized."""
     mask = attn_mask
-    if mask is not None and mask.dtype == torch.bool:  # one to be added to scores
+    if mask is not None and mask.dtype == torch.bool:  # kernels take additive masks
         mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, float("-inf"))
     alike = q.shape[-1] == v.shape[-1]
     grouped = q.shape[1] != k.shape[1]

@@ -1,7 +1,8 @@
-"""What the parts of a model take on a rank, measured: a forward and a backward on meta, a block of each kind.
+"""Measure the memory and work of a model's parts on a rank: forward and backward on meta, one block of each
+kind.
 
-What a part takes is told from what lived when (`titancli.planning.trace`). A part's input counts as its own,
-its output as the next one's.
+A part's memory follows from tensor lifetimes (`titancli.planning.trace`). A part's input counts as its own,
+its output as the next part's.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from titancli.registry.component import build
 
 FRONT, BACK = "front", "back"
 Part = int | str
-"""A kind of block; `FRONT`, what comes before the blocks; `BACK`, the last norm, the output and the loss."""
+"""A kind of block; `FRONT`, the modules before the blocks; `BACK`, the last norm, the output and the loss."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """One operator on a rank."""
+    """Work of one operator on a rank."""
 
     flops: float
     moved: float
@@ -46,25 +47,26 @@ class Work:
 
 @dataclass(frozen=True)
 class Piece:
-    """What a part takes in one pass, in bytes of one rank."""
+    """Memory and work of a part in one pass on one rank; memory in bytes."""
 
     forward: float
-    """The most in forward."""
+    """Peak in forward."""
     kept: float
-    """What stays from forward to backward."""
+    """Kept from forward to backward."""
     backward: float
-    """The most in backward, without gradients of parameters."""
+    """Peak in backward, without gradients of parameters."""
     gradients_at_most: float
-    """And those that are there then."""
+    """Gradients of parameters alive at that peak."""
     gradients: float
-    """Those of all its parameters."""
+    """Gradients of all its parameters."""
     experts_done: tuple[float, float]
-    """When its experts have their gradients, which are reduced then: what else is there, and gradients."""
+    """Memory at the moment when its experts' gradients are ready to be reduced: everything else, and
+    gradients."""
     operators: tuple[Work, ...]
-    """Of forward, and of backward."""
+    """Operators of forward, then of backward."""
 
     def times(self, share: float) -> Piece:
-        """What it would take about, if it had this share of the tokens."""
+        """Return an approximation for this share of the tokens."""
         operators = tuple(work.times(share) for work in self.operators)
         there, gradients = self.experts_done
         return replace(
@@ -79,11 +81,11 @@ class Piece:
 
 @dataclass
 class _Spans:
-    """Which operators belong to which part, in the order in which they ran."""
+    """The ranges of operators that belong to each part, in execution order."""
 
     trace: Trace
     compiled: bool
-    """Whether blocks are."""
+    """Whether blocks are compiled."""
     found: list[tuple[Part, int, int]] = field(default_factory=list)
     _open: tuple[Part, int] | None = None
 
@@ -102,23 +104,23 @@ class _Spans:
 
 
 class _Pass:
-    """One forward and backward, and which part each moment belongs to."""
+    """One forward and backward pass, with the part that each operator belongs to."""
 
     def __init__(self, cut: Cut, compiled: bool) -> None:
         self.cut = cut
         self.trace = Trace()
         self.forward, self.backward = _Spans(self.trace, compiled), _Spans(self.trace, compiled)
         self.turn = 0
-        """The moment at which backward begins."""
+        """Moment at which backward begins."""
         self.stream = 0.0
-        """Bytes of what passes between blocks."""
+        """Bytes of the activations passed between blocks."""
         self.leaves: set[int] = set()
-        """Storages of these."""
+        """Storages of these activations."""
         self.experts_done: dict[Part, int] = {}
-        """The moment at which the experts of a block have their gradients, by kind."""
+        """Moment at which the gradients of a block's experts are ready, by kind."""
 
     def run(self, recipe: Recipe, rows: int, device: str) -> float:
-        """Return the bytes of the rows."""
+        """Run the pass and return the bytes of its rows."""
         model, loss = self.cut.model, build(recipe.loss)
         batch = rows_of(recipe, model.inputs, loss, rows, torch.device("meta"), documents=device == "cpu")
         inputs = {name: batch[name] for name in model.inputs if name in batch}
@@ -140,15 +142,15 @@ class _Pass:
         return float(sum(x.nbytes for x in batch.values()))
 
     def _follow(self, kind: int, block: nn.Module, stack: ExitStack) -> None:
-        """Note when a block begins and ends, both ways."""
+        """Record when a block begins and ends, in forward and backward."""
         experts = [p for p in block.parameters() if id(p) in self._experts and p.requires_grad]
         left = set(map(id, experts))
 
         def entered(_: nn.Module, args: Any, kwargs: Any) -> Any:
             x = given = _stream(args, kwargs)
-            if not x.requires_grad:  # nothing before it is trained; before others of its kind something is
+            if not x.requires_grad:  # nothing is trained before it, unlike before others of its kind
                 x = given + torch.zeros((), dtype=x.dtype, device=x.device, requires_grad=True)
-                self.trace.sizes[self.trace.number(given)] = 0.0  # in whose place it is
+                self.trace.sizes[self.trace.number(given)] = 0.0  # the copy replaces it
             before = FRONT if not self.leaves else BACK
             if (number := self.trace.number(x)) not in self.leaves:
                 x.register_hook(lambda _: self.backward.begin(before))
@@ -183,13 +185,13 @@ class _Pass:
 
 
 def _stream(args: Any, kwargs: Any) -> Tensor:
-    """Hidden states: the first numbers with a fraction among what a block is given, or returns."""
+    """Return the hidden states: the first floating-point tensor among a block's inputs or outputs."""
     return next(x for x in tree_iter((args, kwargs)) if isinstance(x, Tensor) and x.is_floating_point())
 
 
 def _backward(total: Tensor) -> None:
-    """`total.backward()`, which itself would be a function that a TorchFunctionMode is asked for, and then is
-    off until it is done; what runs again in backward needs it."""
+    """Run `total.backward()` below torch's Python function, so that a TorchFunctionMode stays on for
+    recomputation. The mode would be off while that function runs."""
     engine: Any = torch.autograd.Variable._execution_engine
     given = (torch.ones_like(total),)
     engine.run_backward((total,), given, False, False, (), allow_unreachable=True, accumulate_grad=True)
@@ -197,7 +199,7 @@ def _backward(total: Tensor) -> None:
 
 @contextmanager
 def _as_written(trace: Trace) -> Iterator[None]:
-    """Have the loss's arithmetic, where it would be compiled, run as it is written, and be told apart."""
+    """Run the loss's arithmetic uncompiled where it would be compiled, and mark its operators as compiled."""
 
     def joined(function: Callable[..., Any], backend: str | None) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
@@ -218,26 +220,26 @@ def _as_written(trace: Trace) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Measured:
-    """Of a model, cut as for one rank."""
+    """Measurements of a model that is sharded for one rank."""
 
     pieces: dict[Part, Piece]
     stream: float
-    """Bytes of what passes between blocks."""
+    """Bytes of the activations passed between blocks."""
     batch: float
     """Bytes of the rows."""
 
     def times(self, share: float) -> Measured:
-        """See `Piece.times`."""
+        """Return an approximation for this share of the tokens, see `Piece.times`."""
         pieces = {part: piece.times(share) for part, piece in self.pieces.items()}
         return Measured(pieces, self.stream * share, self.batch * share)
 
 
 def measure(cut: Cut, recipe: Recipe, rows: int, device: str, *, compiled: bool) -> Measured:
-    """Run `rows` rows through a cut model.
+    """Run `rows` rows through a model that is sharded for one rank.
 
     Args:
-        device: whose kernels run, "cpu" or "cuda".
-        compiled: whether what is between them is compiled.
+        device: the device whose kernels run, "cpu" or "cuda".
+        compiled: whether operators between own kernels are compiled.
     """
     fused = device == "cuda" and recipe.compile.loss(on_gpu=True)
     cut.model.output.loss_backend = recipe.compile.backend if fused else None
@@ -246,7 +248,8 @@ def measure(cut: Cut, recipe: Recipe, rows: int, device: str, *, compiled: bool)
     gradients = {one.trace.number(p.grad) for p in cut.model.parameters() if p.grad is not None}
     for number in gradients:
         if one.trace.ops[one.trace.born[number]].func is torch.ops.aten.add.Tensor:
-            # The sum of two, as of a tied weight. Autograd adds in place where nobody watches.
+            # The sum of two gradients, as of a tied weight. Without a dispatch mode, autograd adds them in
+            # place.
             one.trace.born[number] += 1
     timeline = one.trace.timeline()
     if compiled or fused:

@@ -1,11 +1,11 @@
-"""The memory of one rank through a step: what is always there, and what forward, loss, backward and optimizer
+"""The memory of one rank through a step: the constant part, and what forward, loss, backward and optimizer
 add.
 
-What a block keeps and takes is measured (`titancli.planning.measure`). The order around the blocks is that of
-FSDP2 (`torch.distributed.fsdp`): a group's parameters are gathered before it runs (into one flat buffer, then
-copied to their places; the flat one goes when the next group's arrives), gathered again in backward while the
-group above still works, and its gradients are copied into a buffer of the reduce dtype whose predecessor is
-freed just before.
+Memory of blocks is measured (`titancli.planning.measure`). The order of events around the blocks is FSDP2's
+(`torch.distributed.fsdp`): a group's parameters are gathered before it runs (into one flat buffer, then
+copied out; the flat buffer is freed when the next group's arrives) and gathered again in backward while the
+group above still works; its gradients are copied into a buffer of the reduce dtype, and the previous group's
+buffer is freed just before.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from titancli.planning.pipeline import in_flight
 from titancli.planning.workload import Group, Stage, Workload, groups, reshards, stages
 
 CLASSES = ("parameters", "gradients", "optimizer", "activations", "loss", "communication")
-"""What memory is taken for."""
+"""Uses of memory."""
 FORWARD_FIRST = ("GPipe", "LoopedBFS")
-"""Schedules in which all micro-batches are through forward before the first goes back."""
+"""Schedules in which all micro-batches finish forward before the first goes backward."""
 
 
 @dataclass
 class Tally:
-    """What is taken at the moment by class, and the worst moment so far."""
+    """Current memory by class, and the highest total so far."""
 
     now: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CLASSES, 0.0))
     peak: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CLASSES, 0.0))
@@ -37,7 +37,7 @@ class Tally:
         self.now[kind] += size
 
     def look(self, moment: str, **more: float) -> None:
-        """Compare this moment, with what is taken for its length only, to the worst one."""
+        """Compare the current memory, plus `more` that is taken only at this moment, with the peak."""
         if sum(self.now.values()) + sum(more.values()) > sum(self.peak.values()):
             self.peak = {kind: size + more.get(kind, 0.0) for kind, size in self.now.items()}
             self.moment = moment
@@ -45,11 +45,11 @@ class Tally:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """The worst moment of one rank."""
+    """The peak memory of one rank."""
 
     pp_rank: int
     parameters: float
-    """Numbers at rest on it."""
+    """Elements of its parameter shards."""
     classes: dict[str, float]
     """Bytes by class."""
     moment: str
@@ -60,7 +60,7 @@ class RankMemory:
 
 
 def numbers_at_rest(work: Workload, pp_rank: int) -> float:
-    """Numbers of parameters that lie on a rank."""
+    """Return the number of parameter elements stored on a rank."""
     total = 0.0
     for stage in stages(work, pp_rank):
         parts = [(stage.front, 1), (stage.back, 1)]
@@ -71,7 +71,7 @@ def numbers_at_rest(work: Workload, pp_rank: int) -> float:
 
 
 def rank_memory(work: Workload, pp_rank: int = 0) -> RankMemory:
-    """The worst moment of an optimizer step, the first one (which has no optimizer state yet) aside."""
+    """Return the peak of an optimizer step other than the first, which has no optimizer state yet."""
     return _Step(work, pp_rank).run()
 
 
@@ -91,7 +91,7 @@ class _Step:
     # ---------------------------------------------------------------------------------------- parts
 
     def groups(self, number: int) -> list[Group]:
-        """Of a block: its own, and its experts'."""
+        """Return the groups of a block: its own, and its experts'."""
         kind = self.work.blueprint.kinds[number]
         if kind not in self._groups:
             self._groups[kind] = groups("block", self.work.cut().parameters[kind], self.work)
@@ -126,7 +126,8 @@ class _Step:
         tally.add("activations", work.measured().batch * work.local_rows / work.rows)
         self._accumulated(every)
         self._between_stages()
-        # Where all go forward first, the last stage's backward finds the most; the others' comes after it.
+        # Where all micro-batches go forward first, the last stage's backward starts with the most memory in
+        # use.
         followed = range(len(self.stages))
         for stage in followed[-1:] if self.forward_first else followed:
             self._pass(stage)
@@ -140,7 +141,7 @@ class _Step:
         return RankMemory(self.pp_rank, own, tally.peak, tally.moment)
 
     def _accumulated(self, every: list[Group]) -> None:
-        """Gradients that are there from earlier passes of the same step, and what all passes compute with."""
+        """Add gradients of earlier passes of the same step, and the compute copies that all passes share."""
         work = self.work
         self.tally.add("communication", sum(g.whole for g in every) * work.held)
         if self.forward_first:
@@ -153,7 +154,7 @@ class _Step:
             self.tally.add("gradients", sum(g.own * g.trained for g in every) * (work.stored + replicas))
 
     def _between_stages(self) -> None:
-        """What other micro-batches hold, and the buffers that they arrive in."""
+        """Add the activations of other micro-batches, and the buffers that they arrive in."""
         self._held = 0.0
         if self.work.degrees.pp == 1:
             return
@@ -161,15 +162,15 @@ class _Step:
         for number, stage in enumerate(self.stages):
             kept = self._kept(stage)
             self._held += self.in_flight[number] * kept
-            if stage.has_head:  # each micro-batch that is through the loss has its gradients from there
+            if stage.has_head:  # every micro-batch past the loss has its gradients from there
                 self.tally.add("loss", (self.in_flight[number] - 1) * self.back.kept)
             buffers += self.work.passes * stream * ((not stage.front) + (not stage.has_head))
-        # One micro-batch is followed in `_pass`: the last one that its stage has taken in.
+        # `_pass` follows one micro-batch: the last one that entered its stage.
         self.tally.add("activations", self._held)
         self.tally.add("communication", buffers)
 
     def _kept(self, stage: Stage) -> float:
-        """What a stage keeps of a micro-batch, with what came in and what went out."""
+        """Return what a stage keeps of a micro-batch, including its input and output."""
         return self.front.kept + sum(self.block(i).kept for i in stage.blocks) + 2 * self.stream
 
     def _reduce_at_the_end(self, every: list[Group]) -> None:
@@ -181,10 +182,10 @@ class _Step:
     # ---------------------------------------------------------------------------------------- a pass
 
     def _pass(self, number: int) -> None:
-        """Forward and backward of one micro-batch through one stage, on top of what is there."""
+        """Follow one micro-batch forward and backward through one stage, on top of the current memory."""
         stage, before = self.stages[number], dict(self.tally.now)
         if self.work.degrees.pp > 1:
-            # The micro-batch that is followed here is one of those that are counted as held.
+            # The micro-batch followed here is already counted in `_held`.
             self.tally.add("activations", -min(1, self.in_flight[number]) * self._kept(stage))
         others = [g for i, s in enumerate(self.stages) if i != number for g in self.of(s)]
         kept = sum(g.whole for g in others if not self.work.alone and not reshards(self.work, g.ranks))
@@ -223,13 +224,13 @@ class _Step:
         tally.add("communication", -flat)
 
     def _gather(self, g: Group, flat: float, **more: float) -> float:
-        """Gather a group in forward; returns the flat buffer that stays for now."""
+        """Gather a group in forward; return the size of the flat buffer that stays for now."""
         work, tally = self.work, self.tally
         if work.alone:
             return flat
         whole = g.whole * work.compute
         if work.degrees.pp > 1 and work.passes > 1 and not reshards(work, g.ranks):
-            tally.add("communication", whole)  # it is there since the first micro-batch
+            tally.add("communication", whole)  # resident since the first micro-batch
             return flat
         if g.ranks == 1:
             tally.add("communication", whole)
@@ -262,7 +263,7 @@ class _Step:
             tally.look("loss, backward", **worst)
             if back:
                 waiting = self._reduce(back, waiting, activations=self.stream, dw=self.back.gradients)
-            else:  # tied: the embedding's gradient is added to it
+            else:  # tied: the embedding's gradient will be added to it
                 tied = self.back.gradients
                 tally.add("gradients", tied)
         for number in order:
@@ -294,8 +295,8 @@ class _Step:
         tally.add("communication", -waiting)
 
     def _transient(self, piece: Piece, *parts: Group | None) -> float:
-        """Gradients that are new at the worst moment: where those of earlier passes are there already, a rank
-        alone adds each to its own at once."""
+        """Return the gradients that are new at the peak: without FSDP2 and with gradients of earlier
+        passes, each is added to its own at once."""
         if not self.work.alone or self.work.passes == 1:
             return piece.gradients_at_most
         return min(
@@ -309,15 +310,19 @@ class _Step:
         return g.padded * self.work.compute
 
     def _arrive(self, g: Group, flat: float) -> None:
-        """A group that was freed after forward is there again."""
+        """Account for a group that is gathered again in backward."""
         if reshards(self.work, g.ranks):
             self.tally.add("communication", g.whole * self.work.compute)
             self.tally.look("gather in backward", activations=self.stream)
         self.tally.add("communication", -flat)
 
     def _reduce(self, g: Group, waiting: float, *, dw: float, **more: float) -> float:
-        """After a group's backward: its parameters go, its gradients are summed over ranks; returns the
-        buffer that stays until the next group's turn."""
+        """Account for the end of a group's backward: its parameters are freed, its gradients summed over
+        ranks.
+
+        Returns:
+            The size of the buffer that stays until the next group's reduction.
+        """
         work, tally = self.work, self.tally
         if work.alone:
             if work.passes == 1 or self.forward_first:

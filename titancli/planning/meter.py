@@ -1,4 +1,4 @@
-"""How many bytes of tensors are alive, and the most that there were: counted, operation by operation."""
+"""Count the bytes of live tensors, and their peak, operation by operation."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from titancli.models.blocks.delta_rule import gated_delta_rule, gated_delta_rule
 
 Storage = torch.UntypedStorage
 BODIES = {op._opoverload: op._init_fn for op in (gated_delta_rule, gated_delta_rule_backward)}
-"""Operators that take much more inside than they return, which no mode sees; and what they do."""
+"""Operators whose temporaries, which dispatch modes do not see, exceed their results; with their
+implementations."""
 
 
 class Meter(TorchDispatchMode):
-    """Counts the storages of all tensors that are made while it is entered, fake ones as if they were real.
+    """A mode that counts the storages of all tensors made under it, fake ones as if they were real.
 
-    A number that code reads out of a fake tensor is 1: there is none to read. Entered after a FakeTensorMode.
+    Reading a number out of a fake tensor gives 1. Enter it after a FakeTensorMode.
     """
 
     def __init__(self) -> None:
@@ -36,7 +37,7 @@ class Meter(TorchDispatchMode):
         self._inside: dict[Any, int] = {}
 
     def __enter__(self) -> Meter:
-        # FSDP2 frees gathered parameters, and takes memory for them again, by resizing: no operation is seen.
+        # FSDP2 frees and reallocates gathered parameters by resizing storages, which is no operation.
         self._resize = resize = Storage.resize_
 
         def resized(storage: Storage, size: int) -> Any:
@@ -65,7 +66,7 @@ class Meter(TorchDispatchMode):
         return out
 
     def _taken_inside(self, func: Any, args: tuple[Any, ...]) -> int:
-        """The most that an operator takes, its results included: followed once for arguments of a kind."""
+        """Return an operator's peak memory, including its results; run once per signature."""
         key = (func, *((x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else x for x in args))
         if key not in self._inside:
             now, peak, self.peak = self.now, self.peak, self.now
@@ -97,7 +98,7 @@ class Meter(TorchDispatchMode):
 
 
 def plain_tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors with memory of their own that a tensor, or one of a subclass, is made of."""
+    """Yield the plain tensors inside a tensor or a traceable wrapper subclass."""
     if is_traceable_wrapper_subclass(value):
         for name in value.__tensor_flatten__()[0]:
             yield from plain_tensors(getattr(value, name))

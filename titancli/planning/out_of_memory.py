@@ -1,4 +1,4 @@
-"""What is said of a run without enough memory: what was live, what a step takes, what would make it fit."""
+"""The report for a run that is out of memory: what was live, what a step needs, what would make it fit."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from titancli.recipe.schema import Recipe
 
 GIB = 2**30
 ENOUGH = 0.85
-"""Of the estimate: a change that saves less may not help a run that has just been refused memory."""
+"""Fraction of the estimate that a change must get below: a smaller saving may not help a run that is out
+of memory."""
 
 
-def told(recipe: Recipe, degrees: Degrees, device: str, live: Mapping[str, float]) -> str:
-    """Return what was live on a rank, beside what `titan plan` estimates for such a step.
+def memory_report(recipe: Recipe, degrees: Degrees, device: str, live: Mapping[str, float]) -> str:
+    """Return the memory that was live on a rank, and `titan plan`'s estimate for such a step.
 
     Args:
-        device: its name, as its maker has it.
-        live: bytes by what they are for, measured: `parameters`, `optimizer`, and the allocator's figures.
+        device: the device's name, as its vendor reports it.
+        live: measured bytes by use: `parameters`, `optimizer`, and the allocator's figures.
     """
     lines = ["live:      " + _sizes(live)] if live else []
     found = _estimate(recipe, degrees, device)
@@ -33,7 +34,8 @@ def told(recipe: Recipe, degrees: Degrees, device: str, live: Mapping[str, float
 
 
 def advice(recipe: Recipe, degrees: Degrees, device: str) -> str | None:
-    """Return the overrides that save enough at the least cost, as they are typed; None if none is known."""
+    """Return the overrides that save enough at the least cost, as typed on the command line; None if none
+    is known."""
     found = _estimate(recipe, degrees, device)
     if found is None:
         return None
@@ -47,19 +49,17 @@ def advice(recipe: Recipe, degrees: Degrees, device: str) -> str | None:
 def _estimate(recipe: Recipe, degrees: Degrees, device: str) -> Estimate | None:
     try:
         return estimate(recipe, degrees, _device(device))
-    except (
-        TitanError
-    ):  # of a model that cannot be measured nothing is known; the run has its own error to tell
+    except TitanError:  # the run reports an error of its own
         return None
 
 
 def _device(name: str) -> Device:
-    """A device whose speed is not known is taken for another: what is the cheapest hardly depends on it."""
+    """Return the known device, or an H100 for an unknown one: the cheapest change hardly depends on it."""
     return next((device for known, device in DEVICES.items() if known in name.split()), DEVICES["H100"])
 
 
 def _refused(found: Estimate) -> Estimate:
-    """The same on a device that it does not fit on, whatever its size: it was refused memory there."""
+    """Return the estimate with a device just too small for it, whatever its real size."""
     memory = ENOUGH * found.worst.total + CONTEXT + found.reserve
     device = dataclasses.replace(found.work.device, memory=memory)
     return dataclasses.replace(found, work=dataclasses.replace(found.work, device=device))

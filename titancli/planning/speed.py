@@ -1,10 +1,9 @@
-"""What each collective sends in one optimizer step, and the least time that the step can take on the maker's
-figures.
+"""The bytes that each collective sends in an optimizer step, and a lower bound on the step's time.
 
-Every operation takes the longer of its arithmetic at the peak rate and its bytes at the memory's rate.
-Collectives of tensor, context and expert parallelism wait for the operation before them and are waited for;
-those of FSDP and HSDP run beside the arithmetic, and count where they take longer. Nothing is calibrated: a
-run comes below.
+From the vendor's figures: every operation takes the longer of its arithmetic at the peak rate and its bytes
+at the memory's rate. Collectives of tensor, context and expert parallelism are not overlapped; those of FSDP
+and HSDP overlap with arithmetic and count where they take longer. Nothing is calibrated, so a real run is
+slower.
 """
 
 from __future__ import annotations
@@ -22,26 +21,26 @@ from titancli.planning.workload import EXPERTS, Group, Stage, Workload, groups, 
 
 @dataclass(frozen=True)
 class Flow:
-    """One kind of collective of one rank in one step."""
+    """One kind of collective on one rank in one step."""
 
     name: str
     over: str
-    """The mesh dimensions."""
+    """Mesh dimensions."""
     ranks: int
     size: float
     """Bytes that the rank sends."""
     link: str
-    """"node" or "network": the slowest that they pass."""
+    """"node" or "network": the slowest link on the way."""
     seconds: float | None
-    """None where the device's links are not known."""
+    """None if the speed of the device's links is unknown."""
 
 
 ORDER = ("tp", "cp", "dp_shard", "dp_replicate", "pp")
-"""From neighbours to the farthest."""
+"""Mesh dimensions from the closest ranks to the farthest."""
 
 
 def flows(work: Workload, pp_rank: int) -> list[Flow]:
-    """Everything that a rank sends in one optimizer step; loss and gradient norm (a few numbers) left out."""
+    """Return all traffic of a rank in one optimizer step, except loss and gradient norm (a few numbers)."""
     sizes: dict[tuple[str, str], float] = defaultdict(float)
     for stage in stages(work, pp_rank):
         _parameters(work, stage, sizes)
@@ -76,7 +75,7 @@ def _group(
 
 
 def _activations(work: Workload, stage: Stage, sizes: dict[tuple[str, str], float]) -> None:
-    """The collectives among the operators of its pieces."""
+    """Add the collectives among the operators of the stage's parts."""
     for piece, count in _pieces(work, stage):
         for one in piece.operators:
             if one.sends is not None:
@@ -86,7 +85,7 @@ def _activations(work: Workload, stage: Stage, sizes: dict[tuple[str, str], floa
 
 
 def _pieces(work: Workload, stage: Stage) -> Iterator[tuple[Piece, int]]:
-    """What a stage is made of, and how many such there are."""
+    """Yield the parts of a stage, each with its count."""
     if stage.front:
         yield work.piece(FRONT), 1
     for (kind, recompute), count in work.kinds(stage.blocks).items():
@@ -102,7 +101,7 @@ def flow(work: Workload, name: str, over: str, size: float) -> Flow:
 
 
 def _span(work: Workload, over: str) -> tuple[int, int]:
-    """The ranks of a dimension, and over how many neighbouring ranks they are spread."""
+    """Return the number of ranks in a dimension, and the number of neighbouring ranks that they span."""
     d = work.degrees
     if over == "ep":
         return d.ep, d.ep
@@ -117,10 +116,10 @@ def _span(work: Workload, over: str) -> tuple[int, int]:
 
 
 def rate(work: Workload, ranks: int, span: int) -> tuple[str, float | None]:
-    """Bytes a second that a rank sends in a ring over `ranks` ranks that are spread over `span` neighbours.
+    """Return the link and a rank's bytes per second in a ring of `ranks` ranks that span `span` neighbours.
 
-    Beyond a node each of the group's ranks there brings its own network link, so the ring is as fast as those
-    together, or as the links inside a node.
+    Beyond a node, each of the group's ranks in the node contributes its own network link, so the ring is as
+    fast as those together, or as the links inside the node.
     """
     device = work.device
     if span <= device.node:
@@ -134,7 +133,7 @@ def rate(work: Workload, ranks: int, span: int) -> tuple[str, float | None]:
 # ------------------------------------------------------------------------------------------------ time
 
 BESIDE = ("fsdp", "experts", "dp_replicate")
-"""Collectives that run beside the arithmetic."""
+"""Collectives that overlap with arithmetic."""
 
 
 @dataclass(frozen=True)
@@ -142,23 +141,23 @@ class Speed:
     """Bounds for a whole step, in seconds of the slowest rank."""
 
     arithmetic: float
-    """All operations of the slowest rank, one after the other."""
+    """All operators of the slowest rank, one after another."""
     waiting: float
-    """For collectives that nothing runs beside."""
+    """Collectives that nothing overlaps with."""
     beside: float
-    """Of collectives that run beside the arithmetic."""
+    """Collectives that overlap with arithmetic."""
     optimizer: float
     bubble: float
-    """The share of the step that a rank waits for other pipeline stages."""
+    """Fraction of the step in which a rank waits for other pipeline stages."""
     step: float
     tokens_per_second: float
-    """Of one device."""
+    """Per device."""
     mfu: float
-    """The share of the peak that the model's own operations use; those that are done again do not count."""
+    """Fraction of the peak FLOPS that the model's own operations use; recomputation does not count."""
 
 
 def speed(work: Workload) -> Speed | None:
-    """None for a device whose figures nobody tells."""
+    """Estimate a step's time; None if the device's speed is unknown."""
     device = work.device
     if device.flops is None or device.memory_rate is None:
         return None
@@ -169,7 +168,7 @@ def speed(work: Workload) -> Speed | None:
     beside = max(cost[2] for cost in costs)
     busy = max(a + w + max(0.0, b - a) for a, w, b in costs)
     own = max(numbers_at_rest(work, rank) for rank in ranks)
-    # Read and written once: weights, gradients (scaled as well), state.
+    # Weights, gradients (also scaled) and state are read and written once.
     optimizer = own * (2 * work.stored + 3 * work.stored + 2 * work.optimizer_state) / device.memory_rate
     share = bubble(work)
     step = busy / (1 - share) + optimizer
@@ -187,7 +186,7 @@ def speed(work: Workload) -> Speed | None:
 
 
 def _rank(work: Workload, pp_rank: int) -> tuple[float, float, float]:
-    """Seconds of one rank in a step: arithmetic, collectives in between, collectives beside it."""
+    """Return the seconds of one rank in a step: arithmetic, exposed collectives, overlapped collectives."""
     peak, memory_rate = work.device.flops or math.inf, work.device.memory_rate or math.inf
     one_pass = sum(
         count * _seconds(one, peak, memory_rate)
@@ -199,7 +198,7 @@ def _rank(work: Workload, pp_rank: int) -> tuple[float, float, float]:
     for one in flows(work, pp_rank):
         if one.over in BESIDE:
             beside += one.seconds or 0.0
-        elif one.over != "pp":  # between stages there is time enough, or it is part of the bubble
+        elif one.over != "pp":  # transfers between stages overlap or are part of the bubble
             waiting += one.seconds or 0.0
     return one_pass * work.passes, waiting, beside
 

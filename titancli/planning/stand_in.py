@@ -1,5 +1,5 @@
-"""What a step is tried with where there is no device and no data: rows without values, and a recipe without
-what needs a GPU."""
+"""Stand-ins for a dry run, without device and data: rows without values, and a recipe without GPU
+features."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from titancli.registry.defaults import ConfigDefaults, DatasetConfigDefaults, wi
 
 
 def on_a_cpu(recipe: Recipe) -> tuple[Recipe, list[str]]:
-    """Return the recipe without what needs a GPU or takes minutes, and what was left out."""
+    """Return the recipe without features that need a GPU or take minutes, and the names of those left out."""
     left_out = []
     if recipe.compile.enable:
         budget = recipe.activation_checkpoint.mode == "memory_budget"
@@ -39,11 +39,11 @@ def rows_of(
     *,
     documents: bool = True,
 ) -> Batch:
-    """Return so many rows of the recipe's length, with what its model and loss need.
+    """Return `rows` rows of the recipe's length, with all fields that its model and loss need.
 
     Args:
-        inputs: of the model.
-        documents: whether rows say which document a token is of, where the recipe's do.
+        inputs: names of the model's inputs.
+        documents: whether to include document ids, where the recipe's rows have them.
 
     Raises:
         UsageError: the model does not take rows of tokens.

@@ -1,4 +1,4 @@
-"""A plan for people: the mesh drawn, and figures in columns."""
+"""A plan as text: a drawing of the mesh, and figures in columns."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ from typing import Any
 
 GIB = 2**30
 WIDTH = 8
-"""Ranks of one row of the drawing."""
+"""Maximum number of ranks listed in a row of the drawing."""
 ROWS = 3
-"""Rows drawn at the beginning; the last one follows."""
+"""Rows drawn from the top; the last row follows."""
 DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 INDENT = " " * 14
 SAME = 5e-4
-"""Shares of time that are as good as nothing."""
+"""Difference in speed below which two plans count as equally fast."""
 
 
-def as_text(told: dict[str, Any]) -> str:
-    """The document of `titan plan --json` as text."""
-    lines = [_row("model", _model(told)), *_mesh(told)]
-    if told["memory"]:
-        lines += [_row("flops", f"{told['compute']['flops_per_token']:.4g} per token, forward and backward")]
-        lines += [*_memory(told), *_copies(told), *_collectives(told), *_pipeline(told), *_speed(told)]
-    lines += [_row("note" if not i else "", note) for i, note in enumerate(told["notes"])]
-    if told["memory"]:
-        lines += _verdict(told)
+def as_text(plan: dict[str, Any]) -> str:
+    """Render the document of `titan plan --json` as text."""
+    lines = [_row("model", _model(plan)), *_mesh(plan)]
+    if plan["memory"]:
+        lines += [_row("flops", f"{plan['compute']['flops_per_token']:.4g} per token, forward and backward")]
+        lines += [*_memory(plan), *_copies(plan), *_collectives(plan), *_pipeline(plan), *_speed(plan)]
+    lines += [_row("note" if not i else "", note) for i, note in enumerate(plan["notes"])]
+    if plan["memory"]:
+        lines += _verdict(plan)
     return "\n".join(lines)
 
 
@@ -31,24 +31,24 @@ def _row(label: str, text: str) -> str:
     return f"{label:<14}{text}".rstrip()
 
 
-def _model(told: dict[str, Any]) -> str:
-    numbers = told["parameters"]
+def _model(plan: dict[str, Any]) -> str:
+    numbers = plan["parameters"]
     if not numbers:
-        return str(told["model"])
-    return f"{told['model']}, {numbers['model']:,} parameters; {numbers['rank']:,} per rank"
+        return str(plan["model"])
+    return f"{plan['model']}, {numbers['model']:,} parameters; {numbers['rank']:,} per rank"
 
 
 # ---------------------------------------------------------------------------------------------- mesh
 
 
-def _mesh(told: dict[str, Any]) -> list[str]:
-    """Ranks in order, the innermost dimension along a row."""
-    mesh, world = told["mesh"], told["world"]
+def _mesh(plan: dict[str, Any]) -> list[str]:
+    """Draw the ranks in order, the innermost dimension along a row."""
+    mesh, world = plan["mesh"], plan["world"]
     degrees = [(name, mesh[name]) for name in DIMENSIONS if mesh[name] > 1]
     title = " x ".join(f"{name} {degree}" for name, degree in degrees) or "one device"
     if mesh["ep"] > 1:
         title += f", experts over ep {mesh['ep']}"
-    device = "CPU" if told["gpu"] == "cpu" else told["gpu"]
+    device = "CPU" if plan["gpu"] == "cpu" else plan["gpu"]
     lines = [_row("mesh", f"{world:,} x {device}: {title}")]
     if not degrees:
         return lines
@@ -81,8 +81,8 @@ def _ranks(first: int, count: int) -> str:
 # ------------------------------------------------------------------------------------------- figures
 
 
-def _memory(told: dict[str, Any]) -> list[str]:
-    memory = told["memory"]
+def _memory(plan: dict[str, Any]) -> list[str]:
+    memory = plan["memory"]
     of = f" of {_gib(memory['limit_bytes'])} usable" if memory["limit_bytes"] else ""
     lines = [_row("memory", f"{_gib(memory['peak_bytes'])}{of} per rank, peak in: {memory['moment']}")]
     lines += [f"{INDENT}{kind:<16}{_gib(size):>12}" for kind, size in memory["classes"].items() if size]
@@ -92,8 +92,8 @@ def _memory(told: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _copies(told: dict[str, Any]) -> list[str]:
-    one = told["copies"]
+def _copies(plan: dict[str, Any]) -> list[str]:
+    one = plan["copies"]
     if not one:
         return []
     count = one["nodes"]
@@ -101,9 +101,9 @@ def _copies(told: dict[str, Any]) -> list[str]:
     return [_row("copies", f"{_gib(one['bytes_per_node'])} in the memory of {where}: peer_interval")]
 
 
-def _collectives(told: dict[str, Any]) -> list[str]:
+def _collectives(plan: dict[str, Any]) -> list[str]:
     lines = []
-    for number, one in enumerate(told["collectives"]):
+    for number, one in enumerate(plan["collectives"]):
         took = "" if one["seconds"] is None else f"  {1000 * one['seconds']:>9,.1f} ms"
         name = f"{one['over']}: {one['name']} over {one['ranks']}"
         text = f"{name:<44}{_gib(one['bytes']):>12} per step{took} ({one['link']})"
@@ -111,16 +111,16 @@ def _collectives(told: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _pipeline(told: dict[str, Any]) -> list[str]:
-    one = told["pipeline"]
+def _pipeline(plan: dict[str, Any]) -> list[str]:
+    one = plan["pipeline"]
     if not one:
         return []
     text = f"{one['schedule']}, {one['stages']} stages, {one['microbatches']} micro-batches per step"
     return [_row("pipeline", f"{text}; a rank waits {one['bubble']:.1%} of the time")]
 
 
-def _speed(told: dict[str, Any]) -> list[str]:
-    one = told["speed"]
+def _speed(plan: dict[str, Any]) -> list[str]:
+    one = plan["speed"]
     if not one:
         return [_row("speed", "not estimated: no data sheet is known for this device")]
     parts = {
@@ -136,8 +136,8 @@ def _speed(told: dict[str, Any]) -> list[str]:
     ]
 
 
-def _verdict(told: dict[str, Any]) -> list[str]:
-    verdict, memory = told["verdict"], told["memory"]
+def _verdict(plan: dict[str, Any]) -> list[str]:
+    verdict, memory = plan["verdict"], plan["memory"]
     if verdict["fits"] is None:
         return [_row("verdict", "fits if each rank has that much memory")]
     if verdict["fits"]:

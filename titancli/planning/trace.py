@@ -1,9 +1,9 @@
-"""A step followed on tensors without memory (meta): what each operator reads, makes, computes and sends, and
-from when to when each storage is alive.
+"""Trace a step on tensors without memory (meta): what each operator reads, writes, computes and sends, and
+the lifetime of each storage.
 
-Two views of the same trace: as it ran, operator by operator (`Trace.timeline`), and as compiled code runs it
-(`Trace.compiled`), where all between two kernels of their own is one: what is made and used up there never
-lies in memory, and what backward needs of it is made again from what went in.
+Two views of a trace: operator by operator as it ran (`Trace.timeline`), and as compiled code would run it
+(`Trace.compiled`). There, all operators between two that have kernels of their own are fused: intermediates
+never reach memory, and those that backward needs are recomputed from the inputs.
 """
 
 from __future__ import annotations
@@ -28,34 +28,34 @@ OWN_KERNELS = (
     *(*KINDS["products"], *KINDS["attention"], "convolution", "embedding", "index_put"),
     *("scatter", "sort", "topk", "cumsum"),
 )
-"""Parts of the names of aten's operators that compiled code does not join with what stands around them."""
+"""Parts of the names of aten operators that a compiler does not fuse with others."""
 
 
 @dataclass(slots=True)
 class Op:
-    """One operator, as it was called."""
+    """One call of an operator."""
 
     func: Any
     reads: list[int]
-    """Storages, by number."""
+    """Storages, by index."""
     writes: list[int]
     flops: float
     moved: float
     """Bytes read and written."""
     inside: int
-    """Bytes that it takes while it runs, beside what it returns."""
+    """Bytes of temporaries while it runs, without its results."""
     sends: tuple[str, str, float] | None
-    """A collective: its name, that of its group, and the bytes of the whole (gathered) tensor."""
+    """A collective: its name, its group's name, and the bytes of the whole (gathered) tensor."""
     own_kernel: bool
-    """Whether it is no part of what a compiler makes one kernel of."""
+    """Whether a compiler would leave it unfused."""
 
 
 @dataclass
 class Timeline:
-    """What lives when: operator i runs between the moments i and i + 1."""
+    """Lifetimes of storages: operator i runs between the moments i and i + 1."""
 
     sizes: list[float]
-    """Of every storage."""
+    """Of each storage."""
     born: list[int]
     died: list[int]
     moved: list[float]
@@ -73,23 +73,23 @@ class Timeline:
         self._during = list(accumulate(steps))
 
     def alive(self, moment: int) -> float:
-        """Bytes between two operators."""
+        """Return the bytes alive between two operators."""
         return self._during[moment] - self._made[moment]
 
     def most(self, begin: int, end: int) -> tuple[float, int]:
-        """The most bytes while any of these operators runs, and which one that is."""
+        """Return the peak bytes while any of these operators runs, and the operator with that peak."""
         if begin == end:
             return self.alive(begin), begin
         at = max(range(begin, end), key=lambda i: self._during[i] + self.inside[i])
         return self._during[at] + self.inside[at], at
 
     def of(self, storages: Iterable[int], moment: int) -> float:
-        """Bytes of these storages while an operator runs."""
+        """Return the bytes of these storages while an operator runs."""
         return sum(self.sizes[s] for s in storages if self.born[s] <= moment < self.died[s])
 
 
 class Trace(TorchDispatchMode):
-    """Records what is done while it is entered."""
+    """A mode that records the operators called under it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,15 +101,15 @@ class Trace(TorchDispatchMode):
         self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._inside: dict[Any, int] = {}
         self.joining = False
-        """Whether what is done now is compiled."""
+        """Whether the current operators belong to compiled code."""
 
     def know(self, tensors: Iterable[Tensor]) -> None:
-        """Number the storages of tensors that are there before, and whose memory is counted elsewhere."""
+        """Register the storages of tensors made before, whose memory is counted elsewhere."""
         for tensor in tensors:
             self.number(tensor, 0.0)
 
     def number(self, tensor: Tensor, size: float | None = None) -> int:
-        """Return the number of a tensor's storage."""
+        """Return the index of a tensor's storage."""
         storage = tensor.untyped_storage()
         key = id(storage)
         if key not in self._numbers:
@@ -151,7 +151,7 @@ class Trace(TorchDispatchMode):
         return out
 
     def _taken_inside(self, func: Any, args: tuple[Any, ...]) -> int:
-        """The most that an operator takes beside its results: followed once for arguments of a kind."""
+        """Return an operator's peak temporaries, without its results; traced once per signature."""
         key = (func, *((x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else x for x in args))
         if key not in self._inside:
             inner = Trace()
@@ -168,21 +168,21 @@ class Trace(TorchDispatchMode):
     # ------------------------------------------------------------------------------------------ views
 
     def timeline(self) -> Timeline:
-        """What lived when."""
+        """Return the lifetimes as the operators ran."""
         died = [len(self.ops) + 1 if at is None else at for at in self.died]
         return Timeline(
             self.sizes, self.born, died, [op.moved for op in self.ops], [op.inside for op in self.ops]
         )
 
     def compiled(self, backward: int, kept: Iterable[int]) -> Timeline:
-        """The same of compiled code.
+        """Return the lifetimes as compiled code would have them.
 
         Args:
-            backward: the moment at which it begins.
-            kept: storages that leave the compiled code, or come in.
+            backward: the moment at which backward begins.
+            kept: storages that enter or leave the compiled code.
         """
-        lies = [False] * len(self.sizes)  # in memory
-        used = [0] * len(self.sizes)  # last
+        lies = [False] * len(self.sizes)  # whether it reaches memory
+        used = [0] * len(self.sizes)  # moment of the last use
         for number in kept:
             lies[number] = True
         for at, op in enumerate(self.ops):
@@ -193,7 +193,7 @@ class Trace(TorchDispatchMode):
         died = [
             last if born < backward < at and last <= backward else at
             for born, at, last in zip(timeline.born, timeline.died, used, strict=True)
-        ]  # what activation checkpointing keeps for nothing is not kept
+        ]  # drop what activation checkpointing keeps without a use in backward
         for number in kept:
             died[number] = timeline.died[number]
         self._from_anchors(lies, died, backward)
@@ -207,8 +207,8 @@ class Trace(TorchDispatchMode):
         return Timeline(sizes, timeline.born, died, moved, timeline.inside)
 
     def _from_anchors(self, lies: list[bool], died: list[int], backward: int) -> None:
-        """What backward needs of what never lay in memory is made again from what did, which therefore stays
-        as long."""
+        """Extend the lifetimes of sources: whatever backward needs that never reached memory is recomputed
+        from them."""
         sources: dict[int, set[int]] = {}
         for at, op in enumerate(self.ops):
             for number in op.writes:
@@ -241,8 +241,8 @@ def _named(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
 
 
 def _share_seen(func: Any, args: Any, kwargs: Any) -> float:
-    """Of the pairs of queries and keys that torch counts in attention, the share that is computed: half of
-    the square where a token sees those before it alone."""
+    """Return the fraction computed of the query-key pairs that torch counts: about half of the square if
+    attention is causal."""
     if "attention" not in func.overloadpacket.__name__:
         return 1.0
     given = _named(func, args, kwargs)
@@ -256,7 +256,8 @@ def _share_seen(func: Any, args: Any, kwargs: Any) -> float:
 
 
 def seen(length: int, keys: int, window: int) -> float:
-    """Pairs of queries and keys, the queries being the last of the keys and each seeing `window` at most."""
+    """Return the number of query-key pairs if the queries are the last of the keys and each sees at most
+    `window`."""
     ahead = keys - length
     few = max(0, min(length, window - ahead - 1))
     return length * window - few * (window - ahead) + few * (few + 1) / 2
@@ -266,7 +267,7 @@ def _sent(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[str, str, float]
     name = func.overloadpacket.__name__
     if func.namespace == "titancli" and name.startswith("ring_"):
         given = _named(func, args, kwargs)
-        times = 1 if name == "ring_forward" else 2  # the gradients of keys and values too
+        times = 1 if name == "ring_forward" else 2  # backward also passes the gradients of keys and values
         return "send/recv", given["name"], times * given["size"] * 2 * _bytes(given["k"])
     if func.namespace != "_c10d_functional" or name == "wait_tensor":
         return None

@@ -1,8 +1,8 @@
-"""What a step moves and what it waits for, counted operation by operation in a dry run.
+"""Count memory traffic and host synchronizations of a step, operation by operation, in a dry run.
 
-On a GPU what is no matrix product is bound by memory: a pass over all gradients, or over the logits, that
-nobody meant to add costs milliseconds and changes no number. And where the host reads a number from the
-device, it waits until the device is done, and the device then waits for the host.
+On a GPU, everything but matrix products is bound by memory: an accidental pass over all gradients or logits
+costs milliseconds and changes no number. And where the host reads a number from the device, it waits until
+the device is done, and the device is then idle until the host continues.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ KINDS = {
     "attention": ("attention",),
     "copies": ("copy", "clone", "cat", "stack", "contiguous", "chunk_cat"),
 }
-"""Of operators, by their names or parts of them; all others are "elementwise"."""
+"""Kinds of operators, by name or part of the name; all others are "elementwise"."""
 NOT_READ = {_aten.copy_.default, _aten.zero_.default, _aten.fill_.Scalar, _aten._foreach_copy_.default}
-"""Overwrite their first argument."""
+"""Operators that overwrite their first argument without reading it."""
 LOOK_UPS = {_aten.embedding.default, _aten.index_select.default, _aten.gather.default, _aten.index.Tensor}
-"""Read as much as they return."""
+"""Operators that read only as much as they return."""
 FREE = {
     _aten.lift_fresh.default,
     _aten._unsafe_view.default,
@@ -47,27 +47,28 @@ FREE = {
     _aten.new_empty.default,
     _aten.empty_strided.default,
 }
-"""Touch no numbers."""
+"""Operators that touch no elements."""
 WAITING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-"""Of operators that read values, or how many there are, on the host: `item`, `nonzero`, `masked_select`."""
+"""Tags of operators that read values or counts on the host: `item`, `nonzero`, `masked_select`."""
 ELSEWHERE = (str(Path(torch.__file__).parent), __file__)
 
 
 class Traffic(TorchDispatchMode):
-    """Counts what is done while it is entered, on real tensors or fake ones."""
+    """A mode that counts traffic and synchronizations of operators on real or fake tensors."""
 
     def __init__(self, on_host: set[int]) -> None:
-        """
+        """Create the mode.
+
         Args:
-            on_host: ids of tensors that are on the host on every device; to read them waits for nothing.
+            on_host: ids of tensors that are on the host on every device; reading them never waits.
         """
         super().__init__()
         self.moved: Counter[str] = Counter()
         """Bytes read and written, by kind of operator."""
         self.ops: Counter[str] = Counter()
-        """The same by operator."""
+        """Bytes read and written, by operator."""
         self.waits: Counter[str] = Counter()
-        """Where the host would wait for a device: the operator and the line of code."""
+        """Places where the host would wait for a device: operator and line of code."""
         self._on_host = on_host
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -91,7 +92,7 @@ def kind_of(func: Any) -> str:
 
 
 def _waits(func: Any, args: Any) -> bool:
-    if func is _aten.index.Tensor:  # asks how many there are if it is given a mask, not numbers
+    if func is _aten.index.Tensor:  # a mask needs a count, indices do not
         return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
     return bool(WAITING & set(func.tags))
 
@@ -116,12 +117,12 @@ def moved_by(func: Any, args: Any, kwargs: Any, out: Any) -> int:
 
 
 def _bytes(tensor: Tensor) -> int:
-    """What is there to read: an expanded tensor has less than its shape says."""
+    """Return the bytes behind a tensor: an expanded one has less memory than its shape suggests."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
 def _line() -> str:
-    """Of the code that has called, outside of torch."""
+    """Return the calling line of code outside torch."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(ELSEWHERE):
         frame = frame.f_back

@@ -1,5 +1,5 @@
-"""What the sums are made of: a recipe on so many ranks of one device, as numbers; what its parts take in a
-pass, measured; and what of each parameter lies on a rank, at rest and gathered."""
+"""A recipe on a given number of ranks as numbers: batches and dtypes, measured parts, and each rank's
+parameters."""
 
 from __future__ import annotations
 
@@ -30,54 +30,55 @@ from titancli.registry.defaults import (
 
 BYTES = {"float32": 4, "bfloat16": 2}
 MOMENTS = 2
-"""Numbers that an optimizer keeps of each parameter, where it does not say: Adam's."""
+"""Numbers of state per parameter element assumed for an optimizer that does not declare them: Adam's."""
 EXPERTS = "experts"
-"""The name of groups of experts."""
+"""Name of the groups of experts."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """One rank's share of a run. Sizes of numbers are bytes."""
+    """One rank's share of a run. Sizes per element are in bytes."""
 
     recipe: Recipe
     blueprint: Blueprint
     degrees: Degrees
     device: Device
     rows: int
-    """That pass through the model together."""
+    """Rows that pass through the model together."""
     local_rows: int
-    """That a rank has at hand."""
+    """Rows of a rank's local batch."""
     passes: int
-    """Forward and backward passes of one optimizer step, of `rows` rows each."""
+    """Forward and backward passes in one optimizer step, of `rows` rows each."""
     seq_len: int
     stored: int
-    """Of a parameter."""
+    """Of a parameter at rest."""
     compute: int
     reduce: int
     """Of a gradient while it is summed over ranks."""
     recompute: str
-    """What activation checkpointing recomputes: "none", "op", "products", "full", every n-th block ("2"), or
-    what the compiler makes of a budget ("budget 0.5")."""
+    """Activation checkpointing: "none", "op", "products", "full", every n-th block ("2"), or the
+    compiler's choice within a budget ("budget 0.5")."""
     compiled: bool
     reshard: str
     unsharded: bool
-    """Gradients are summed over ranks once a step, and are whole until then."""
+    """Whether gradients stay whole until one reduction at the end of the step."""
     offloaded: bool
-    """Parameters, gradients and optimizer state are in the CPU's memory."""
+    """Whether parameters, gradients and optimizer state are in the CPU's memory."""
     optimizer_state: float
-    """Of a parameter, in all."""
+    """Total optimizer state per parameter element."""
     optimizer_extra: float
-    """That a step takes, for each number of the largest parameter or, with `optimizer_extra_all`, of all."""
+    """Temporaries of a step, per element of the largest parameter or, with `optimizer_extra_all`, of all
+    parameters."""
     optimizer_extra_all: bool
     pipeline: Pipeline
     like: Workload | None = None
-    """Of the same model: what its parts take is scaled from there, not measured, and no collectives are added
-    that are not there."""
+    """A workload with the same model, from which measurements are scaled; collectives it does not have are
+    not added."""
 
     @cached_property
     def alone(self) -> bool:
-        """Whether no other rank has a shard or a replica of this rank's parameters, which does without FSDP2:
-        `titancli.parallel.alone`."""
+        """Return whether no other rank has a shard or replica of this rank's parameters, so that FSDP2 is
+        not used, see `titancli.parallel.alone`."""
         experts = self.expert_fsdp if self.blueprint.has_experts else 1
         ranks = max(self.fsdp, self.degrees.dp_replicate, experts)
         rounded = self.degrees.pp > 1 and self.stored < BYTES["float32"]
@@ -85,13 +86,13 @@ class Workload:
 
     @property
     def held(self) -> float:
-        """Bytes of the copy of a parameter that a pipeline whose ranks share none has from its first
-        micro-batch to its last."""
+        """Return the bytes per element of the compute copy that pipeline ranks without FSDP2 keep from the
+        first micro-batch to the last."""
         return self.compute if self.alone and self.stored != self.compute and self.degrees.pp > 1 else 0.0
 
     @property
     def tokens_per_step(self) -> float:
-        """Of all ranks."""
+        """Return the tokens of all ranks in a step."""
         return self.rows * self.passes * self.seq_len * self.degrees.dp
 
     # ----------------------------------------------------------------------------------- measured
@@ -102,13 +103,17 @@ class Workload:
 
     @property
     def _usual(self) -> str:
-        """What is recomputed of the first block: of what is around the blocks every measurement tells."""
+        """Return the recomputation mode of the first block; any mode's measurement has the front and the
+        back."""
         first = self.recomputed(0)
         return "none" if first.startswith("budget") else first
 
     def cut(self, recompute: str | None = None) -> Cut:
-        """Return the model's blocks as a rank has them, in the dtype that they are computed with: FSDP2 or a
-        pipeline makes that of them; a rank alone does inside of its blocks, from what is stored."""
+        """Return a rank's shard of the model in its compute dtype.
+
+        With FSDP2 or a pipeline, parameters are cast outside of the blocks; a rank without either casts
+        inside, from the stored dtype.
+        """
         mode = recompute or self._usual
         inside = self.alone and self.degrees.pp == 1
         dtype = self.recipe.training.dtype if inside else self.recipe.training.mixed_precision_param
@@ -119,7 +124,8 @@ class Workload:
         return found
 
     def measured(self, recompute: str | None = None) -> Measured:
-        """Return what the parts take, blocks recomputing so: "none", "full", or an operation's name."""
+        """Return the measurements of all parts with blocks recomputing as given: "none", "full" or an
+        operation's name."""
         mode = recompute or self._usual
         found: Measured
         if self.like is not None:
@@ -147,34 +153,36 @@ class Workload:
         return self.rows / self.degrees.cp / self.degrees.tp
 
     def piece(self, part: int | str, recompute: str | None = None) -> Piece:
-        """What a kind of block takes, or what is before the blocks or after them."""
+        """Return the measurement of a kind of block, of the front or of the back."""
         if recompute is None or not recompute.startswith("budget"):
             return self.measured(recompute).pieces[part]
         least, most = (self.measured(mode).pieces[part] for mode in ("full", "none"))
-        share = float(recompute.split()[1])  # 0: what full checkpointing keeps; 1: what the compiler likes
+        share = float(recompute.split()[1])  # 0: as full checkpointing; 1: as the compiler prefers
         return replace(most, kept=least.kept + share * (most.kept - least.kept))
 
     # ------------------------------------------------------------------------------------- blocks
 
     def recomputed(self, place: int) -> str:
-        """What is recomputed of a block at this place of its stage: "none", "op", "products" or "full"."""
+        """Return what is recomputed in the block at this index of its stage: "none", "op", "products" or
+        "full"."""
         if self.recompute.isdigit():
             return "none" if (place + 1) % int(self.recompute) else "full"
         return self.recompute
 
     def kinds(self, numbers: Iterable[int]) -> Counter[tuple[int, str]]:
-        """Of a stage's blocks how many there are of each kind, and recomputed so."""
+        """Count a stage's blocks by kind and recomputation."""
         kinds = self.blueprint.kinds
         return Counter((kinds[number], self.recomputed(place)) for place, number in enumerate(numbers))
 
     @property
     def fsdp(self) -> int:
-        """Ranks that a dense parameter is sharded over."""
+        """Return the number of ranks that a dense parameter is sharded over."""
         return self.degrees.dp_shard * self.degrees.cp
 
     @property
     def expert_fsdp(self) -> int:
-        """Ranks that an expert's parameter is sharded over, beside those that have other experts."""
+        """Return the number of ranks that an expert's parameter is sharded over, within its
+        expert-parallel rank."""
         return self.fsdp * self.degrees.tp // self.degrees.ep
 
     @property
@@ -182,7 +190,7 @@ class Workload:
         return len(self._parts())
 
     def stage_modules(self, rank: int) -> list[list[str]]:
-        """The module names of each stage that a rank of the pipeline has."""
+        """Return the module names of each stage that a pipeline rank holds."""
         parts = self._parts()
         if self.degrees.pp == 1:
             return parts
@@ -197,7 +205,7 @@ class Workload:
 
 
 def workload(recipe: Recipe, blueprint: Blueprint, degrees: Degrees, device: Device) -> Workload:
-    """The numbers of a checked recipe."""
+    """Return the workload of a checked recipe."""
     training, section = recipe.training, recipe.activation_checkpoint
     accumulation = recipe.accumulation(degrees)
     rows, passes = training.local_batch_size, accumulation
@@ -235,7 +243,7 @@ def workload(recipe: Recipe, blueprint: Blueprint, degrees: Degrees, device: Dev
 
 
 def assumed(recipe: Recipe, blueprint: Blueprint) -> list[str]:
-    """What nobody tells, and what is taken instead; a sentence each."""
+    """Return a sentence for each assumption about what the recipe does not determine."""
     found = []
     if blueprint.left_out:
         found.append(f"computed without the converters ({', '.join(blueprint.left_out)})")
@@ -258,23 +266,23 @@ def assumed(recipe: Recipe, blueprint: Blueprint) -> list[str]:
 
 
 def _optimizer(config: Any, stored: int, device: Device) -> tuple[float, float, bool]:
-    """Bytes of state for each number of a parameter; what a step takes beside that, and of how many
-    numbers."""
-    told = with_defaults(OptimizerConfigDefaults, config).state_bytes(stored)
-    state = MOMENTS * 4.0 if told is None else told
+    """Return the optimizer's bytes of state per parameter element, the temporaries of a step, and whether
+    these are per element of all parameters."""
+    declared = with_defaults(OptimizerConfigDefaults, config).state_bytes(stored)
+    state = MOMENTS * 4.0 if declared is None else declared
     if not _is(config, "adamw"):
         return state, 0.0, False
     if config.state_dtype == "float32" and stored == 4:
         extra = {"fused": 0.0, "foreach": 4.0, "for-loop": 8.0}[config.implementation]
         return state, extra, config.implementation == "foreach"
     if not device.is_gpu or config.implementation == "fused":
-        return state, 0.0, False  # a CPU does a little at a time
+        return state, 0.0, False  # a CPU works in small chunks
     copies = 2 * (config.state_dtype == "bfloat16") + 2 * (stored == 2)  # of moments; of gradient and weight
-    return state, 4.0 * (2 + copies + 4), False  # and what random bits are made of
+    return state, 4.0 * (2 + copies + 4), False  # and temporaries of the random bits
 
 
 def _is(config: Any, name: str) -> bool:
-    """Whether it is titan's own component of that name."""
+    """Return whether a config is titan's own component of that name."""
     return component_info(config).name == name and type(config).__module__.startswith("titancli.")
 
 
@@ -283,21 +291,21 @@ def _is(config: Any, name: str) -> bool:
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters that FSDP2 gathers and reduces together, in numbers (not bytes) of one rank."""
+    """Parameters that FSDP2 gathers and reduces together; counts of elements on one rank."""
 
     name: str
     whole: float
-    """Gathered: what tensor and expert parallelism leave of them."""
+    """Gathered: sharded by tensor and expert parallelism only."""
     padded: float
-    """The same as it is sent, every shard of one size."""
+    """Gathered with padding: all shards of equal size."""
     own: float
     """At rest."""
     largest: float
-    """Of the largest parameter at rest."""
+    """Largest parameter at rest."""
     ranks: int
-    """That they are gathered from."""
+    """Number of ranks they are gathered from."""
     trained: float
-    """The share of them that has gradients."""
+    """Fraction of them that has gradients."""
 
     def joined(self, other: Group) -> Group:
         own = self.own + other.own
@@ -313,7 +321,8 @@ class Group:
 
 
 def groups(name: str, parameters: Iterable[Parameter], work: Workload) -> list[Group]:
-    """The FSDP2 groups that these parameters make: dense ones, and experts, which lie on other ranks."""
+    """Return the FSDP2 groups of these parameters: dense ones, and experts, which are sharded over other
+    ranks."""
     listed = list(parameters)
     dense = [p for p in listed if not p.is_expert]
     experts = [p for p in listed if p.is_expert]
@@ -323,7 +332,7 @@ def groups(name: str, parameters: Iterable[Parameter], work: Workload) -> list[G
 def _group(name: str, parameters: list[Parameter], work: Workload) -> Group:
     ranks = work.expert_fsdp if name == EXPERTS else work.fsdp
     shapes = [parameter.shape or (1,) for parameter in parameters]
-    # Experts that are fewer than the ranks are cut along the next dimension, as in `titancli.parallel.fsdp`.
+    # Experts fewer than the ranks are sharded along the next dimension, as in `titancli.parallel.fsdp`.
     few = name == EXPERTS and min(shape[0] for shape in shapes) < ranks
     at = int(few and all(len(shape) > 1 and shape[1] % ranks == 0 for shape in shapes))
     own = [math.ceil(shape[at] / ranks) * math.prod(shape) / shape[at] for shape in shapes]
@@ -335,7 +344,7 @@ def _group(name: str, parameters: list[Parameter], work: Workload) -> Group:
 
 
 def reshards(work: Workload, ranks: int) -> bool:
-    """Whether gathered parameters are freed after forward: see `titancli.parallel.fsdp`."""
+    """Return whether gathered parameters are freed after forward, see `titancli.parallel.fsdp`."""
     if work.alone:
         return False
     if work.reshard == "default":
@@ -345,13 +354,13 @@ def reshards(work: Workload, ranks: int) -> bool:
 
 @dataclass(frozen=True)
 class Stage:
-    """What a rank runs in one piece."""
+    """A pipeline stage of a rank."""
 
     front: tuple[Parameter, ...]
-    """The embedding, where it has that; with tied weights what comes after the blocks as well."""
+    """The embedding, on the first stage; with tied weights also the modules after the blocks."""
     blocks: tuple[int, ...]
     back: tuple[Parameter, ...]
-    """What comes after the blocks, where it has that and it is a group of its own."""
+    """The modules after the blocks, on the last stage, unless tied."""
     has_head: bool
 
 

@@ -47,7 +47,7 @@ def _told(error: Exception, start: Start, world: int, engine: Engine | None, ste
     parameters = [] if engine is None else [tensor for _, tensor in engine.named_parameters()]
     live = live_bytes(parameters, None if engine is None else engine.optimizer, start.device)
     device = device_name(start.device)
-    more = out_of_memory.told(recipe, degrees, device, live)
+    more = out_of_memory.memory_report(recipe, degrees, device, live)
     change = out_of_memory.advice(recipe, degrees, device)
     hint = "make training.local_batch_size or seq_len smaller" if change is None else f"add {change}"
     return TitanError(f"{message}\n{more}" if more else message, hint=hint)
