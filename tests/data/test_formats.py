@@ -136,7 +136,7 @@ def test_text_files_takes_rows_for_one_text_only_where_it_is_asked_to(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "rows.json").write_bytes(ROWS)
-    with pytest.raises(EnvironmentProblem, match=r"rows\.json holds JSON Lines, and would be taken") as told:
+    with pytest.raises(EnvironmentProblem, match=r"rows\.json holds JSON Lines, and would be read") as told:
         make(TextFiles(paths=[tmp_path]))
     assert 'dataset.type = "jsonl"' in str(told.value.hint) and 'dataset.format = "text"' in str(
         told.value.hint

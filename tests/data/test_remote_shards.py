@@ -184,7 +184,7 @@ def test_what_is_wrong_is_named_before_the_first_step_where_it_can_be(
     store.pipe("/bucket/out/00000.bin", b"x" * 10)
     with pytest.raises(EnvironmentProblem, match=r"out/00000\.bin is truncated at byte 10"):
         make(config)
-    with pytest.raises(EnvironmentProblem, match=r"from byte 256 on were asked for, and 0 came"):
+    with pytest.raises(EnvironmentProblem, match=r"from byte 256 on requested, but 0 received"):
         dataset._tokens.files._files.ready(str(next(cache.rglob("index.json")).parent / "00000.bin"), 256, 1)
     cache.joinpath("shards").rename(cache / "away")
     (cache / "shards").write_text("a file")

@@ -222,7 +222,7 @@ def test_shards_of_another_index_are_found_before_the_first_step(
     data[7] ^= 1
     (out / "00002.bin").write_bytes(data)
     with pytest.raises(
-        EnvironmentProblem, match=r"00002\.bin: the data from byte 0 on are not those of index"
+        EnvironmentProblem, match=r"00002\.bin: the data differ from index.json from byte 0 on"
     ):
         make(config(tmp_path))
 

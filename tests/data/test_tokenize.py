@@ -296,15 +296,15 @@ def damage(out: Path, kind: str) -> str:
         content = bytearray(data.read_bytes())
         content[300] ^= 1
         data.write_bytes(content)
-        return r"00001\.bin: the data from byte 256 on are not those of index\.json"
+        return r"00001\.bin: the data differ from index\.json from byte 256 on"
     if kind == "gone":
         data.unlink()
         return r"00001\.bin cannot be read: No such file"
     if kind == "dtype":
         (out / INDEX).write_text((out / INDEX).read_text().replace("uint16", "uint32"))
-        return r"index\.json cannot be read: the checksums of 00000\.bin are not those of \d"
+        return r"index\.json cannot be read: the checksums of 00000\.bin do not match \d"
     (out / "00001.idx").write_bytes((out / "00000.idx").read_bytes()[: (out / "00001.idx").stat().st_size])
-    return r"00001\.idx(: the data from byte 0| is truncated)"
+    return r"00001\.idx(: the data differ from index\.json from byte 0| is truncated)"
 
 
 @pytest.mark.usefixtures("eager")
@@ -429,7 +429,7 @@ def test_the_commands_show_and_verify_what_was_written(
     titan("data", "show", "out", "--tokenizer", "byte", code=2)
     assert titan("data", "verify", "out").endswith(" tokens in 1 shard)\n")
     (tmp_path / "out" / "00000.bin").write_bytes(b"\0" * (tmp_path / "out" / "00000.bin").stat().st_size)
-    assert "00000.bin: the data from byte 0 on are not" in titan("data", "verify", "out", code=5)
+    assert "00000.bin: the data differ from index.json from byte 0" in titan("data", "verify", "out", code=5)
     assert not json.loads(titan("data", "verify", "out", "--json", code=5))["ok"]
 
 

@@ -179,7 +179,7 @@ def test_other_contents_are_refused_on_a_resume(tmp_path: Path, cache: Path, nam
     os.utime(path, ns=(PAST, PAST))
     with pytest.raises(
         EnvironmentProblem,
-        match=r"is not the data that the checkpoint|are not those of index|the one before it ends",
+        match=r"is not the data that the checkpoint|the data differ from index|the one before it ends",
     ):
         make(config).load_state_dict(state)
 

@@ -115,7 +115,7 @@ def test_shards_of_a_run_are_held_against_their_index(
     assert titan("data", "verify", "r").code == 0
     flip(here / "shards/00000.bin", 4000)
     done = titan("data", "verify", "r")
-    assert done.code == 5 and "00000.bin: the data from byte 0 on are not those of index.json" in done.out
+    assert done.code == 5 and "00000.bin: the data differ from index.json from byte 0 on" in done.out
     assert not verified(here)["ok"]
 
 
@@ -150,4 +150,4 @@ def test_shards_in_a_store_are_read_from_there_and_a_stream_is_said_to_be_left_o
     assert done.code == 0 and "rows.jsonl is a stream" in done.out and "(2 files, " in done.out, done
     flip(here / "shards/00000.bin", 4000)
     done = titan("data", "verify", "r")
-    assert done.code == 5 and "shards/00000.bin: the data from byte 0 on are not those of index" in done.out
+    assert done.code == 5 and "shards/00000.bin: the data differ from index.json from byte 0 on" in done.out

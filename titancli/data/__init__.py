@@ -1,16 +1,16 @@
-"""Where training data comes from: the configs of datasets and tokenizers.
+"""Sources of training data: the configs of datasets and tokenizers.
 
-Torch-free. A dataset of text is built in three parts, each in a file of its own: a source of documents
-(`files.py`, `jsonl.py`, `parquet.py`, `hf_datasets.py`), the stream of their tokens (`stream.py`), and the
-rows cut from it (`packing.py`) or fitted (`text.py`). The tokenizers are `byte_tokenizer.py` and
-`hf_tokenizer.py`; `loader.py` brings batches to the device ahead of their use. A new dataset that has
-documents of text needs only a source: see `source.py`.
+Torch-free. A text dataset is built from three parts, each in its own file: a source of documents (`files.py`,
+`jsonl.py`, `parquet.py`, `hf_datasets.py`), the stream of their tokens (`stream.py`), and rows that are cut
+from the stream (`packing.py`) or filled with whole documents (`text.py`). The tokenizers are
+`byte_tokenizer.py` and `hf_tokenizer.py`; `loader.py` prefetches batches to the device. A new dataset of text
+documents needs only a source, see `source.py`.
 
-Conversations and pairs are no stream: rows of them (`chat_source.py`) become examples (`chat.py`,
-`chat_pairs.py`), and whole examples the rows of batches (`rows.py`, `fitting.py`).
+Conversations and preference pairs are not a stream: their rows (`chat_source.py`) become examples (`chat.py`,
+`chat_pairs.py`), and whole examples become the rows of batches (`rows.py`, `fitting.py`).
 
-Tokens that are in files already are read by `shards/`, which also writes them (`titan data tokenize`).
-`mix.py` deals rows of several datasets.
+Files of tokens are read by `shards/`, which also writes them (`titan data tokenize`). `mix.py` mixes the rows
+of several datasets.
 """
 
 from __future__ import annotations
@@ -33,33 +33,34 @@ if TYPE_CHECKING:
 
 @section
 class FillInTheMiddle:
-    """Documents with their middle moved to the end, so that a model learns to fill it in."""
+    """Moves the middle of documents to the end, so that a model learns to fill it in."""
 
     rate: Annotated[float, Ge(0), Le(1)] = 0.5
-    """Share of the documents; those that do not fit a row with three more tokens stay as they are."""
+    """Fraction of the documents; documents that do not fit a row with three more tokens stay unchanged."""
     spm_rate: Annotated[float, Ge(0), Le(1)] = 0.5
-    """Share of these in the order suffix, prefix, middle; the others are prefix, suffix, middle."""
+    """Fraction of these in the order suffix, prefix, middle; the others are prefix, suffix, middle."""
     prefix: str
-    """The tokenizer's token before a prefix, e.g. `"<|fim_prefix|>"`."""
+    """Token before a prefix, e.g. `"<|fim_prefix|>"`."""
     middle: str
-    """That before a middle."""
+    """Token before a middle."""
     suffix: str
-    """That before a suffix."""
+    """Token before a suffix."""
 
 
 @section
 class Packed:
-    """The keys of all datasets whose rows are made of documents' tokens."""
+    """Fields of all datasets whose rows consist of documents' tokens."""
 
     repeat: bool = True
     """Start over at the end of the data, as often as needed; false: end the run there."""
     document_mask: bool = False
     """Keep attention and positions within a document; false: treat a row as one document."""
     packing: Literal["stream", "best_fit"] = "stream"
-    """`"stream"`: cut rows from the documents one after another. `"best_fit"`: put whole documents into rows
-    where they fit best, cut only what is longer than a row, and pad the rest. Needs document_mask."""
+    """`"stream"`: cut rows from the documents one after another. `"best_fit"`: put whole documents into
+    the rows where they fit best, cut only documents longer than a row, and pad the rest. Needs
+    document_mask."""
     max_document_length: Annotated[int, Gt(0)] | None = None
-    """With best_fit, cut documents into pieces of at most so many tokens; None: training.seq_len."""
+    """With best_fit, cut documents into pieces of at most this many tokens; None: training.seq_len."""
     fim: FillInTheMiddle | None = None
     """With best_fit, fill in the middle of some documents, chosen by (training.seed, epoch, document)."""
 
@@ -74,13 +75,14 @@ class Packed:
 
 @section
 class Text(Packed):
-    """The keys of all datasets of text."""
+    """Fields of all text datasets."""
 
     shuffle: bool = True
-    """Shuffle documents by (training.seed, epoch); false: keep the order in which they are listed."""
+    """Shuffle documents by (training.seed, epoch); false: keep their order."""
     cache_tokens: bool = False
-    """Tokenize all documents once, before the first step, into token shards in titan's cache: then each rank
-    and each worker process reads its own rows only. Shuffled documents are in the order of `token_shards`."""
+    """Tokenize all documents once, before the first step, into token shards in titan's cache, so that each
+    rank and each worker process reads only its own rows. Shuffled documents are in the order of
+    `token_shards`."""
     fim: FillInTheMiddle | None = None
     """With best_fit and cache_tokens, fill in the middle of some documents, chosen by (training.seed, epoch,
     document)."""
@@ -91,7 +93,7 @@ class Text(Packed):
 
     @property
     def shuffles_source(self) -> bool:
-        """Whether the source shuffles its documents; token shards are shuffled as they are read."""
+        """Return whether the source shuffles its documents; token shards are shuffled when they are read."""
         return self.shuffle and not self.cache_tokens
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
@@ -107,8 +109,9 @@ class TextFiles(Text):
     paths: Annotated[list[Path], MinLen(1)]
     """Files, folders (all non-hidden files in them) and globs (`"corpus/**/*.md"`)."""
     format: Literal["auto", "text"] = "auto"
-    """`"auto"`: refuse files whose content is not text (JSON Lines, a list in JSON, CSV, Parquet, compressed
-    or binary data), unless their suffix says text (`.txt`, `.md`). `"text"`: take them as they are."""
+    """`"auto"`: reject files whose content is not text (JSON Lines, a JSON list, CSV, Parquet, compressed
+    or binary data), unless their suffix is one of text (`.txt`, `.md`). `"text"`: read all files as they
+    are."""
 
 
 @component("dataset", "python_stdlib", target="titancli.data.files:build_python_stdlib")
@@ -173,29 +176,28 @@ class Parquet(Text):
     text: str = "text"
     """Column with the text of a document."""
     shuffle: bool = True
-    """Shuffle the row groups, and the rows in each, by (training.seed, epoch), or with cache_tokens all rows;
-    false: keep the order in which they are listed."""
+    """Shuffle the row groups and the rows within each by (training.seed, epoch), or, with cache_tokens,
+    all rows; false: keep their order."""
 
 
 @component("dataset", "token_shards", target="titancli.data.shards.dataset:build")
 class TokenShards(Packed):
-    """Tokens in files: shards of `titan data tokenize`, or files of other tools as they are."""
+    """Files of tokens: shards of `titan data tokenize`, or files of other tools as they are."""
 
     paths: Annotated[list[Path], MinLen(1)]
-    """Folders that `titan data tokenize` wrote, or URLs of such folders (`"s3://…"`, `"hf://datasets/…"`),
-    whose parts are kept in titan's cache once they are read; for other formats: files, folders and globs
-    (`"data/*.bin"`)."""
+    """Folders written by `titan data tokenize`, or URLs of such folders (`"s3://…"`, `"hf://datasets/…"`),
+    which are cached as they are read; for other formats: files, folders and globs (`"data/*.bin"`)."""
     format: Literal["titan", "megatron", "llm.c", "raw"] = "titan"
     """`"megatron"`: `.bin` files with their `.idx` files. `"llm.c"`: `.bin` files with a header of 1 KiB.
-    `"raw"`: little-endian integers alone, as of nanoGPT and OLMo-core."""
+    `"raw"`: bare little-endian integers, as in nanoGPT and OLMo-core."""
     dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] | None = None
     """Type of the tokens in raw files."""
     shuffle: Literal["rows", "documents", "off"] = "rows"
-    """Shuffle by (training.seed, epoch): rows of training.seq_len tokens, whole documents (which best_fit
-    needs unless it is off), or nothing."""
+    """Shuffle by (training.seed, epoch): rows of training.seq_len tokens (not with best_fit), whole
+    documents, or nothing."""
     document_mask: bool = False
-    """Keep attention and positions within a document, as far as documents end with the end marker; false:
-    treat a row as one document."""
+    """Keep attention and positions within a document, if documents end with the end marker; false: treat a
+    row as one document."""
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield from super().check(recipe)
@@ -205,18 +207,18 @@ class TokenShards(Packed):
             raw = self.format == "raw"
             yield (
                 "dtype",
-                "raw files need a dtype" if raw else f"files of format {self.format!r} say it: remove it",
+                "raw files need a dtype" if raw else f"files of format {self.format!r} define it: remove it",
             )
 
 
 @section
 class MixStage:
-    """Weights of `mix` from a step on."""
+    """Weights of `mix` from a given step on."""
 
     from_step: Annotated[int, Gt(0)]
-    """Optimizer steps that come before."""
+    """First optimizer step with these weights, counted from 0."""
     weights: dict[str, Annotated[float, Ge(0)]]
-    """Weights by the names of the datasets; one that is not named gives no rows."""
+    """Weights by dataset name; datasets that are not listed contribute no rows."""
 
 
 @component("dataset", "mix", target="titancli.data.mix:build")
@@ -226,9 +228,9 @@ class Mix:
     datasets: Annotated[dict[str, Annotated[Component, Slot("dataset")]], MinLen(1)]
     """Datasets by name, as in `[dataset.datasets.web]`."""
     weights: dict[str, Annotated[float, Ge(0)]]
-    """Share of the rows by the names of the datasets; they need not add up to 1."""
+    """Shares of the rows by dataset name; they need not add up to 1."""
     stages: list[MixStage] = field(default_factory=list)
-    """Other weights from a step on, in the order of the steps."""
+    """Changes of the weights, in the order of their steps."""
     exhausted: Literal["end", "continue"] = "end"
     """When a dataset with `repeat = false` ends: end the run, or continue with the others."""
 
@@ -240,7 +242,7 @@ class Mix:
 
     @property
     def document_mask(self) -> bool:
-        """Whether batches have `document_ids`: if those of a dataset have."""
+        """Return whether batches have `document_ids`: if any dataset's batches do."""
         parts = self.datasets.values()
         masks = any(with_defaults(DatasetConfigDefaults, one).document_mask for one in parts)
         return masks or any(getattr(one, "pack", False) for one in parts)
@@ -251,7 +253,7 @@ class Mix:
 
     @property
     def repeat(self) -> bool:
-        """Whether it never ends, by the datasets that rows are taken from at first."""
+        """Return whether the mix never ends, judging by the datasets used at the start."""
         used = [one for name, one in self.datasets.items() if self.weights.get(name)]
         endless = [with_defaults(DatasetConfigDefaults, one).repeat for one in used]
         return all(endless) if self.exhausted == "end" else any(endless)
@@ -280,12 +282,12 @@ class Mix:
 
 @section
 class RowsOfExamples:
-    """The keys of datasets whose rows are conversations or pairs."""
+    """Fields of datasets whose rows are conversations or preference pairs."""
 
     path: Annotated[str, MinLen(1), LocalPath()]
     """JSON Lines (a file or a glob that ends in `.jsonl`); a Hugging Face dataset: a local folder or file
-    (begins with `/`, `./`, `../` or `~`), or a Hub name; or titan's bundled data (chat:
-    `"titan:sums"`, preference: `"titan:sums_pairs"`)."""
+    (begins with `/`, `./`, `../` or `~`), or a Hub name; or titan's bundled data (chat: `"titan:sums"`,
+    preference: `"titan:sums_pairs"`)."""
     name: str | None = None
     """Configuration of a dataset on the Hub."""
     revision: str | None = None
@@ -293,17 +295,17 @@ class RowsOfExamples:
     split: str = "train"
     """Split of a Hugging Face dataset, e.g. `"train"` or `"train[:95%]"`."""
     strict: bool = False
-    """End the run at a bad row: no JSON, messages or pair, rejected by the chat template, without a target,
-    or (pairs; conversations with `too_long = "skip"`) longer than training.seq_len + 1 tokens."""
+    """End the run at a bad row: not JSON, without messages or pair, rejected by the chat template, without
+    a target, or (pairs; conversations with `too_long = "skip"`) longer than training.seq_len + 1 tokens."""
     max_bytes: Annotated[int, Gt(0)] = 8_388_608
     """Maximum length of a line of JSON; longer ones are bad rows."""
     shuffle: bool = True
-    """Shuffle rows by (training.seed, epoch); false: keep the order in which they are listed."""
+    """Shuffle rows by (training.seed, epoch); false: keep their order."""
     repeat: bool = True
     """Start over at the end of the data, as often as needed; false: end the run there."""
     length_index: bool = False
-    """Measure all rows once, before the first step, and keep their lengths in titan's cache: then each rank
-    and each worker process prepares its own rows only. The metric `cut_rows` is left out."""
+    """Measure all rows once, before the first step, and keep their lengths in titan's cache, so that each
+    rank and each worker process prepares only its own rows. The metric `cut_rows` is omitted."""
 
     @property
     def skips_rows(self) -> bool:
@@ -324,16 +326,16 @@ class Chat(RowsOfExamples):
     messages: str = "messages"
     """Key of a row's list of messages (`{"role": …, "content": …}`)."""
     train_on: Literal["assistant", "all"] = "assistant"
-    """Train on what the assistant says, including its end marker, or on every token."""
+    """Train on the assistant's messages, including their end markers, or on every token."""
     trailing_newline: bool = False
     """Also train on the line break that a chat template puts after the assistant's end marker (ChatML:
     `<|im_end|>\\n`); false: the end marker is the last target of a turn."""
     pack: bool = True
-    """Pack several whole conversations into a row, with attention kept apart; false: one conversation per
+    """Pack several whole conversations into a row, with separate attention; false: one conversation per
     row."""
     too_long: Literal["cut", "skip"] = "cut"
-    """What to do with a conversation longer than training.seq_len + 1 tokens: truncate it (and count it), or
-    treat it as a bad row."""
+    """Conversations longer than training.seq_len + 1 tokens: truncate (and count) them, or treat them as
+    bad rows."""
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield from super().check(recipe)
@@ -350,14 +352,14 @@ class Preference(RowsOfExamples):
     """Preference pairs of a `chosen` and a `rejected` answer; bad rows are skipped and counted.
 
     Answers are messages or text. The prompt is in `prompt` (messages, or the text of a user message), or both
-    answers are whole conversations with a common start. A pair takes two rows of a batch, so
+    answers are whole conversations that begin alike. A pair takes two rows of a batch, so
     training.local_batch_size must be even.
     """
 
     path: Annotated[str, MinLen(1), LocalPath()]
     reference_logps: bool = False
-    """Read `reference_chosen_logp` and `reference_rejected_logp` from each row: the summed log-probabilities
-    of the answers under the reference model, which then need not be in memory."""
+    """Read `reference_chosen_logp` and `reference_rejected_logp` from each row: the summed
+    log-probabilities of the answers under the reference model, which then need not be in memory."""
     gives_pairs: ClassVar[bool] = True
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
@@ -372,7 +374,7 @@ class Preference(RowsOfExamples):
 class ByteTokenizer:
     """UTF-8 bytes as ids 0 to 255, and an end marker 256. Needs no files.
 
-    In its chat template, each message is its role, a newline, its content, and 256.
+    Its chat template renders each message as its role, a newline, its content, and 256.
     """
 
 

@@ -1,4 +1,4 @@
-"""The `byte` tokenizer: a text's UTF-8 bytes are its ids, and 256 ends a document, or a message."""
+"""The `byte` tokenizer: ids are a text's UTF-8 bytes, and 256 ends a document or a message."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ class ByteTokenizer:
         return [list(_utf8(text)) for text in texts]
 
     def encode_arrays(self, texts: list[str]) -> list[np.ndarray]:
-        """Ids of each text, uint8 [n], without a Python integer for each."""
+        """Return the ids of each text, uint8 [n], without creating a Python integer per id."""
         return [np.frombuffer(_utf8(text), np.uint8) for text in texts]
 
     def decode(self, ids: list[int]) -> str:
-        """Text; end markers leave no trace, and bytes that make no character become U+FFFD."""
+        """Return the text; end markers are dropped, and invalid bytes become U+FFFD."""
         return bytes(i for i in ids if 0 <= i < 256).decode(errors="replace")
 
     def chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = False) -> list[int]:
-        """Ids of a conversation: each message is its role, an end of line, its content, and 256.
+        """Return the ids of a conversation: each message is its role, a newline, its content, and 256.
 
-        No text can hold 256, so none can pass for the end of a message. The prompt to generate is
-        `assistant` and an end of line.
+        No text can contain 256, so none can imitate the end of a message. The generation prompt is
+        `assistant` and a newline.
 
         Raises:
-            ChatRefused: a message has something else than text as its content.
+            ChatRefused: the content of a message is not text.
         """
         ids = [i for message in messages for part in _parts(message) for i in part]
         return ids + list(b"assistant\n") * add_generation_prompt
@@ -48,7 +48,8 @@ class ByteTokenizer:
     def chat_with_mask(
         self, messages: list[dict[str, Any]], *, first: int = 0
     ) -> tuple[list[int], list[bool]]:
-        """The same, and which ids are of assistant turns among `messages[first:]`: content and end."""
+        """Return the ids, and which of them belong to assistant turns among `messages[first:]`: content
+        and end marker."""
         ids: list[int] = []
         mask: list[bool] = []
         for number, message in enumerate(messages):
@@ -60,7 +61,7 @@ class ByteTokenizer:
 
 
 def _parts(message: dict[str, Any]) -> tuple[list[int], list[int]]:
-    """What stands before a message's content, and the content with its end."""
+    """Return the ids before a message's content, and the ids of the content with its end marker."""
     content = message.get("content")
     if not isinstance(content, str) or "tool_calls" in message:
         raise ChatRefused("the byte tokenizer's chat template supports only text, no tool calls")
@@ -68,7 +69,7 @@ def _parts(message: dict[str, Any]) -> tuple[list[int], list[int]]:
 
 
 def _utf8(text: str) -> bytes:
-    return text.encode(errors="replace")  # a lone surrogate is no character
+    return text.encode(errors="replace")  # a lone surrogate is not a character
 
 
 def build(config: data.ByteTokenizer) -> ByteTokenizer:

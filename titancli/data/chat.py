@@ -1,8 +1,8 @@
-"""The `chat` dataset: conversations in rows, with targets where the assistant speaks.
+"""The `chat` dataset: rows of conversations, with targets where the assistant speaks.
 
-A row holds one conversation or, packed, several whole ones, none of which sees another: `document_ids` and
-`positions` make a packed row equal to its conversations one by one. The place of a conversation of n tokens
-is n - 1 long: its last token is a target and no input.
+A row holds one conversation or, packed, several whole ones that do not attend to each other: `document_ids`
+and `positions` make a packed row equivalent to its conversations one by one. A conversation of n tokens takes
+n - 1 positions of a row: its last token is a target, never an input.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ logger = logging.getLogger(__name__)
 
 
 class Masked:
-    """A tokenizer's conversations, and which of their tokens are the assistant's."""
+    """Encodes conversations and masks the assistant's tokens."""
 
     def __init__(self, tokenizer: Any, *, trailing_newline: bool = False) -> None:
-        """
+        """Check that the tokenizer can mask assistant turns.
+
         Raises:
-            RecipeError: the tokenizer does not tell which tokens an assistant said, or not whether a line
-                break behind its end marker is among them.
+            RecipeError: the tokenizer cannot tell which tokens are the assistant's, or whether they include a
+                line break after the end marker.
         """
         if with_defaults(TokenizerDefaults, tokenizer).chat_with_mask is None:
             raise RecipeError(
@@ -56,7 +57,7 @@ class Masked:
         return self._tokenizer.chat_with_mask(messages, first=first, **self._options)
 
     def as_before(self) -> None:
-        """With the line break behind end markers, which was a target before there was a choice."""
+        """Include the line break after end markers, as checkpoints from before the option expect."""
         if self._options and not self._options["trailing_newline"]:
             self._options = {"trailing_newline": True}
             logger.warning(
@@ -66,12 +67,12 @@ class Masked:
 
 
 class ConversationRows(RowDataset):
-    """Rows of conversations, which know a position that was saved before `trailing_newline` was a choice."""
+    """Rows of conversations; accepts positions that were saved before `trailing_newline` was an option."""
 
     def __init__(
         self, *parts: Any, masked: Masked | None, settings: Mapping[str, Any], **options: Any
     ) -> None:
-        """`masked`: None where every token is trained on."""
+        """Create the dataset; `masked` is None if every token is trained on."""
         chosen = {} if masked is None else {"trailing_newline": masked.trailing_newline}
         super().__init__(*parts, settings={**settings, **chosen}, **options)
         self._masked = masked
@@ -84,19 +85,20 @@ class ConversationRows(RowDataset):
 
 
 class ConversationReader:
-    """Makes conversations of rows."""
+    """Turns rows into conversations."""
 
     def __init__(self, config: Chat, tokenizer: Any, seq_len: int, masked: Masked | None) -> None:
-        """`masked`: None where every token is trained on."""
+        """Create the reader; `masked` is None if every token is trained on."""
         self._config, self._tokenizer, self._seq_len = config, tokenizer, seq_len
         self._masked = masked
         self._cut = 0
 
     def __call__(self, row: dict[str, Any]) -> Conversation:
-        """
+        """Return a row's conversation.
+
         Raises:
-            BadRow: it is no conversation, or nothing of it is to be trained on.
-            ChatRefused: the chat template does not take it.
+            BadRow: the row is not a conversation, or has nothing to train on.
+            ChatRefused: the chat template rejects it.
         """
         key = self._config.messages
         messages = check_messages(key, value_of(row, key))
@@ -122,7 +124,7 @@ class ConversationReader:
 def build(
     config: Chat, *, tokenizer: Tokenizer, seq_len: int, seed: int, dp_rank: int, **runtime: Any
 ) -> ConversationRows:
-    """`[dataset] type = "chat"`.
+    """Build `[dataset] type = "chat"`.
 
     Raises:
         EnvironmentProblem: there is nothing to read.

@@ -1,6 +1,6 @@
 """The `preference` dataset: pairs of conversations that end in a chosen and in a rejected answer.
 
-Rows 2i and 2i + 1 are one pair, chosen first; targets are the answers' tokens alone.
+Rows 2i and 2i + 1 form a pair, chosen first; only the answers' tokens are targets.
 """
 
 from __future__ import annotations
@@ -20,27 +20,28 @@ from titancli.errors import RecipeError
 from titancli.protocols import Tokenizer
 
 REFERENCE = ("reference_chosen_logp", "reference_rejected_logp")
-"""The keys of a row that hold the reference's log-probabilities of the two answers."""
+"""Keys of a row for the reference model's log-probabilities of the two answers."""
 
 
 class Pair(NamedTuple):
     answers: tuple[Conversation, Conversation]
-    """Chosen, rejected."""
+    """The chosen and the rejected answer."""
     reference: tuple[float, float] | None
-    """log p of each under the reference, where the data hold it."""
+    """Log-probability of each under the reference model, if the data contain it."""
 
 
 class PairReader:
-    """Makes pairs of rows."""
+    """Turns rows into pairs."""
 
     def __init__(self, config: Preference, masked: Masked, seq_len: int) -> None:
         self._config, self._masked, self._seq_len = config, masked, seq_len
 
     def __call__(self, row: dict[str, Any]) -> Pair:
-        """
+        """Return a row's pair.
+
         Raises:
-            BadRow: it is no pair, or too long.
-            ChatRefused: the chat template does not take it.
+            BadRow: the row is not a pair, or is too long.
+            ChatRefused: the chat template rejects it.
         """
         conversations = [_messages(row, key) for key in ("chosen", "rejected")]
         first = _shared(*conversations)
@@ -60,7 +61,7 @@ class PairReader:
             raise BadRow(f"{key!r} has no assistant message after the shared prompt")
         ids, mask = self._masked(messages, first)
         longest = self._seq_len + 1
-        if len(ids) > longest:  # a cut answer is another one, so the pair is left out
+        if len(ids) > longest:  # a truncated answer would be a different one
             raise BadRow(f"{key!r} has {len(ids)} tokens, but a row holds {longest} (training.seq_len)")
         if not any(mask[1:]):
             raise BadRow(f"{key!r} has no assistant tokens")
@@ -68,7 +69,8 @@ class PairReader:
 
 
 def _messages(row: dict[str, Any], key: str) -> list[dict[str, Any]]:
-    """Prompt and answer. The prompt is `prompt` (messages, or what a user says), or begins both answers."""
+    """Return prompt and answer. The prompt is `prompt` (messages, or a user's text), or the start of both
+    answers."""
     answer = value_of(row, key)
     if isinstance(answer, str):
         check_characters(key, answer)
@@ -85,7 +87,7 @@ def _messages(row: dict[str, Any], key: str) -> list[dict[str, Any]]:
 
 
 def _shared(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> int:
-    """How many messages both begin with; the last of each is its own."""
+    """Return how many leading messages both share, excluding the last of each."""
     limit = min(len(one), len(other)) - 1
     return next((i for i in range(limit) if one[i] != other[i]), limit)
 
@@ -98,7 +100,7 @@ def _number(row: dict[str, Any], key: str) -> float:
 
 
 class PairRows:
-    """Two rows for each pair."""
+    """Makes two rows of each pair."""
 
     unit = 2
 
@@ -133,7 +135,7 @@ def build(
     dp_rank: int,
     **runtime: Any,
 ) -> ConversationRows:
-    """`[dataset] type = "preference"`.
+    """Build `[dataset] type = "preference"`.
 
     Raises:
         EnvironmentProblem: there is nothing to read.

@@ -1,4 +1,5 @@
-"""Rows of conversations, in JSON Lines or a Hugging Face dataset; what is none is told, counted, refused."""
+"""Rows of conversations from JSON Lines or a Hugging Face dataset; bad rows are logged and counted, or
+rejected."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from titancli.errors import EnvironmentProblem, TitanError
 from titancli.observe.metrics import collector
 
 BUNDLED = "titan:"
-"""What names of titan's own data begin with."""
+"""Prefix of the names of titan's bundled data."""
 
 
 class Rows(Protocol):
@@ -38,7 +39,8 @@ class Rows(Protocol):
     def count(self) -> int: ...
 
     def index(self) -> None:
-        """Count the rows, for what follows; the rest as `titancli.data.jsonl.LineReader`."""
+        """Count the rows before the members below are used; these are as in
+        `titancli.data.jsonl.LineReader`."""
         ...
 
     def order(self, epoch: int) -> np.ndarray: ...
@@ -48,13 +50,14 @@ class Rows(Protocol):
     def place(self, epoch: int, mark: Mapping[str, Any]) -> int: ...
 
     def row(self, row: int) -> tuple[str, dict[str, Any] | BadRow]:
-        """Where the row of a number is, for people; and the row, or why it is none."""
+        """Return a row's location as shown to users, and the row, or why it is bad."""
         ...
 
     def read(
         self, epoch: int, mark: dict[str, Any] | None
     ) -> Iterator[tuple[str, dict[str, Any] | BadRow, dict[str, Any]]]:
-        """Where a row is, for people; the row, or why it is none; and the mark that leads back to it."""
+        """Yield each row's location as shown to users, the row, or why it is bad, and the mark to resume
+        from it."""
         ...
 
 
@@ -91,7 +94,7 @@ class LineRows:
 
 
 class HFRows:
-    """Rows of a dataset of the `datasets` library, on disk."""
+    """Rows of a dataset on disk, read by the `datasets` library."""
 
     def __init__(self, label: str, config: Chat | Preference, dataset: Any, seed: int) -> None:
         self.label, self._dataset, self._seed, self._shuffle = label, dataset, seed, config.shuffle
@@ -104,7 +107,7 @@ class HFRows:
         }
 
     def index(self) -> None:
-        """Do nothing: they are counted from the start."""
+        """Do nothing: the rows are counted from the start."""
 
     def order(self, epoch: int) -> np.ndarray:
         return document_order(self._seed, epoch, self.count, shuffle=self._shuffle)
@@ -121,7 +124,7 @@ class HFRows:
                 found = self._dataset[row]
         except TitanError:
             raise
-        except Exception as error:  # whatever the file system or Arrow says
+        except Exception as error:  # any error of the file system or Arrow
             _unreadable(self.label, error)
         return f"{self._path}, row {row}", {name: value for name, value in found.items() if value is not None}
 
@@ -136,7 +139,7 @@ class HFRows:
                     columns = self._dataset[numbers]
             except TitanError:
                 raise
-            except Exception as error:  # whatever the file system or Arrow says
+            except Exception as error:  # any error of the file system or Arrow
                 _unreadable(self.label, error)
             for i, number in enumerate(numbers):
                 row = {name: values[i] for name, values in columns.items() if values[i] is not None}
@@ -150,11 +153,12 @@ def _unreadable(label: str, error: Exception) -> NoReturn:
 
 
 def rows_of(config: Chat | Preference, kind: str, *, seed: int, dp_rank: int) -> Rows:
-    """The rows that a config names: files that end in `.jsonl` are read here, all else by `datasets`.
+    """Return the rows that a config names: files ending in `.jsonl` are read here, everything else by
+    `datasets`.
 
     Raises:
         EnvironmentProblem: there is nothing, or it cannot be read.
-        RecipeError: a name or a revision for data on this machine.
+        RecipeError: a configuration name or a revision is set for local data.
     """
     refuse_hub_keys(config)
     path, label = config.path, f"dataset {kind} ({config.path})"
@@ -179,10 +183,10 @@ def _bundled(path: str) -> Path:
 
 
 class ChatExamples:
-    """Examples made of rows by a function: the `titancli.data.rows.Examples` of conversations and pairs."""
+    """Examples made from rows by a function: the `titancli.data.rows.Examples` of conversations and pairs."""
 
     def __init__(self, rows: Rows, make: Callable[[dict[str, Any]], Any], config: Chat | Preference) -> None:
-        """`make` turns a row into an example, or raises BadRow or ChatRefused."""
+        """Create the examples; `make` turns a row into an example, or raises BadRow or ChatRefused."""
         self._rows, self._make, self._bad = rows, make, BadRows(strict=config.strict)
         self.limits = {"strict": config.strict, "max_bytes": config.max_bytes}
         self.label, self.identity = rows.label, rows.identity
@@ -194,24 +198,25 @@ class ChatExamples:
         return self._rows.count
 
     def example(self, row: int) -> Any:
-        """Return the example of a row; None, and told, if it is none."""
+        """Return the example of a row; if it is bad, log it and return None."""
         where, found = self._rows.row(row)
         try:
-            with collector.muted():  # each is made twice: when it is measured, and when it is used
+            with collector.muted():  # each is made twice: to be measured and to be used
                 return self._made(found)
         except BadRow as reason:
-            self._bad.tell(where, reason)
+            self._bad.log(where, reason)
             return None
 
     def skipped(self, count: int) -> None:
-        """Count rows that are none and were passed over."""
+        """Count bad rows that were skipped."""
         self._bad.skipped += count
         self._bad.count()
 
     def _made(self, row: dict[str, Any] | BadRow) -> Any:
-        """
+        """Return the example of a row.
+
         Raises:
-            BadRow: there is no example.
+            BadRow: the row has none.
         """
         if isinstance(row, BadRow):
             raise row
@@ -232,10 +237,10 @@ class ChatExamples:
 
 
 def check_messages(key: str, value: Any) -> list[dict[str, Any]]:
-    """A row's messages, without the keys that a table of columns fills with nothing.
+    """Return a row's messages, without the null keys that tabular formats add.
 
     Raises:
-        BadRow: they are none.
+        BadRow: the value is not a list of messages.
     """
     if not isinstance(value, list):
         raise BadRow(f"{key!r} is {type(value).__name__}, not a list of messages")

@@ -1,11 +1,11 @@
-"""Conversations under a Hugging Face chat template: their ids, and which of them an assistant said.
+"""Conversations under a Hugging Face chat template: their ids, and which of them are the assistant's.
 
-A template may mark what the assistant says with `{% generation %}`. Where it has no markers, the turns are
-found in the rendered text: what is rendered of the messages before a turn, with the prompt to generate it,
-must be how the whole begins. A template for which that does not hold is refused: nothing is guessed.
+A template may mark assistant turns with `{% generation %}`. Without markers, turns are located in the
+rendered text: the rendering of the messages before a turn, with the generation prompt, must be a prefix of
+the whole. Templates without that property are rejected; nothing is guessed.
 
-A turn ends with its end marker. The line break that many templates put behind it (ChatML: `<|im_end|>\n`) is
-no part of the turn unless it is asked for: a model that has said the marker is not sampled from any further.
+A turn ends with its end marker. The line break that many templates put after it (ChatML: `<|im_end|>\\n`) is
+not part of the turn unless requested: sampling stops at the marker.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ Messages = Sequence[dict[str, Any]]
 
 
 class ChatRefused(RecipeError):
-    """A conversation that a chat template does not take; others it may."""
+    """A chat template rejects a conversation; it may accept others."""
 
 
 class ChatTemplate:
     """The chat template of a transformers tokenizer."""
 
     def __init__(self, tokenizer: Any, folder: Path) -> None:
-        """
+        """Read the tokenizer's chat template.
+
         Raises:
             RecipeError: there is none.
         """
@@ -51,9 +52,10 @@ class ChatTemplate:
         self._ends, self._end_ids = tuple(added), frozenset(added.values())
 
     def ids(self, messages: Messages, *, add_generation_prompt: bool = False) -> list[int]:
-        """
+        """Return the ids of a conversation.
+
         Raises:
-            ChatRefused: the template does not take these messages.
+            ChatRefused: the template rejects these messages.
         """
         return list(
             self._apply(
@@ -64,17 +66,17 @@ class ChatTemplate:
     def ids_and_mask(
         self, messages: Messages, first: int = 0, *, trailing_newline: bool = False
     ) -> tuple[list[int], list[bool]]:
-        """Ids, and which of them belong to assistant turns among `messages[first:]`.
+        """Return the ids, and which of them belong to assistant turns among `messages[first:]`.
 
-        A token belongs to where it begins; one that holds the end marker and the line break behind it is the
-        turn's.
+        A token belongs to the turn that it begins in; a token with both the end marker and the line break
+        after it belongs to the turn.
 
         Args:
-            trailing_newline: with the line break behind the end marker.
+            trailing_newline: include the line break after the end marker.
 
         Raises:
-            ChatRefused: the template does not take these messages.
-            RecipeError: it has no markers, and renders a turn in another way when others follow.
+            ChatRefused: the template rejects these messages.
+            RecipeError: the template has no markers, and renders a turn differently when others follow.
         """
         if self.has_markers:
             return self._marked(messages, first, trailing_newline)
@@ -87,17 +89,17 @@ class ChatTemplate:
                 for (start, end), message in zip(spans, turns, strict=True)
             ]
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        mask = [  # a token that begins before a turn was no answer to it
+        mask = [  # a token that begins before the turn was not generated
             any(start <= at < end for start, end in spans) and after > at
             for at, after in encoded["offset_mapping"]
         ]
         return list(encoded["input_ids"]), mask
 
     def _marker_end(self, turn: str, message: dict[str, Any], start: int) -> int:
-        """Where a turn that begins at `start` ends without the space behind its end marker.
+        """Return the end of a turn that begins at `start`, without the whitespace after its end marker.
 
-        The marker is a token that was added to the vocabulary, or what else stands behind the content. Of a
-        turn without one the space is all that ends it, and stays.
+        The marker is an added token of the vocabulary, or whatever else follows the content. In a turn
+        without one, the whitespace is its only end and is kept.
         """
         bare = turn.rstrip()
         said = (message.get("content") or "").strip()
@@ -128,7 +130,7 @@ class ChatTemplate:
         return ids, mask if trailing_newline else self._without_newlines(ids, mask)
 
     def _without_newlines(self, ids: list[int], mask: list[bool]) -> list[bool]:
-        """The mask without tokens of space that stand between an end marker and the end of a stretch."""
+        """Return the mask without whitespace tokens between an end marker and the end of a masked span."""
         result, at = list(mask), 0
         for flag, run in groupby(mask):
             start, at = at, at + len(list(run))
@@ -147,7 +149,7 @@ class ChatTemplate:
     def _apply(self, messages: Messages, **options: Any) -> Any:
         try:
             return self._tokenizer.apply_chat_template(list(messages), **options)
-        except Exception as error:  # jinja raises what the template says, of any class
+        except Exception as error:  # templates raise jinja exceptions of any class
             raise ChatRefused(
                 f"the chat template in {self._folder} rejects a conversation: {error}",
                 hint="check which roles the template allows, and in which order",
@@ -157,15 +159,15 @@ class ChatTemplate:
 def assistant_spans(
     render: Callable[..., str], messages: Messages, first: int, folder: str
 ) -> list[tuple[int, int]]:
-    """Where the assistant turns among `messages[first:]` begin and end in the rendered text, in characters.
+    """Return the spans of the assistant turns among `messages[first:]` in the rendered text, in characters.
 
-    A turn begins after the prompt to generate it, and ends with what the template puts behind it.
+    A turn begins after its generation prompt, and ends with whatever the template puts after it.
 
     Args:
         render: `render(messages, add_generation_prompt)`.
 
     Raises:
-        RecipeError: the template renders what is before a turn, or a turn, in another way when others follow.
+        RecipeError: the template renders a turn, or the text before it, differently when others follow.
     """
     whole = render(messages, False)
     spans = []
@@ -186,14 +188,14 @@ def assistant_spans(
 
 
 def _end(until: str, whole: str, start: int, content: str) -> int | None:
-    """Where the turn that begins at `start` ends.
+    """Return the end of the turn that begins at `start`; None if it cannot be located.
 
     Args:
-        until: the text of the conversation up to and with the turn.
+        until: the rendered conversation up to and including the turn.
     """
     if whole.startswith(until) and len(until) > start:
         return len(until)
-    # Some templates (Qwen 3) put more into the last turn than into others; its content and its end are alike.
+    # Some templates (Qwen 3) put more into the last turn than into others; content and end are the same.
     first = start if until.startswith(whole[:start]) else 0
     for said in (content, content.strip()):
         at = until.find(said, first) if said else -1

@@ -13,32 +13,33 @@ from titancli.errors import EnvironmentProblem
 SUFFIXES = (".gz", ".zst")
 BLOCK = 1 << 17
 _SKIPPABLE = {bytes((0x50 + number, 0x2A, 0x4D, 0x18)) for number in range(16)}
-"""Frames that zstd may begin with."""
+"""Magic numbers of skippable frames, which a zstd file may begin with."""
 
 
 def compression_of(head: bytes) -> str | None:
-    """Return what the beginning of a file is compressed by, one of `SUFFIXES`."""
+    """Return the compression of a file by its first bytes, one of `SUFFIXES`; None if it is not
+    compressed."""
     if head.startswith(b"\x1f\x8b"):
         return ".gz"
     return ".zst" if head.startswith(b"\x28\xb5\x2f\xfd") or head[:4] in _SKIPPABLE else None
 
 
 def is_compressed(path: str) -> bool:
-    """Return whether a file is compressed: by its content, or its suffix, where it is damaged.
+    """Return whether a file is compressed, by its content or, for damaged files, by its suffix.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     with open(path, "rb") as file:
         return compression_of(file.read(4)) is not None or path.endswith(SUFFIXES)
 
 
 def open_plain(path: str) -> BinaryIO:
-    """Open a file for reading what it holds; a seek in a compressed one reads what lies before.
+    """Open a file for reading its decompressed content; seeking decompresses everything before.
 
     Raises:
-        OSError: it cannot be read; reading raises one too where it is damaged or truncated.
-        EnvironmentProblem: the package that reads it is not installed.
+        OSError: the file cannot be read; also raised while reading if it is damaged or truncated.
+        EnvironmentProblem: the package that decompresses it is not installed.
     """
     file = open(path, "rb")  # noqa: SIM115 - it is returned
     kind = compression_of(file.peek(4)) or next((end for end in SUFFIXES if path.endswith(end)), None)
@@ -60,7 +61,7 @@ class _Gzip(gzip.GzipFile):
 
 
 class _Zstd(io.RawIOBase):
-    """The library's own reader takes the end of a truncated file for the end of the data."""
+    """A reader that detects truncation; the library's own takes it for the end of the data."""
 
     def __init__(self, path: str) -> None:
         try:

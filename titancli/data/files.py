@@ -1,7 +1,7 @@
-"""Sources of text files: which files, what tells them from others, and their text piece by piece.
+"""Sources of text files: listing them, identifying their content, and reading it piece by piece.
 
 A file is one document. It is read in pieces of at most 1 MiB that end at a line (or, without one, at a
-character), so that a file of any size takes little memory; where a piece begins depends on the file alone.
+character), so that a file of any size takes little memory; where pieces begin depends on the file alone.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from titancli.protocols import Dataset
 PIECE_BYTES = 1 << 20
 
 NOT_SOURCE = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
-"""Folders below the standard library's that are not it, or are its tests."""
+"""Folders of the standard library's that are not part of it, or are its tests."""
 
 
 class TextFile(NamedTuple):
     path: str
     name: str
-    """Relative to what the recipe names, so that a corpus may be moved as a whole."""
+    """Path relative to the recipe's entry, so that a corpus may be moved as a whole."""
     size: int
     modified: int
-    """When it was last written, in nanoseconds: as it was when its contents were identified."""
+    """Time of the last write in nanoseconds, as of when the contents were identified."""
 
     @property
     def stamp(self) -> Stamp:
@@ -44,7 +44,7 @@ class TextFile(NamedTuple):
 
 
 class FileSource:
-    """Documents out of text files: a `titancli.data.source.Source`.
+    """Documents from text files: a `titancli.data.source.Source`.
 
     Raises:
         EnvironmentProblem: a file cannot be read or is not UTF-8, or all files are empty.
@@ -59,7 +59,7 @@ class FileSource:
         self.size = Size(self.identity["bytes"], "bytes")
 
     def read(self, epoch: int, mark: dict[str, Any] | None) -> Iterator[Piece]:
-        """The epoch's pieces; a mark is a document's place in the order, and a byte in its file."""
+        """Yield the epoch's pieces; a mark is a document's position in the order, and a byte in its file."""
         order = document_order(self._seed, epoch, len(self._files), shuffle=self._shuffle)
         first, byte = (mark["document"], mark["byte"]) if mark else (0, 0)
         for document in range(first, len(order)):
@@ -91,7 +91,7 @@ def _pieces(known: TextFile, document: int, start: int) -> Iterator[Piece]:
 
 
 def _cut(data: bytes) -> int:
-    """Where a piece ends: after its last line, or before the character that does not fit whole."""
+    """Return the end of a piece: after its last line, or before a character that does not fit whole."""
     line = data.rfind(b"\n", 0, PIECE_BYTES) + 1
     if line:
         return line
@@ -104,10 +104,10 @@ def _cut(data: bytes) -> int:
 def corpus_identity(
     label: str, files: list[TextFile], *, shuffle: bool, seed: int, text: bool = True
 ) -> dict[str, Any]:
-    """What tells files and the order of their documents from others: a source's `identity`.
+    """Return a source's `identity`: facts that differ if the files or the order of their documents differ.
 
     Raises:
-        EnvironmentProblem: all files are empty, or one cannot be read or, if they are `text`, is not UTF-8.
+        EnvironmentProblem: all files are empty, one cannot be read, or, with `text`, one is not UTF-8.
     """
     total = sum(file.size for file in files)
     if total == 0:
@@ -129,7 +129,7 @@ def corpus_identity(
 
 
 def _utf8(path: str, blocks: Iterable[bytes]) -> Iterator[bytes]:
-    """The same blocks; refused where they are no text."""
+    """Yield the blocks unchanged; raise if they are not UTF-8."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     at = 0
     try:
@@ -145,9 +145,10 @@ def _utf8(path: str, blocks: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def unreadable(path: str, error: OSError) -> NoReturn:
-    """
+    """Report a file that cannot be read.
+
     Raises:
-        EnvironmentProblem: always; in words.
+        EnvironmentProblem: always.
     """
     raise EnvironmentProblem(
         f"cannot read the text file {path}: {error.strerror or error}",
@@ -166,7 +167,7 @@ def _not_text(path: str, byte: int) -> NoReturn:
 
 
 def _walk(folder: str, *, skip: Callable[[str], bool], suffix: str = "") -> list[TextFile]:
-    """Regular files below a folder, sorted by their relative name."""
+    """Return the regular files below a folder, sorted by their relative names."""
 
     def stop(error: OSError) -> NoReturn:
         raise EnvironmentProblem(
@@ -192,10 +193,10 @@ def _regular(path: str, name: str) -> list[TextFile]:
 
 
 def find_files(path: Path) -> list[TextFile]:
-    """What one entry of `paths` stands for, sorted by name.
+    """Return the files that an entry of `paths` stands for, sorted by name.
 
     Raises:
-        EnvironmentProblem: there is nothing, or no file in it.
+        EnvironmentProblem: the path does not exist, or has no files.
     """
     entry = os.path.abspath(path)
     if os.path.isdir(entry):
@@ -219,10 +220,10 @@ def find_files(path: Path) -> list[TextFile]:
 
 
 def files_of(paths: Iterable[Path]) -> list[TextFile]:
-    """The files of all entries, in their order, each once.
+    """Return the files of all entries, in their order, without duplicates.
 
     Raises:
-        EnvironmentProblem: an entry stands for nothing.
+        EnvironmentProblem: an entry has no files.
     """
     files: dict[str, TextFile] = {}
     for path in paths:
@@ -232,7 +233,7 @@ def files_of(paths: Iterable[Path]) -> list[TextFile]:
 
 
 def _base(pattern: str) -> str:
-    """The folder that a glob begins in: all of its leading parts that hold no magic."""
+    """Return the folder that a glob begins in: its leading parts without wildcards."""
     base = pattern
     while glob.has_magic(base):
         base = os.path.dirname(base)
@@ -240,7 +241,7 @@ def _base(pattern: str) -> str:
 
 
 def build_text_files(config: TextFiles, *, seed: int, **runtime: Any) -> Dataset:
-    """`[dataset] type = "text_files"`; a file that two entries name is read once."""
+    """Build `[dataset] type = "text_files"`; a file listed twice is read once."""
     files = files_of(config.paths)
     if config.format == "auto":
         require_text([file.path for file in files])
@@ -248,7 +249,7 @@ def build_text_files(config: TextFiles, *, seed: int, **runtime: Any) -> Dataset
 
 
 def build_python_stdlib(config: PythonStdlib, *, seed: int, **runtime: Any) -> Dataset:
-    """`[dataset] type = "python_stdlib"`."""
+    """Build `[dataset] type = "python_stdlib"`."""
     folder = sysconfig.get_paths()["stdlib"]
     files = _walk(folder, skip=NOT_SOURCE.__contains__, suffix=".py") if os.path.isdir(folder) else []
     if not files:

@@ -1,4 +1,4 @@
-"""Rows of whole examples: which of them share a row, and the row that they make."""
+"""Rows of whole examples: choosing which examples share a row, and building it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from titancli.observe.metrics import report
 from titancli.protocols.batch import IGNORE
 
 PIECES = 1024
-"""Documents, or pieces of long ones, that may share rows."""
+"""Documents, or pieces of long ones, that are packed together."""
 
 
 class Conversation(NamedTuple):
@@ -22,11 +22,11 @@ class Conversation(NamedTuple):
     tokens: np.ndarray
     """[n] int64."""
     trained: np.ndarray
-    """[n] bool; the first is nobody's target."""
+    """[n] bool; the first is never a target."""
 
 
 class PackedRows:
-    """Rows of conversations: several in each, best fit first, or one."""
+    """Makes rows of conversations: several per row, best fit first, or one."""
 
     unit = 1
 
@@ -54,12 +54,12 @@ class PackedRows:
 
 
 def best_fit(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Which items share a bin of `size`: the longest first, each into the fullest bin that has room.
+    """Return which items share a bin of `size`: the longest first, each into the fullest bin with room.
 
-    Items of a bin, and bins, are in the order of their (first) items, so that short ones do not come last.
+    Items within a bin, and bins by their first items, stay in order, so that short ones do not come last.
     """
     bins: list[list[int]] = []
-    rooms: list[tuple[int, int]] = []  # of the bins that have some: how much, and which bin; sorted
+    rooms: list[tuple[int, int]] = []  # room left and index of each bin that is not full; sorted
     for item in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         at = bisect_left(rooms, (lengths[item], 0))
         if at == len(rooms):
@@ -76,9 +76,9 @@ def best_fit(lengths: Sequence[int], size: int) -> list[list[int]]:
 def row_of(
     conversations: Sequence[Conversation], seq_len: int, filler_id: int, *, documents: bool = False
 ) -> Row:
-    """One row of conversations that fit into it; what is left of it has no targets.
+    """Return one row of conversations that fit into it; the remainder has no targets.
 
-    `documents`: with `document_ids`; what is left is a document of its own.
+    With `documents` it has `document_ids`, where the remainder is a document of its own.
     """
     tokens = np.full(seq_len, filler_id, np.int64)
     targets = np.full(seq_len, IGNORE, np.int64)

@@ -1,7 +1,6 @@
-"""What a file holds, told by its content: asked by all that reads documents from disk. Torch-free.
+"""Detect the format of a file by its content; used wherever documents are read from disk. Torch-free.
 
-For a new format: a row of `READ`, how it is told from others here, and its source in
-`titancli.data.shards.sources`.
+A new format needs an entry in `READ`, its detection here, and a source in `titancli.data.shards.sources`.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from titancli.errors import EnvironmentProblem
 logger = logging.getLogger(__name__)
 
 READ = {"text": "text", "jsonl": "JSON Lines", "parquet": "Parquet"}
-"""What documents are read from: as users write it, and in words."""
+"""Formats of documents: as users write them, and as messages name them."""
 ROWS = (".jsonl", ".ndjson")
 TEXT = (".txt", ".text", ".md", ".rst")
-"""Suffixes that say that a file is one text, whatever it looks like."""
+"""Suffixes of files that are read as one text, whatever they look like."""
 TABLES = (".csv", ".tsv")
 BINARY = (".bin", ".idx", ".npy", ".npz", ".pt")
 MAGIC = {
@@ -37,18 +36,18 @@ MAGIC = {
 }
 HEAD_BYTES = 64 << 10
 ROW_BYTES = 8 << 20
-"""So far the end of a first row is looked for."""
-LOOKED_AT = 16
-"""Rows, of which most must be objects."""
+"""Maximum length of a first row whose end is looked for."""
+SAMPLED_ROWS = 16
+"""Rows of a file that are looked at; most of them must be JSON objects."""
 _OBJECT = re.compile(rb'\s*\{\s*"')
 _LIST = re.compile(rb'\s*\[\s*\{\s*"')
 
 
-ANYHOW = '; to take files for text, whatever they hold: dataset.format = "text"'
+ANYHOW = '; to read files as text, whatever they contain: dataset.format = "text"'
 
 
 class _Other(NamedTuple):
-    """What a file is that is not read, and what to do."""
+    """A format that is not read, and what to do about it."""
 
     what: str
     hint: str
@@ -56,19 +55,19 @@ class _Other(NamedTuple):
 
 class Format(NamedTuple):
     name: str
-    """Of `READ`."""
+    """A key of `READ`."""
     by_suffix: bool = False
-    """It is text because its suffix says so; its rows are objects of JSON."""
+    """Whether it is read as text because of its suffix, although its rows are JSON objects."""
 
 
 def format_of(path: str, *, text_anyhow: bool = True) -> Format:
-    """Return what a file is read as.
+    """Return the format that a file is read as.
 
     Args:
-        text_anyhow: whether the user can ask for text, whatever there is.
+        text_anyhow: whether the user can choose to read any file as text, which the hint then says.
 
     Raises:
-        EnvironmentProblem: documents are not read from what it holds, it cannot be read, or the package that
+        EnvironmentProblem: documents cannot be read from its format, it cannot be read, or the package that
             decompresses it is not installed.
     """
     try:
@@ -87,7 +86,7 @@ def format_of(path: str, *, text_anyhow: bool = True) -> Format:
 
 
 def formats_of(paths: Iterable[str], *, text_anyhow: bool = True) -> list[str]:
-    """Return the names of the formats of files; warn of those that are text by their suffix alone."""
+    """Return the formats of files; warn about JSON Lines that are read as text because of their suffix."""
     names, odd = [], []
     for path in paths:
         found = format_of(path, text_anyhow=text_anyhow)
@@ -95,27 +94,29 @@ def formats_of(paths: Iterable[str], *, text_anyhow: bool = True) -> list[str]:
         odd += [path] if found.by_suffix else []
     if odd and text_anyhow:
         more = f" (and {len(odd) - 1:,} more)" if len(odd) > 1 else ""
-        logger.warning("%s%s looks like JSON Lines: its suffix says that it is one text", odd[0], more)
+        logger.warning("%s%s looks like JSON Lines, but its suffix makes it one text", odd[0], more)
     return names
 
 
 def require_text(paths: Sequence[str]) -> None:
-    """
+    """Check that all files are text.
+
     Raises:
-        EnvironmentProblem: a file holds something else.
+        EnvironmentProblem: a file has another format.
     """
     for path, found in zip(paths, formats_of(paths), strict=True):
         if found != "text":
             raise EnvironmentProblem(
-                f"{path} holds {READ[found]}, and would be taken for one text",
+                f"{path} holds {READ[found]}, and would be read as one text",
                 hint=f'use dataset.type = "{found}" for it{ANYHOW}',
             )
 
 
 def require_rows(paths: Sequence[str]) -> None:
-    """
+    """Check that files may contain rows of JSON.
+
     Raises:
-        EnvironmentProblem: a file holds something that has no rows of JSON, and is no text either.
+        EnvironmentProblem: a file has a format that can be neither JSON Lines nor text.
     """
     for path, found in zip(paths, formats_of(paths, text_anyhow=False), strict=True):
         if found == "parquet":
@@ -149,7 +150,8 @@ def _format(path: str) -> Format | _Other:
         return Format("jsonl")
     if suffix in (".json", *ROWS) or (not suffix and (_OBJECT.match(head) or _LIST.match(head))):
         return _Other(
-            "JSON that is not one object a line", "write JSON Lines: `jq -c '.[]'` does so of a list"
+            "JSON that is not one object a line",
+            "convert it to JSON Lines: `jq -c '.[]'` does that for a list",
         )
     if suffix in TABLES:
         return _Other("a table of separated values", "convert it to Parquet or JSON Lines")
@@ -159,24 +161,24 @@ def _format(path: str) -> Format | _Other:
 
 
 def _head(file: BinaryIO) -> bytes:
-    """The beginning of a file: whole rows, if the first one ends within 8 MiB."""
+    """Return the beginning of a file: whole rows, if the first one ends within 8 MiB."""
     head = file.read(HEAD_BYTES)
     if _OBJECT.match(head.removeprefix(codecs.BOM_UTF8)) and b"\n" not in head:
         head += file.read(ROW_BYTES - len(head))
-    if file.read(1):  # what is cut is no row
+    if file.read(1):  # drop the incomplete last row
         head = head[: head.rfind(b"\n") + 1] or head
     return head.removeprefix(codecs.BOM_UTF8)
 
 
 def _are_objects(head: bytes) -> bool:
-    rows = [row for row in head.split(b"\n") if row.strip()][:LOOKED_AT]
+    rows = [row for row in head.split(b"\n") if row.strip()][:SAMPLED_ROWS]
     objects = sum(bool(_OBJECT.match(row)) and _is_object(row) for row in rows)
     return 2 * objects > len(rows)
 
 
 def _is_object(row: bytes) -> bool:
-    if len(row) >= ROW_BYTES - len(codecs.BOM_UTF8):  # a mark of the encoding may have been before it
-        return True  # as far as one can see
+    if len(row) >= ROW_BYTES - len(codecs.BOM_UTF8):  # a byte order mark may have been before it
+        return True  # too long to be checked
     try:
         return isinstance(json.loads(row), dict)
     except (ValueError, RecursionError):

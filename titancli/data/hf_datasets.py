@@ -1,9 +1,9 @@
 """Sources of Hugging Face datasets: on disk, or as a stream.
 
-A dataset on disk is read by index, so its documents can be shuffled and any place in it is reached at once.
-A stream is read in order, and its own state, taken at every 64th document, leads back to a place in it; the
-state is exact, since a stream is never shuffled here. How fast a stream gets back within one of its files is
-up to `datasets`. `datasets` is imported when one of these is built.
+A dataset on disk is read by index, so its documents can be shuffled and any position is reached at once. A
+stream is read in order; its own state, taken at every 64th document, leads back to a position exactly, since
+streams are never shuffled here. How fast a stream resumes within one of its files is up to `datasets`.
+`datasets` is imported when one of these is built.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from titancli.protocols import Dataset
 GROUP = 64
 """Documents fetched by index at once, or between two states of a stream."""
 
-ASKED = 32
-"""Files that are asked at once, at most, whether they have changed."""
-ASKED_FOR_ONE = 4
-"""The same for a single row, which is read sooner than many files are asked."""
+CHECKED = 32
+"""Maximum number of files checked for changes at once."""
+CHECKED_FOR_ONE = 4
+"""The same for a single row, which takes less time to read than many files to check."""
 READERS = {
     ".json": "json",
     ".jsonl": "json",
@@ -41,7 +41,7 @@ READERS = {
     ".txt": "text",
     ".arrow": "arrow",
 }
-"""Which of the library's readers takes a single file; `.gz`, `.zst` and the like may follow."""
+"""The library's reader for each suffix; `.gz`, `.zst` and the like may follow."""
 
 
 class IndexedSource:
@@ -74,12 +74,12 @@ class IndexedSource:
                 found = self._dataset[rows][self._column]
         except TitanError:
             raise
-        except Exception as error:  # whatever the file system or Arrow says
+        except Exception as error:  # any error of the file system or Arrow
             _failed(self.label, "cannot be read", error)
         return [_text(self.label, self._column, text) for text in found]
 
     def read(self, epoch: int, mark: dict[str, Any] | None) -> Iterator[Piece]:
-        """The epoch's documents; a mark is a document's place in the order."""
+        """Yield the epoch's documents; a mark is a document's position in the order."""
         order = document_order(self._seed, epoch, self.size.amount, shuffle=self._shuffle)
         for first in range(mark["document"] if mark else 0, len(order), GROUP):
             for i, text in enumerate(self._texts(order[first : first + GROUP].tolist())):
@@ -87,9 +87,10 @@ class IndexedSource:
 
 
 def contents_of(path: str, dataset: Any) -> str:
-    """Return what tells the rows of a dataset from others.
+    """Return a digest that differs if the rows of datasets differ.
 
-    The library's own fingerprint of a folder of `save_to_disk` is a text in the folder: its bytes count too.
+    The library's own fingerprint of a folder of `save_to_disk` is merely a text in it, so the bytes are
+    hashed too.
 
     Raises:
         EnvironmentProblem: a file cannot be read.
@@ -111,9 +112,9 @@ def contents_of(path: str, dataset: Any) -> str:
 
 
 class MappedFiles:
-    """The files that a dataset maps into memory: what is written to them is in its rows at once.
+    """The files that a dataset maps into memory: writing to them changes its rows at once.
 
-    One that is removed or replaced stays as it was for who has mapped it.
+    A file that is removed or replaced stays as it was for processes that have it mapped.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -123,14 +124,14 @@ class MappedFiles:
 
     @contextmanager
     def unchanged(self, rows: int) -> Iterator[None]:
-        """Hold the files against what they were, around reading so many rows: 4 to 32 of them, in turn.
+        """Check that files are unchanged around reading this many rows: 4 to 32 files, in turn.
 
-        To read what was cut off ends the process, which is why it is asked before, too.
+        They are also checked before: reading a mapped part that was truncated kills the process.
 
         Raises:
-            EnvironmentProblem: one has changed.
+            EnvironmentProblem: a file has changed.
         """
-        end = self._next + min(ASKED, ASKED_FOR_ONE * rows)
+        end = self._next + min(CHECKED, CHECKED_FOR_ONE * rows)
         self._require(self._paths[self._next : end])
         yield
         self._require(self._paths[self._next : end])
@@ -143,14 +144,14 @@ class MappedFiles:
 
 
 class StreamedSource:
-    """Documents of a dataset that is read as it is trained on: a `titancli.data.source.Source`."""
+    """Documents of a dataset that is streamed during training: a `titancli.data.source.Source`."""
 
     def __init__(self, config: HFDataset, dataset: Any) -> None:
         self.label = _label(config)
         if (check := full_check()) is not None:
             check.left_out.append(f"{self.label} is a stream")
         self._column = config.text
-        if dataset.column_names is not None:  # not every reader knows before it has read
+        if dataset.column_names is not None:  # not every reader knows its columns in advance
             _check_column(config, dataset.column_names)
         self.identity: dict[str, Any] = {
             "path": config.path,
@@ -162,17 +163,17 @@ class StreamedSource:
         self._dataset = dataset
 
     def read(self, epoch: int, mark: dict[str, Any] | None) -> Iterator[Piece]:
-        """The documents; a mark is the stream's own state, and how many documents come after it."""
+        """Yield the documents; a mark is the stream's own state, and the number of documents since then."""
         dataset = self._dataset
         state, past = (mark["state"], mark["past"]) if mark else (None, 0)
-        dataset.load_state_dict(state)  # None too: it would begin at the last state that was loaded
+        dataset.load_state_dict(state)  # also None, or it would begin at the last state loaded
         rows = iter(dataset)
         for number in itertools.count():
             if number and number % GROUP == 0:
                 state = dataset.state_dict()
             try:
                 row = next(rows, None)
-            except Exception as error:  # whatever the network, the file system or a reader says
+            except Exception as error:  # any error of the network, the file system or a reader
                 _failed(self.label, "broke off", error)
             if row is None:
                 return
@@ -184,7 +185,7 @@ class StreamedSource:
 
 
 def at_revision(config: Any) -> dict[str, Any]:
-    """What the identity of data says of the revision that they are read at: nothing where none is named."""
+    """Return the part of a dataset's identity for its revision; empty if none is set."""
     return {} if config.revision is None else {"revision": config.revision}
 
 
@@ -223,12 +224,12 @@ def _failed(label: str, what: str, error: Exception) -> NoReturn:
 
 
 def load(config: HFDataset, *, progress: bool = False) -> Any:
-    """The `datasets` object that a config names.
+    """Return the `datasets` object that a config names.
 
     Raises:
-        EnvironmentProblem: it cannot be found, reached or read.
-        RecipeError: a name that is a folder here and maybe one on the Hub, or is a reader of the library's
-            (one of which unpickled files, before datasets 5); a stream of a saved dataset.
+        EnvironmentProblem: the dataset cannot be found, reached or read.
+        RecipeError: the name is a local folder and possibly one on the Hub, or a reader of the library (one
+            of which unpickled files before datasets 5); or a saved dataset is to be streamed.
     """
     import datasets
 
@@ -258,14 +259,15 @@ def load(config: HFDataset, *, progress: bool = False) -> Any:
         )
     except TitanError:
         raise
-    except Exception as error:  # the library raises its own, the Hub's, the network's and bare ValueErrors
+    except Exception as error:  # the library's, the Hub's and the network's errors, and bare ValueErrors
         _failed(label, "cannot be loaded", error)
 
 
 def refuse_hub_keys(config: Any) -> None:
-    """
+    """Check that local data have no configuration name or revision, which only the Hub has.
+
     Raises:
-        RecipeError: data on this machine are given a configuration or a revision, which only the Hub has.
+        RecipeError: one is set.
     """
     for key, reason in hub_keys(config):
         raise RecipeError(f"dataset.{key}: {reason}", hint=f"remove {key}")
@@ -302,7 +304,7 @@ def _load_saved(config: HFDataset, datasets: Any) -> Any:
     loaded = datasets.load_from_disk(config.path)
     if isinstance(loaded, datasets.DatasetDict):
         splits = dict(loaded)
-    else:  # one split, which may not say which it is; the key's default then stands for it
+    else:  # one split, possibly unnamed; the key's default then stands for it
         splits = {str(loaded.split or "train"): loaded}
     if config.split not in splits:
         raise RecipeError(
@@ -312,7 +314,7 @@ def _load_saved(config: HFDataset, datasets: Any) -> Any:
 
 
 def build(config: HFDataset, *, seed: int, dp_rank: int, **runtime: Any) -> Dataset:
-    """`[dataset] type = "hf"`."""
+    """Build `[dataset] type = "hf"`."""
     dataset = load(config, progress=dp_rank == 0 and sys.stderr.isatty())
     source: IndexedSource | StreamedSource
     source = StreamedSource(config, dataset) if config.streaming else IndexedSource(config, dataset, seed)

@@ -1,9 +1,9 @@
 """The `hf` tokenizer: a folder with tokenizer.json, run by the `tokenizers` library.
 
-Text is data: a special token's name inside a document ("<|end_of_text|>" in a source file) is encoded as the
-characters that it is made of, never as the special token. No special tokens are added, and the truncation and
-padding that a tokenizer.json may ask for are turned off. transformers is imported only to apply a chat
-template, which does recognise special tokens, since templates are written with them.
+Text is data: the name of a special token inside a document ("<|end_of_text|>" in a source file) is encoded as
+its characters, never as the special token. No special tokens are added, and a tokenizer.json's truncation and
+padding are turned off. transformers is imported only to apply a chat template, which does recognize special
+tokens, since templates are written with them.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from titancli.errors import EnvironmentProblem, RecipeError
 
 
 class HFTokenizer:
-    """A tokenizer out of `folder`/tokenizer.json.
+    """A tokenizer loaded from `folder`/tokenizer.json.
 
     Raises:
         EnvironmentProblem: the folder or its tokenizer.json is missing or cannot be read.
-        RecipeError: no end marker is named, or the one that is named is not in the vocabulary.
+        RecipeError: no end marker is defined, or it is not in the vocabulary.
     """
 
     def __init__(self, folder: Path, *, eos: str | None = None) -> None:
@@ -54,36 +54,39 @@ class HFTokenizer:
         return [e.ids for e in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
     def encode_arrays(self, texts: list[str]) -> list[np.ndarray]:
-        """Ids of each text, int32 [n]."""
+        """Return the ids of each text, int32 [n]."""
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
     def decode(self, ids: list[int]) -> str:
-        """Text; special tokens leave no trace."""
+        """Return the text without special tokens."""
         return self._tokenizer.decode(ids, skip_special_tokens=True)
 
     def token_id(self, token: str) -> int | None:
-        """The id of a token by its name, special ones included; None: there is none."""
+        """Return the id of a token by its name, including special ones; None if there is none."""
         found: int | None = self._tokenizer.token_to_id(token)
         return found
 
     def chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = False) -> list[int]:
-        """Ids of a conversation (`{"role": …, "content": …}` each) under the folder's chat template.
+        """Return the ids of a conversation (`{"role": …, "content": …}` each) under the folder's chat
+        template.
 
         Raises:
-            RecipeError: the folder has no chat template, or it refuses these messages (`ChatRefused`).
+            RecipeError: the folder has no chat template, or the template rejects these messages
+                (`ChatRefused`).
         """
         return self._template().ids(messages, add_generation_prompt=add_generation_prompt)
 
     def chat_with_mask(
         self, messages: list[dict[str, Any]], *, first: int = 0, trailing_newline: bool = False
     ) -> tuple[list[int], list[bool]]:
-        """The same, and which ids are of assistant turns among `messages[first:]`; see `ChatTemplate`."""
+        """Return the ids, and which belong to assistant turns among `messages[first:]`; see
+        `ChatTemplate`."""
         return self._template().ids_and_mask(messages, first, trailing_newline=trailing_newline)
 
     @property
     def chat_fingerprint(self) -> str:
-        """Changes when the chat template does."""
+        """Return a digest of the chat template."""
         return xxhash.xxh3_64_hexdigest(self._template().text.encode())
 
     def _template(self) -> ChatTemplate:
@@ -92,7 +95,7 @@ class HFTokenizer:
         return self._templated
 
     def _find(self, role: str, named: str | None, *, required: bool) -> Any:
-        """The id of the bos or eos token: by the recipe, or by what the folder's files say."""
+        """Return the id of the bos or eos token, as defined by the recipe or by the folder's files."""
         if named is not None:
             token_id = self._tokenizer.token_to_id(named)
             if token_id is None:
@@ -135,7 +138,7 @@ def _load(folder: Path) -> Any:
         ) from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    tokenizer.encode_special_tokens = True  # their names in a text are text
+    tokenizer.encode_special_tokens = True  # special tokens' names in a text are text
     return tokenizer
 
 
@@ -144,7 +147,7 @@ def _load_with_template(folder: Path) -> Any:
 
     try:
         return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # whatever a wrong tokenizer_config.json leads to
+    except Exception as error:  # any error caused by a wrong tokenizer_config.json
         raise EnvironmentProblem(
             f"transformers cannot load the tokenizer in {folder}: {type(error).__name__}: {error}",
             hint="fix tokenizer_config.json, or download it again",

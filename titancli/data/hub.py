@@ -1,6 +1,6 @@
 """Downloads of the files that a run reads from a Hugging Face repository, by `huggingface_hub`. Torch-free.
 
-What was downloaded is not downloaded again, and what was interrupted continues; tokens and mirrors are
+Downloaded files are not downloaded again, and interrupted downloads continue; tokens and mirrors are
 `huggingface_hub`'s own settings (`HF_TOKEN`, `hf auth login`, `HF_ENDPOINT`).
 """
 
@@ -25,20 +25,20 @@ TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
 )
-"""Of these an export takes along what a folder has."""
+"""Tokenizer files; an export copies those that exist."""
 CONFIG = ("config.json", "generation_config.json")
 WEIGHTS = ("*.safetensors", "model.safetensors.index.json")
 NOT_NEEDED = ("*/*", "consolidated*")
-"""Folders (`original/`, `onnx/`), and weights in another layout beside those that transformers reads."""
+"""Folders (`original/`, `onnx/`), and weights in layouts other than the one transformers reads."""
 SCHEME = "hf://"
 _COMMIT = re.compile(r"[0-9a-f]{40}\Z")
 
 
 def download(repository: str, folder: Path, *, weights: bool, revision: str | None = None) -> list[Path]:
-    """Download a repository's tokenizer and config, and its weights if asked for; return the files.
+    """Download a repository's tokenizer and config, with `weights` also its weights; return the files.
 
     Raises:
-        EnvironmentProblem: the repository cannot be reached or read, or lacks what was asked for.
+        EnvironmentProblem: the repository cannot be reached or read, or lacks required files.
     """
     hint = "the same command continues the download; HF_ENDPOINT names a mirror"
     _snapshot(repository, weights, revision, hint, local_dir=folder)
@@ -48,7 +48,7 @@ def download(repository: str, folder: Path, *, weights: bool, revision: str | No
 
 
 def _snapshot(repository: str, weights: bool, revision: str | None, hint: str, **where: Any) -> Path:
-    """The folder that the files are in, in the Hub's cache if nothing else is said."""
+    """Download the files and return their folder, by default in the Hub's cache."""
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
 
@@ -88,18 +88,18 @@ def _require(repository: str, found: list[Path], weights: bool) -> None:
 
 @dataclass(frozen=True)
 class Hosted:
-    """A repository that a recipe names in the place of a folder: `hf://OWNER/NAME`, or with `@REVISION`."""
+    """A repository that a recipe names in place of a folder: `hf://OWNER/NAME`, or with `@REVISION`."""
 
     repository: str
     revision: str | None = None
-    """A commit, a branch or a tag; None: the branch main."""
+    """A commit, branch or tag; None: the branch main."""
 
     @classmethod
     def of(cls, path: Path | None) -> Hosted | None:
-        """Return the repository that a path names; None where it is something else.
+        """Return the repository that a path names; None if the path is something else.
 
         Raises:
-            EnvironmentProblem: it begins as one and is none.
+            EnvironmentProblem: the path has the scheme of a repository, but does not name one.
         """
         url = None if path is None else url_of(path)
         if url is None or not url.startswith(SCHEME):
@@ -118,15 +118,15 @@ class Hosted:
 
     @property
     def is_pinned(self) -> bool:
-        """Whether the revision is a commit, so that the files are the same for ever."""
+        """Return whether the revision is a commit, so that the files never change."""
         return self.revision is not None and _COMMIT.match(self.revision) is not None
 
     @property
     def folder(self) -> Path:
-        """Return where it lies in the Hub's cache on this machine; asks no network.
+        """Return its folder in the Hub's cache on this machine, without network access.
 
         Raises:
-            EnvironmentProblem: it is not there.
+            EnvironmentProblem: it is not in the cache.
         """
         from huggingface_hub import constants
 
@@ -143,10 +143,11 @@ class Hosted:
         return folder
 
     def fetch(self, *, weights: bool) -> Hosted:
-        """Download what is not in the Hub's cache, and return it pinned to the commit that is there now.
+        """Download files missing from the Hub's cache, and return the repository pinned to its current
+        commit.
 
         Raises:
-            EnvironmentProblem: as for `download`; without a network, what is in the cache is taken.
+            EnvironmentProblem: as for `download`; without a network, the cache is used.
         """
         folder = _snapshot(self.repository, weights, self.revision, self._offline(weights=weights))
         _require(self.repository, list(folder.iterdir()), weights)
@@ -160,10 +161,10 @@ class Hosted:
 
 
 def local_folder(path: Path) -> Path:
-    """Return a folder as it is, and of a repository that is named in its place where it lies in the cache.
+    """Return a folder unchanged, and for a repository that is named in its place, its folder in the cache.
 
     Raises:
-        EnvironmentProblem: it does not lie there.
+        EnvironmentProblem: the repository is not in the cache.
     """
     hosted = Hosted.of(path)
     return path if hosted is None else hosted.folder

@@ -1,7 +1,7 @@
-"""A source of JSON Lines files: a row is a document. Rows that are none are skipped and counted, or refused.
+"""A source of JSON Lines files: each row is a document. Bad rows are skipped and counted, or end the run.
 
-Rows are read one at a time, from any byte, so files of any size take little memory. Only where they are
-shuffled is every file read once before, for the places where its rows begin.
+Rows are read one at a time, from any byte, so files of any size take little memory. Only if they are shuffled
+is every file first read once, to find where its rows begin.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from titancli.protocols import Dataset
 
 logger = logging.getLogger(__name__)
 
-TOLD = 5
-"""Bad rows that are told one by one; of the others only the count."""
+LOGGED = 5
+"""Bad rows that are logged one by one; further ones are only counted."""
 
 
 class Row(NamedTuple):
     """A line of a file."""
 
     byte: int
-    """Where it begins."""
+    """Byte at which it begins."""
     line: int
-    """From 1."""
+    """Line number, from 1."""
     data: bytes | None
-    """Without its end; None: it is too long."""
+    """Content without the line end; None: it is too long."""
 
 
 class BadRow(Exception):
-    """Why a row is no document."""
+    """The reason why a row is not a document."""
 
 
 class LineReader:
-    """The rows of JSON Lines files, from any of them on.
+    """The rows of JSON Lines files, readable from any row on.
 
     Raises:
         EnvironmentProblem: a file cannot be read, or is compressed and to be shuffled.
@@ -75,25 +75,25 @@ class LineReader:
                 )
         self._starts = [row_starts(file) for file in self._files]
         self._firsts = np.cumsum([0, *(len(starts) for starts in self._starts)])
-        """The number of the first row of each file, and of all of them."""
+        """Index of the first row of each file, then the total."""
 
     @property
     def count(self) -> int:
         return int(self._firsts[-1])
 
     def order(self, epoch: int) -> np.ndarray:
-        """Return the numbers of the rows in the order of an epoch."""
+        """Return the indices of the rows in the order of an epoch."""
         return document_order(self._seed, epoch, self.count, shuffle=self._shuffle)
 
     def mark(self, epoch: int, place: int) -> dict[str, Any]:
-        """Return the mark of the row at a place of the order."""
+        """Return the mark of the row at a position in the order."""
         if self._shuffle:
             return {"document": place}
         number, index = self._where(place)
         return {"file": number, "byte": int(self._starts[number][index]), "line": index + 1}
 
     def place(self, epoch: int, mark: Mapping[str, Any]) -> int:
-        """Return the place in the order that a mark leads to."""
+        """Return the position in the order that a mark refers to."""
         return mark["document"] if self._shuffle else int(self._firsts[mark["file"]]) + mark["line"] - 1
 
     def _where(self, row: int) -> tuple[int, int]:
@@ -101,7 +101,7 @@ class LineReader:
         return number, row - int(self._firsts[number])
 
     def row(self, row: int) -> tuple[TextFile, Row]:
-        """Return the row of a number, and its file.
+        """Return a row by its index, with its file.
 
         Raises:
             EnvironmentProblem: the file cannot be read, or has changed.
@@ -111,7 +111,7 @@ class LineReader:
         return file, next(_rows(file, start, index + 1, self._max_bytes, compressed=False))
 
     def read(self, epoch: int, mark: dict[str, Any] | None) -> Iterator[tuple[TextFile, Row, dict[str, Any]]]:
-        """The epoch's rows, and the mark of each: a place in the order, or in a file."""
+        """Yield the epoch's rows, each with its file and its mark: a position in the order, or in a file."""
         return self._shuffled(epoch, mark) if self._shuffle else self._in_order(mark)
 
     def _in_order(self, mark: dict[str, Any] | None) -> Iterator[tuple[TextFile, Row, dict[str, Any]]]:
@@ -131,49 +131,50 @@ class LineReader:
 
 
 class BadRows:
-    """What is done with rows that are none: they are told and counted or, where `strict`, end the run."""
+    """Logs and counts bad rows or, with `strict`, ends the run at the first."""
 
     def __init__(self, *, strict: bool) -> None:
-        self._strict, self._told = strict, 0
+        self._strict, self._logged = strict, 0
         self.skipped = 0
-        """Since this process began."""
+        """Number of bad rows since this process began."""
 
     def skip(self, where: str, reason: BadRow) -> None:
-        """Tell of a row, and count it.
+        """Log a bad row and count it.
 
         Raises:
-            EnvironmentProblem: where `strict`.
+            EnvironmentProblem: with `strict`.
         """
-        self.tell(where, reason)
+        self.log(where, reason)
         self.skipped += 1
         self.count()
 
-    def tell(self, where: str, reason: BadRow) -> None:
-        """
+    def log(self, where: str, reason: BadRow) -> None:
+        """Log a bad row.
+
         Raises:
-            EnvironmentProblem: where `strict`.
+            EnvironmentProblem: with `strict`.
         """
         if self._strict:
             raise EnvironmentProblem(
                 f"{where}: {reason}",
                 hint="fix the row, or set dataset.strict = false to skip such rows",
             )
-        self._told += 1
-        if self._told <= TOLD:
-            more = "; further skipped rows are only counted (bad_rows)" if self._told == TOLD else ""
+        self._logged += 1
+        if self._logged <= LOGGED:
+            more = "; further skipped rows are only counted (bad_rows)" if self._logged == LOGGED else ""
             logger.warning("skipped a row: %s: %s%s", where, reason, more)
 
     def count(self) -> None:
-        """Report how many there are, if any."""
+        """Report the number of bad rows, if there are any."""
         if self.skipped:
             report("bad_rows", self.skipped, reduce="max")  # every rank reads all rows
 
 
 class JsonLinesSource:
-    """Documents out of JSON Lines: a `titancli.data.source.Source`.
+    """Documents from JSON Lines: a `titancli.data.source.Source`.
 
     Raises:
-        EnvironmentProblem: a file cannot be read, all are empty, or, where `strict`, a row is no document.
+        EnvironmentProblem: a file cannot be read, all are empty, or, with `strict`, a row is not a document.
     """
 
     label = "dataset jsonl"
@@ -188,11 +189,11 @@ class JsonLinesSource:
 
     @property
     def skipped(self) -> int:
-        """Bad rows since this process began."""
+        """Return the number of bad rows since this process began."""
         return self._bad.skipped
 
     def read(self, epoch: int, mark: dict[str, Any] | None) -> Iterator[Piece]:
-        """The epoch's documents; a mark is a place in the order, or in a file."""
+        """Yield the epoch's documents; a mark is a position in the order, or in a file."""
         for file, row, place in self._rows.read(epoch, mark):
             try:
                 text = _text(row.data, self._config)
@@ -204,17 +205,17 @@ class JsonLinesSource:
 
 
 def parse(data: bytes | None, max_bytes: int) -> dict[str, Any]:
-    """A row's object.
+    """Return a row's object.
 
     Raises:
-        BadRow: it has none.
+        BadRow: the row is too long, empty, or not a JSON object.
     """
     if data is None:
         raise BadRow(f"it is longer than {max_bytes} bytes (dataset.max_bytes)")
     if not data.strip():
         raise BadRow("it is empty")
     try:
-        row = json.loads(data.decode("utf-8-sig"))  # files may begin with a mark of their encoding
+        row = json.loads(data.decode("utf-8-sig"))  # files may begin with a byte order mark
     except UnicodeDecodeError as error:
         raise BadRow(f"it is not UTF-8: byte {error.start} is invalid") from error
     except (ValueError, RecursionError) as error:
@@ -225,9 +226,10 @@ def parse(data: bytes | None, max_bytes: int) -> dict[str, Any]:
 
 
 def value_of(row: dict[str, Any], key: str) -> Any:
-    """
+    """Return the value of a row's key.
+
     Raises:
-        BadRow: the row has no such key.
+        BadRow: the row does not have the key.
     """
     if key not in row:
         has = ", ".join(map(repr, row)) or "no keys"
@@ -236,9 +238,10 @@ def value_of(row: dict[str, Any], key: str) -> Any:
 
 
 def check_characters(key: str, text: str) -> None:
-    """
+    """Check that a text can be encoded: JSON can contain unpaired surrogates, which no tokenizer accepts.
+
     Raises:
-        BadRow: the text holds what JSON can write and no tokenizer takes.
+        BadRow: it cannot.
     """
     try:
         text.encode()
@@ -248,10 +251,10 @@ def check_characters(key: str, text: str) -> None:
 
 
 def _text(data: bytes | None, config: JsonLines) -> str:
-    """A row's document.
+    """Return a row's document.
 
     Raises:
-        BadRow: it has none.
+        BadRow: the row has none.
     """
     text = value_of(parse(data, config.max_bytes), config.text)
     if not isinstance(text, str):
@@ -270,7 +273,7 @@ def _is_compressed(file: TextFile) -> bool:
 
 
 def _rows(file: TextFile, byte: int, line: int, limit: int, *, compressed: bool) -> Iterator[Row]:
-    """The rows of a file from one on; of a row beyond `limit` bytes no more than that is held."""
+    """Yield the rows of a file from one on; at most `limit` bytes of a row are held in memory."""
     try:
         with open_plain(file.path) if compressed else open(file.path, "rb") as stream:
             stream.seek(byte)
@@ -281,13 +284,13 @@ def _rows(file: TextFile, byte: int, line: int, limit: int, *, compressed: bool)
                 content = data.rstrip(b"\r\n")
                 yield Row(byte, line, content if whole and len(content) <= limit else None)
                 byte, line = byte + length, line + 1
-            require_unchanged(file.path, file.stamp, stream.fileno())  # its end may be one of now
+            require_unchanged(file.path, file.stamp, stream.fileno())  # the end may be new
     except OSError as error:
         unreadable(file.path, error)
 
 
 def _skip_line(stream: BinaryIO) -> int:
-    """Go behind the end of the line; how many bytes that were."""
+    """Skip to the end of the line; return the number of bytes skipped."""
     length = 0
     while data := stream.readline(PIECE_BYTES):
         length += len(data)
@@ -297,7 +300,7 @@ def _skip_line(stream: BinaryIO) -> int:
 
 
 def build(config: JsonLines, *, seed: int, **runtime: Any) -> Dataset:
-    """`[dataset] type = "jsonl"`; a file that two entries name is read once."""
+    """Build `[dataset] type = "jsonl"`; a file listed twice is read once."""
     files = files_of(config.paths)
     require_rows([file.path for file in files])
     source = JsonLinesSource(config, files, seed)

@@ -1,4 +1,4 @@
-"""How long each row of a dataset is: found once, by all ranks and workers of a machine together, and kept."""
+"""Lengths of a dataset's rows: measured once, by all ranks and workers of a machine together, and cached."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from titancli.fingerprint import cache_folder
 logger = logging.getLogger(__name__)
 
 BAD = -1
-"""The length of a row that is no example."""
+"""Length recorded for a bad row."""
 CHUNK = 256
-"""Rows that a process takes at once."""
+"""Rows that a process measures at a time."""
 _STORED = 2
-"""Added to each length in the file, whose zeros are rows that nobody has measured yet."""
+"""Offset of lengths in the file, where zeros mark rows that have not been measured yet."""
 
 
 def row_lengths(
     identity: Mapping[str, Any], count: int, measure: Callable[[range], Sequence[int]]
 ) -> np.ndarray:
-    """Return the length of each of `count` rows, int32, as `measure` says them; BAD for one that is none.
+    """Return the length of each of `count` rows, int32, as measured by `measure`; BAD for bad rows.
 
-    Every process that asks at the same time measures other rows than the rest, and waits for them.
+    Processes that call this at the same time divide the rows among them and wait for each other.
 
     Args:
-        identity: plain JSON; equal only where all lengths are.
+        identity: plain JSON; equal only if all lengths are equal.
 
     Raises:
-        TitanError: what `measure` raises.
+        TitanError: raised by `measure`.
     """
     name = xxhash.xxh3_128_hexdigest(json.dumps(identity, sort_keys=True).encode())
     path = cache_folder() / "lengths" / f"{name}.i32"
@@ -50,7 +50,7 @@ def row_lengths(
             os.ftruncate(descriptor, 4 * count)
             logger.info("measuring %d rows, once; their lengths are kept in %s", count, path)
             chunks = -(-count // CHUNK)
-            order = [(chunk + os.getpid()) % chunks for chunk in range(chunks)]  # each begins elsewhere
+            order = [(chunk + os.getpid()) % chunks for chunk in range(chunks)]  # each process at another
             for wait in (False, True):
                 for chunk in order:
                     _measure(descriptor, range(chunk * CHUNK, min(count, (chunk + 1) * CHUNK)), measure, wait)
@@ -65,7 +65,8 @@ def row_lengths(
 
 
 def _measure(descriptor: int, rows: range, measure: Callable[[range], Sequence[int]], wait: bool) -> None:
-    """Measure some rows if nobody has, or does at the moment; with `wait`, ensure that they are."""
+    """Measure some rows unless another process has, or is doing so; with `wait`, wait for that process
+    first."""
     place = (4 * len(rows), 4 * rows.start)
     if np.frombuffer(os.pread(descriptor, *place), "<i4").all():
         return

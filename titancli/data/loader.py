@@ -1,6 +1,6 @@
-"""`Loader`: batches made ahead of their use, by a thread or by processes, and brought to the device.
+"""`Loader`: batches prefetched by a thread or by processes, and copied to the device.
 
-With each batch comes the dataset's state after it, so that a checkpoint stores the position of the last batch
+Each batch comes with the dataset's state after it, so that a checkpoint stores the position of the last batch
 that was *used*, not of the last one that was prefetched.
 """
 
@@ -21,30 +21,30 @@ from titancli.protocols import Dataset
 from titancli.protocols.batch import IGNORE, Batch
 
 STOP_SECONDS = 10.0
-"""How long a batch in the making may take to be finished when the loader is stopped."""
+"""Time that a batch in preparation is given when the loader is stopped."""
 
 
 class Preparers(Protocol):
-    """What prepares a dataset's batches elsewhere: `titancli.data.workers.Workers`."""
+    """Prepares a dataset's batches elsewhere: `titancli.data.workers.Workers`."""
 
     def batches(self, state: dict[str, Any]) -> Iterator[tuple[Batch, dict[str, Any]]]:
         """Yield the batches from a position on, and the position after each."""
         ...
 
     def stop(self) -> None:
-        """End what is under way; from any thread."""
+        """Stop preparing batches; may be called from any thread."""
         ...
 
 
 class _Item(NamedTuple):
     batch: Batch | None
-    """None: the data ended, or `error` says why there is no more."""
+    """None: the data ended, or `error` is the reason why there are no more."""
     state: dict[str, Any]
     error: BaseException | None = None
 
 
 class _Queue:
-    """A bounded queue that can be closed from both ends; shared by the loader and its thread."""
+    """A bounded queue between the loader and its thread, which either can close."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -53,7 +53,7 @@ class _Queue:
         self.closed = False
 
     def put(self, item: _Item) -> bool:
-        """Wait for room; False if the queue was closed instead."""
+        """Wait for room; return False if the queue was closed instead."""
         with self._changed:
             self._changed.wait_for(lambda: self.closed or len(self._items) < self._size)
             if not self.closed:
@@ -62,7 +62,7 @@ class _Queue:
             return not self.closed
 
     def get(self) -> _Item:
-        """Wait for an item. The last one, an end or an error, stays."""
+        """Wait for an item. The last one, an end or an error, stays in the queue."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._items))
             if self._items[0].batch is None:
@@ -77,10 +77,10 @@ class _Queue:
 
 
 class Loader(Iterator[Batch]):
-    """An iterator of a dataset's batches on a device, up to `prefetch` of them made ahead.
+    """An iterator over a dataset's batches on a device, with up to `prefetch` of them prepared in advance.
 
-    On CUDA, batches are pinned in the thread and copied without waiting. What the dataset raises is raised
-    here, at the place of the batch that it prevented, and again at each call after it.
+    On CUDA, batches are pinned in the thread and copied asynchronously. Errors of the dataset are raised
+    here, at the batch that they prevented, and at every later call.
     """
 
     def __init__(
@@ -93,16 +93,19 @@ class Loader(Iterator[Batch]):
         rows: int | None = None,
         workers: Preparers | None = None,
     ) -> None:
-        """A negative token id or position ends the data with an error, and so does an id from `vocab_size`
-        on, or a batch of another number of rows; None: there is no such limit. With `workers` the dataset
-        itself is not read."""
+        """Create the loader.
+
+        Batches with a negative token id or position, an id of `vocab_size` or more, or a number of rows other
+        than `rows` end the data with an error; None: no such limit. With `workers` the dataset itself is not
+        read.
+        """
         self.dataset, self._limits, self._workers = dataset, Limits(vocab_size), workers
         self._rows = rows
         self._device = torch.device(device)
         if self._device.type == "cuda" and self._device.index is None:
             self._device = torch.device(
                 "cuda", torch.cuda.current_device()
-            )  # it is another one in the thread
+            )  # the thread's current device may differ
         self._prefetch = max(1, prefetch)
         self._state = state_of(dataset)
         self._queue: _Queue | None = None
@@ -111,7 +114,7 @@ class Loader(Iterator[Batch]):
 
     @property
     def state(self) -> dict[str, Any]:
-        """The dataset's state after the last batch that was handed out."""
+        """The dataset's state after the last batch handed out."""
         return self._state
 
     def __next__(self) -> Batch:
@@ -125,10 +128,10 @@ class Loader(Iterator[Batch]):
         return batch if self._device.type == "cpu" else batch.to(self._device)
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Continue from a state; what was prefetched is dropped.
+        """Continue from a state; prefetched batches are dropped.
 
         Raises:
-            TitanError: the dataset refuses the state, or the thread does not come to an end.
+            TitanError: the dataset rejects the state, or the thread does not end.
         """
         self.close()
         if self._thread is not None and self._thread.is_alive():
@@ -140,16 +143,16 @@ class Loader(Iterator[Batch]):
         self._thread = None
 
     def close(self) -> None:
-        """Stop the thread and drop what was prefetched. A further batch is the one after the last used."""
+        """Stop the thread and drop prefetched batches. The next batch is the one after the last used."""
         if self._finalizer is not None:
             self._finalizer()
         self._queue = None
 
     def _start(self) -> _Queue:
-        if self._thread is not None:  # closed: the dataset is ahead of what was used
+        if self._thread is not None:  # closed: the dataset is ahead of the last batch used
             self.load_state(self._state)
-        # The thread holds no reference to the loader, so that a loader that is dropped ends its thread. The
-        # finalizer runs at exit too: a daemon thread that torch finds running when Python ends can crash it.
+        # The thread holds no reference to the loader, so dropping the loader ends the thread. The finalizer
+        # also runs at exit: a daemon thread in torch while Python shuts down can crash it.
         queue = _Queue(self._prefetch)
         thread = threading.Thread(
             target=_produce,
@@ -188,7 +191,7 @@ def _produce(
             if not queue.put(_Item(batch, state)):
                 return
         queue.put(_Item(None, state))
-    except BaseException as error:  # whatever it is, it belongs to the consumer
+    except BaseException as error:  # passed on to the consumer, whatever it is
         queue.put(_Item(None, {}, error))
 
 
@@ -198,17 +201,17 @@ def _alone(dataset: Dataset) -> Iterator[tuple[Batch, dict[str, Any]]]:
 
 
 def copied(batch: Any) -> Any:
-    """Return a batch in memory of its own: a dataset may fill the same buffers again for the next."""
+    """Return a batch in memory of its own: a dataset may reuse its buffers for the next batch."""
     if not isinstance(batch, Mapping) or not all(isinstance(value, torch.Tensor) for value in batch.values()):
-        return batch  # the engine says what is wrong with it
+        return batch  # the engine reports the error
     return Batch({name: tensor.clone() for name, tensor in batch.items()}, unit=getattr(batch, "unit", 1))
 
 
 def state_of(dataset: Dataset) -> dict[str, Any]:
-    """Return the state of a dataset now: it may return the same dict again, with other values.
+    """Return a copy of a dataset's state: the dataset may return the same dict again with other values.
 
     Raises:
-        PluginError: it is none.
+        PluginError: the state is not a dict.
     """
     state: Any = dataset.state_dict()
     if not isinstance(state, dict):
@@ -220,14 +223,15 @@ def state_of(dataset: Dataset) -> dict[str, Any]:
 
 
 def _check_values(batch: Batch, limits: Limits) -> None:
-    """Here, where they are on the CPU: on a GPU nobody looks at them."""
+    """Check a batch's values while they are on the CPU: on a GPU they are not read."""
     if readable(batch) and (found := fault(batch, limits, "the dataset returns")) is not None:
         raise EnvironmentProblem(found.message, hint=found.hint)
 
 
 def _check_rows(batch: Batch, rows: int) -> None:
-    """Less than a batch would be a smaller step than the recipe's, or one of different sizes on the ranks."""
-    found = getattr(batch, "rows", rows)  # the engine says what is wrong with what is no batch
+    """Check the number of rows: with fewer, a step would be smaller than in the recipe, or differ across
+    ranks."""
+    found = getattr(batch, "rows", rows)  # the engine reports values that are not batches
     if found != rows:
         raise EnvironmentProblem(
             f"the dataset returned a batch of {found} rows, but training.local_batch_size is {rows}",

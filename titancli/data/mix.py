@@ -1,8 +1,8 @@
 """The dataset `mix`: rows of several datasets, by weight.
 
-Which dataset gives a row follows from the rows before it: the one that lacks most of its share. So shares are
-exact to a row everywhere, and the position is a count for each dataset, independent of the ranks. Each rank
-draws its own rows and skips those of the others.
+Each row comes from the dataset that lags furthest behind its share of the rows so far. So shares are exact to
+a row everywhere, and the position is a count per dataset, independent of the ranks. Each rank draws its own
+rows and skips those of the others.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ from titancli.registry.defaults import with_defaults
 LABEL = "dataset mix"
 KEYS = ("tokens", "targets", "positions")
 COUNTS = ("bad_rows", "cut_rows")
-"""Metrics of datasets that are summed over those of a mixture."""
+"""Metrics that are summed over the datasets of a mixture."""
 WASTED = "wasted_tokens"
-"""The one that is a share of a dataset's rows."""
+"""Metric that is a fraction of a dataset's rows."""
 
 
 class _Source:
-    """One of the datasets, as if there were one rank with rows of one."""
+    """One of the datasets, built for one rank and one row per batch."""
 
     def __init__(self, name: str, dataset: Dataset) -> None:
         self.name, self.dataset = name, dataset
         self._rows = iter(dataset)
-        self.told: dict[str, float] = {}
-        """The last values of the metrics that count since the process began."""
+        self.readings: dict[str, float] = {}
+        """Last values of the metrics that count since the process began."""
 
     def next(self) -> Batch | None:
-        """A row; None at the end."""
+        """Return the next row; None at the end."""
         with self._listening():
             row = next(self._rows, None)
             return None if row is None else copied(row)
 
     def skip(self) -> bool:
-        """Go a row on; whether there was one."""
+        """Skip a row; return whether there was one."""
         with self._listening():
             skipped = with_defaults(DatasetDefaults, self.dataset).skip(1)
         return self.next() is not None if skipped is None else skipped == 1
@@ -59,7 +59,7 @@ class _Source:
             yield
         for name, reading in reported.drain().items():
             if name in (*COUNTS, WASTED):
-                self.told[name] = float(reading.value)
+                self.readings[name] = float(reading.value)
             else:
                 report(name, reading.value, reduce=reading.reduce, count=reading.count)
 
@@ -93,16 +93,16 @@ class MixDataset:
         self._counts = dict.fromkeys(datasets, 0)
         """Global rows of each dataset."""
         self._stage_counts = dict.fromkeys(datasets, 0)
-        """The same since the present weights began."""
+        """Global rows of each dataset since the current weights began."""
         self._step = self._row_of_step = 0
         self._ended: list[str] = []
         self._over = False
 
     def __iter__(self) -> Iterator[Batch]:
-        """Batches from the present position on; the last one may be filled up with rows without targets.
+        """Yield batches from the current position on; the last one may be padded with rows without targets.
 
         Raises:
-            RecipeError: the weights change at a step, and no run says where steps begin.
+            RecipeError: the weights change at a step, but the dataset is not used in training.
         """
         if self._config.stages and self.rows_per_step is None:
             raise RecipeError(
@@ -130,17 +130,17 @@ class MixDataset:
         return Batch({name: torch.cat([row[name] for row in found]) for name in found[0]})
 
     def _report(self) -> None:
-        """Report what the datasets did since the process began, of all of them together."""
-        told = {name: source.told for name, source in self._sources.items()}
+        """Report the metrics of all datasets together since the process began."""
+        readings = {name: source.readings for name, source in self._sources.items()}
         for metric in COUNTS:
-            if found := [values[metric] for values in told.values() if metric in values]:
+            if found := [values[metric] for values in readings.values() if metric in values]:
                 report(metric, sum(found), reduce="max")
-        if any(WASTED in values for values in told.values()):
-            wasted = sum(values.get(WASTED, 0.0) * self._counts[name] for name, values in told.items())
+        if any(WASTED in values for values in readings.values()):
+            wasted = sum(values.get(WASTED, 0.0) * self._counts[name] for name, values in readings.items())
             report(WASTED, wasted / max(sum(self._counts.values()), 1), reduce="max")
 
     def skip(self, rows: int) -> int:
-        """Go so many global rows on without making them; return how many there were."""
+        """Skip this many global rows without making them; return how many were skipped."""
         stride, skipped = self._rows * self._dp_size, 0
         while skipped < rows:
             found, wanted = 0, min(stride, rows - skipped)
@@ -154,7 +154,7 @@ class MixDataset:
         return skipped
 
     def _row(self, mine: bool) -> dict[str, Tensor] | None:
-        """The next global row, or nothing in particular if it is another rank's; None: there is none."""
+        """Return the next global row, or an empty dict if it is another rank's; None at the end."""
         while not self._over and (name := self._choose()) is not None:
             source = self._sources[name]
             if mine and (batch := source.next()) is not None:
@@ -168,7 +168,7 @@ class MixDataset:
         return None
 
     def _choose(self) -> str | None:
-        """The dataset that lacks most of its share of the rows; None: all have ended."""
+        """Return the dataset that lags furthest behind its share of the rows; None if all have ended."""
         weights = {
             name: weight for name, weight in self._weights().items() if name not in self._ended and weight
         }
@@ -187,7 +187,7 @@ class MixDataset:
         self._stage_counts[name] += 1
 
     def _go_on(self, rows: int) -> None:
-        """Count rows towards steps, and begin new weights where a stage does."""
+        """Count rows towards steps, and apply new weights where a stage begins."""
         if self.rows_per_step is None:
             return
         before = self._weights()
@@ -211,7 +211,7 @@ class MixDataset:
         return {**row, **self._marks(name)}
 
     def _marks(self, name: str | None) -> dict[str, Tensor]:
-        """Which dataset a row is from; None: from none."""
+        """Return the tensors that mark a row's dataset; None: no dataset."""
         return {f"{MIX}{other}": torch.tensor([float(other == name)]) for other in self._sources}
 
     def _filler(self) -> dict[str, Tensor]:
@@ -232,7 +232,8 @@ class MixDataset:
         return {**weights, "stages": stages, "datasets": list(self._sources)}
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the last batch, the same on every rank; `rows` of each dataset so far."""
+        """Return the position after the last batch, the same on every rank; `rows` counts each dataset's
+        rows."""
         states = {name: source.dataset.state_dict() for name, source in self._sources.items()}
         return {
             "version": STATE_VERSION,
@@ -250,10 +251,10 @@ class MixDataset:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a position, under any number of ranks and rows.
+        """Continue from a position, with any number of ranks and rows.
 
         Raises:
-            EnvironmentProblem: the state was saved on other data or weights, or is not one of a mix.
+            EnvironmentProblem: the state was saved with other data or weights, or does not belong to a mix.
         """
         keys = ("step", "rows", "rows_of_stage", "ended", "over", "sources")
         own = {name: value for name, value in state.get("data", {}).items() if name in self._identity}
@@ -275,7 +276,7 @@ def build(
     dp_size: int,
     seed: int,
 ) -> MixDataset:
-    """`[dataset] type = "mix"`.
+    """Build `[dataset] type = "mix"`.
 
     Raises:
         TitanError: one of the datasets cannot be built.

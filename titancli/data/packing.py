@@ -1,15 +1,15 @@
-"""Rows cut from the stream of tokens, dealt to data-parallel ranks: the dataset that most configs build.
+"""Rows cut from a stream of tokens and dealt to data-parallel ranks: the dataset that most configs build.
 
-Row r covers tokens r*S to (r+1)*S: S inputs, and as targets the S tokens that follow them. So two rows share
-one token, as a target of the first and an input of the second, and every token is predicted exactly once.
-Global micro-batch k is made of rows k*D*B to (k+1)*D*B (D ranks, B rows each), and rank d takes the d-th B of
-them. The position between two micro-batches is a place in the stream, whatever D and B are, and therefore a
-run can go on with other numbers of them.
+Row r covers tokens r*S to (r+1)*S: S inputs, and as targets the S tokens that follow them. So two consecutive
+rows share one token, as a target of the first and an input of the second, and every token is predicted
+exactly once. Global micro-batch k consists of rows k*D*B to (k+1)*D*B (D ranks, B rows each), and rank d
+takes the d-th B of them. The position between two micro-batches is a position in the stream, whatever D and B
+are, so a run can continue with other values of them.
 
-Every rank reads and tokenises the whole stream and keeps its own rows: the price of a position that is exact
-and independent of the ranks. A tokenizer does half a million tokens per CPU-second and more, so data is the
-limit only where all ranks together train faster than one core tokenises; then tokenise in advance, or once
-(`titancli.data.token_cache`).
+Every rank reads and tokenizes the whole stream and keeps its own rows: the price of a position that is exact
+and independent of the ranks. A tokenizer handles half a million tokens per CPU-second and more, so data is
+the bottleneck only if all ranks together train faster than one core tokenizes; then tokenize in advance, or
+once (`titancli.data.token_cache`).
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from titancli.registry.defaults import with_defaults
 
 STATE_VERSION = 1
 SAMPLE = 1 << 18
-"""Characters from which the number of tokens of an epoch is estimated."""
+"""Characters from which the number of tokens in an epoch is estimated."""
 
 
 class PackedDataset:
     """Batches of packed rows from a source of documents: the `Dataset` of `titancli.protocols`.
 
-    Batches have `tokens`, `targets` and `positions` [rows, seq_len]. With `document_mask` they have
-    `document_ids` too, and positions count from the beginning of the document or, where a document is cut,
-    of the row. Without `repeat` the last batch is filled up with rows that have no targets, the same number
-    of batches on every rank.
+    Batches have `tokens`, `targets` and `positions` [rows, seq_len]. With `document_mask` they also have
+    `document_ids`, and positions count from the beginning of the document or, if a document is cut, of the
+    row. Without `repeat` the last batch is padded with rows without targets, and every rank gets the same
+    number of batches.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class PackedDataset:
         self._after = (dp_size - dp_rank - 1) * rows * seq_len
         self._repeat = repeat
         self.pads = False
-        """Whether less text than one row makes a row, filled up; for evaluation."""
+        """Whether text shorter than one row is padded to a row; for evaluation."""
         self._document_mask = document_mask
         self._identity = {**source.identity, "tokenizer": tokenizer_identity(tokenizer)}
         self._consumed = 0
@@ -72,11 +72,11 @@ class PackedDataset:
         self._row_positions = torch.arange(seq_len).repeat(rows, 1)
 
     def __iter__(self) -> Iterator[Batch]:
-        """Batches from the present position on.
+        """Yield batches from the current position on.
 
         Raises:
-            RecipeError: without `repeat`, there is less text than one row, and rows are not to be filled up.
-            EnvironmentProblem: the data cannot be read, or holds no text at all.
+            RecipeError: without `repeat` and `pads`, there is less text than one row.
+            EnvironmentProblem: the data cannot be read, or contain no text.
         """
         available = self._stream.available(self._seq_len + 1)
         if self._consumed == 0 and available <= self._seq_len and not self.pads:
@@ -97,7 +97,7 @@ class PackedDataset:
         return self._batch(tokens, begins)
 
     def skip(self, rows: int) -> int:
-        """Go so many global rows on without making them; return how many there were."""
+        """Skip this many global rows without making them; return how many were skipped."""
         for skipped in range(rows):
             if self._stream.available(2) < 2:
                 return skipped
@@ -126,8 +126,9 @@ class PackedDataset:
         return TokenStream(self._source, self._tokenizer, repeat=self._repeat, at=at)
 
     def epoch_tokens(self) -> tuple[int, bool] | None:
-        """Return how many tokens an epoch has, and whether they were counted, not estimated from the first of
-        them; None for a source that does not know its size. Reads little and leaves the position as it is."""
+        """Return the number of tokens in an epoch, and whether it was counted rather than estimated from a
+        sample; None for a source that does not know its size. Reads little, and does not move the
+        position."""
         size: Size | None = getattr(self._source, "size", None)
         if size is None:
             return None
@@ -145,7 +146,7 @@ class PackedDataset:
         return round(self._count(pieces) * size.amount / max(seen, 1)), False
 
     def _count(self, pieces: list[Piece]) -> int:
-        """Tokens, with the end marker of each document that has some."""
+        """Return the number of tokens, including the end markers of documents that have any."""
         total, document = 0, 0
         for piece, ids in zip(pieces, self._tokenizer.encode_batch([p.text for p in pieces]), strict=True):
             document += len(ids)
@@ -154,14 +155,14 @@ class PackedDataset:
         return total
 
     def text_bytes(self) -> int | None:
-        """Return the length of all text in UTF-8; reads it once. None: it is not known."""
+        """Return the length of all text in UTF-8, reading it once; None if it is unknown."""
         return sum(len(piece.text.encode()) for piece in self._source.read(0, None))
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the last batch, the same on every rank.
+        """Return the position after the last batch, the same on every rank.
 
-        `epoch` counts from 0; `tokens` is how many were consumed since the start; `data` is what tells this
-        data from other data.
+        `epoch` counts from 0; `tokens` is the number consumed since the start; `data` is the identity of the
+        data.
         """
         epoch, mark, offset = self._stream.position
         return {
@@ -174,10 +175,10 @@ class PackedDataset:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a position, under any number of ranks and rows.
+        """Continue from a position, with any number of ranks and rows.
 
         Raises:
-            EnvironmentProblem: the state was saved on other data, or is not one of this dataset.
+            EnvironmentProblem: the state was saved with other data, or does not belong to this dataset.
         """
         refuse_other_data(state, self._identity, self._source.label, "epoch", "mark", "offset", "tokens")
         self._consumed = state["tokens"]
@@ -185,7 +186,7 @@ class PackedDataset:
 
 
 def document_tensors(begins: np.ndarray) -> dict[str, torch.Tensor]:
-    """Return `document_ids` (from 0 in each row) and `positions` out of which tokens begin a document.
+    """Return `document_ids` (from 0 in each row) and `positions`, given which tokens begin a document.
 
     Args:
         begins: bool [rows, seq_len]; the first of each row becomes true.
@@ -213,7 +214,7 @@ def _places(count: int) -> np.ndarray:
 
 
 def tokenizer_identity(tokenizer: Tokenizer) -> str:
-    """What tells a tokenizer from others: its own `fingerprint`, or its class, size, end and files."""
+    """Return a tokenizer's identity: its own `fingerprint`, or its class, size, end marker and files."""
     own = with_defaults(TokenizerDefaults, tokenizer).fingerprint
     if own is not None:
         return str(own)
@@ -226,12 +227,13 @@ def tokenizer_identity(tokenizer: Tokenizer) -> str:
 
 
 def refuse_other_data(state: Mapping[str, Any], now: Mapping[str, Any], label: str, *keys: str) -> None:
-    """
+    """Check that a position belongs to the current data.
+
     Args:
-        state: a position: `version`, `data`, which tells the data from others, and these keys.
+        state: a position: `version`, `data` (the identity of its data) and these keys.
 
     Raises:
-        EnvironmentProblem: it is one of another kind of data, or `data` is not what it is `now`.
+        EnvironmentProblem: the position belongs to another kind of dataset, or `data` differs from `now`.
     """
     saved = state.get("data")
     whole = state.get("version") == STATE_VERSION and all(key in state for key in keys)
@@ -252,5 +254,6 @@ def refuse_other_data(state: Mapping[str, Any], now: Mapping[str, Any], label: s
 
 
 def _before(value: Any) -> Any:
-    """What a position has in its place that was saved before large corpora were read whole."""
+    """Return the identity that positions saved before large corpora were hashed completely have in its
+    place."""
     return value.ends if isinstance(value, Contents) else value

@@ -1,6 +1,6 @@
-"""A source of Parquet files: a row is a document. A row group is read at a time.
+"""A source of Parquet files: each row is a document. One row group is read at a time.
 
-Shuffling permutes the row groups, and the rows in each: a single row cannot be read from a Parquet file.
+Shuffling permutes the row groups and the rows within each, since a Parquet file cannot be read row by row.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from titancli.protocols import Dataset
 
 
 class ParquetSource:
-    """Documents of Parquet files: a `titancli.data.source.Source`. A row without a text is an empty document.
+    """Documents of Parquet files: a `titancli.data.source.Source`. A row without text is an empty document.
 
     Raises:
-        EnvironmentProblem: a file cannot be read, or is no Parquet file.
-        RecipeError: a file has no column of this name, or one that is not text.
+        EnvironmentProblem: a file cannot be read, or is not a Parquet file.
+        RecipeError: a file has no column of this name, or the column is not text.
     """
 
     label = "dataset parquet"
@@ -41,13 +41,14 @@ class ParquetSource:
         self.identity: dict[str, Any] = {**found, "column": config.text}
         counts = [self._groups(file) for file in files]
         self._firsts = np.cumsum([0, *(len(rows) for rows in counts)])
-        """The number of the first row group of each file, and of all of them."""
+        """Index of the first row group of each file, then the total."""
         self._rows = np.array([rows for of_file in counts for rows in of_file], np.int64)
-        """Of each row group."""
+        """Rows of each row group."""
         self.size = Size(int(self._rows.sum()), "documents")
 
     def read(self, epoch: int, mark: dict[str, Any] | None) -> Iterator[Piece]:
-        """The epoch's documents; a mark is a row group's place in the order, and a row's in it."""
+        """Yield the epoch's documents; a mark is a row group's position in the order, and a row's within
+        it."""
         at = mark or {"group": 0, "row": 0}
         groups = self._groups_of(epoch)
         first = at["row"]
@@ -60,11 +61,11 @@ class ParquetSource:
             first = 0
 
     def progress(self, mark: dict[str, Any]) -> float:
-        """Which share of the row groups lies before a mark."""
+        """Return the fraction of the row groups before a mark."""
         return mark["group"] / int(self._firsts[-1])
 
     def _groups_of(self, epoch: int) -> np.ndarray:
-        """The row groups in the order of an epoch."""
+        """Return the row groups in the order of an epoch."""
         return document_order(self._seed, epoch, len(self._rows), shuffle=self._shuffle)
 
     def _order(self, epoch: int, group: int, count: int) -> np.ndarray:
@@ -74,7 +75,7 @@ class ParquetSource:
         return np.random.RandomState(words).permutation(count)
 
     def _groups(self, file: TextFile) -> list[int]:
-        """Rows of each row group of a file."""
+        """Return the number of rows in each row group of a file."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -105,7 +106,7 @@ class ParquetSource:
                 table = opened.read_row_group(group - int(self._firsts[number]), columns=[self._column])
             require_unchanged(file.path, file.stamp)
         except (OSError, UnicodeEncodeError, pa.ArrowException) as error:
-            if os.path.exists(file.path):  # a footer of before in a file of now is an error too
+            if os.path.exists(file.path):  # an outdated footer causes an error too
                 require_unchanged(file.path, file.stamp)
             _unreadable(file, error)
         return table.column(0)
@@ -120,6 +121,6 @@ def _unreadable(file: TextFile, error: Exception) -> NoReturn:
 
 
 def build(config: Parquet, *, seed: int, **runtime: Any) -> Dataset:
-    """`[dataset] type = "parquet"`; a file that two entries name is read once."""
+    """Build `[dataset] type = "parquet"`; a file listed twice is read once."""
     source = ParquetSource(config, files_of(config.paths), seed)
     return text_dataset(source, config, seed=seed, **runtime)

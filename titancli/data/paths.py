@@ -8,19 +8,20 @@ from typing import Any
 
 
 def absolute(path: str) -> str:
-    """Return a local path as absolute, so that a lock file means the same from every folder, and a name
-    on the Hub as it is."""
+    """Return a local path as absolute, so that a lock file means the same from every folder; Hub names are
+    unchanged."""
     local = path == "~" or path in (".", "..") or path.startswith(("/", "./", "../", "~/"))
     return os.path.abspath(os.path.expanduser(path)) if local else path
 
 
 def absolute_lines(path: str) -> str:
-    """Return the same; what ends in `.jsonl` is always local."""
+    """Return the same, with paths that end in `.jsonl` always local."""
     return os.path.abspath(os.path.expanduser(path)) if path.endswith(".jsonl") else absolute(path)
 
 
 def hub_keys(config: Any) -> Iterator[tuple[str, str]]:
-    """Yield the keys that apply to the Hub only, where `path` is on this machine, and what is wrong."""
+    """Yield the keys that apply only to the Hub but are set for a local `path`, each with an error
+    message."""
     if os.path.isabs(config.path) or config.path.startswith("titan:"):
         for key in ("name", "revision"):
             if getattr(config, key) is not None:

@@ -1,8 +1,8 @@
-"""Random orders of any number of things that are never held in memory: each place is computed by itself.
+"""Random orders of any length that are never held in memory: each position is computed by itself.
 
-A Feistel network permutes the numbers of so many bits; what leaves the range goes through it again (cycle
-walking: Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). It is integer arithmetic alone, so
-that the order is the same on every machine and under every version of NumPy.
+A Feistel network permutes all numbers of a given bit width; results outside the range go through it again
+(cycle walking: Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). It is pure integer
+arithmetic, so the order is the same on every machine and with every version of NumPy.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def permuted(places: np.ndarray, count: int, seed: int, epoch: int) -> np.ndarray:
-    """Return which of `count` things stand at some places of the order of an epoch, int64 of the same shape.
+    """Return which of `count` items are at some positions of an epoch's order, int64 of the same shape.
 
     Args:
         places: int64, from 0 to `count - 1`.
@@ -30,13 +30,13 @@ def permuted(places: np.ndarray, count: int, seed: int, epoch: int) -> np.ndarra
 
 
 def drawn(numbers: np.ndarray, seed: int, epoch: int, which: int) -> np.ndarray:
-    """Return a random number from 0 to 1 for each of some things in an epoch, float64 of the same shape.
+    """Return a random number from 0 to 1 for each item in an epoch, float64 of the same shape.
 
     Args:
-        numbers: int64.
-        which: 0 to ROUNDS - 1, one for each thing that is to be drawn.
+        numbers: indices of the items, int64.
+        which: 0 to ROUNDS - 1; selects one of several independent draws.
     """
-    key = _keys(seed ^ _GOLDEN, epoch)[which]  # other keys than those of the order
+    key = _keys(seed ^ _GOLDEN, epoch)[which]  # independent of the keys of the order
     return (_hash(numbers.astype(np.uint64), key) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
@@ -46,7 +46,7 @@ def _keys(seed: int, epoch: int) -> list[int]:
 
 
 def _mixed(value: int) -> int:
-    """The finalizer of SplitMix64."""
+    """Apply the finalizer of SplitMix64."""
     value &= _MASK
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
     value = (value ^ (value >> 27)) * 0x94D049BB133111EB & _MASK

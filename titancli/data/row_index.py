@@ -1,4 +1,4 @@
-"""Where the rows of JSON Lines files begin: found by reading a file once, and kept for the next start."""
+"""The byte offsets of the rows of JSON Lines files: found by reading a file once, and cached."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ logger = logging.getLogger(__name__)
 
 BLOCK = 1 << 24
 KEPT_BYTES = 64 << 20
-"""Smaller files are read again at each start."""
+"""Minimum size of files whose index is cached; smaller ones are read at each start."""
 FACTS = 3
-"""Numbers before the starts: size and time of change of the file, and a hash of both its ends."""
+"""Numbers before the offsets: the file's size and time of change, and a hash of its two ends."""
 
 
 def row_starts(file: TextFile) -> np.ndarray:
-    """Return where each row of a file begins, int64; for a large file, memory-mapped from titan's cache.
+    """Return the byte at which each row of a file begins, int64; memory-mapped from titan's cache for large
+    files.
 
     Raises:
         EnvironmentProblem: the file cannot be read.
@@ -52,7 +53,7 @@ def _row_starts(file: TextFile) -> np.ndarray:
 
 
 def _kept(entry: Path, path: str) -> np.ndarray:
-    """What is kept, if it is of the file as it is now; else what is found, kept from now on."""
+    """Return the cached index if it is of the file's current state; otherwise build and cache it."""
     facts = _facts(path)
     try:
         kept = np.load(entry, mmap_mode="r")

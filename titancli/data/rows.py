@@ -1,9 +1,9 @@
-"""Rows made of whole examples, dealt to data-parallel ranks: the dataset of conversations and of pairs.
+"""Rows of whole examples, dealt to data-parallel ranks: the dataset of conversations and of pairs.
 
-Examples come in groups of `GROUP`; which of them share a row depends on the lengths of the group's alone. The
-position is a group, and how many of its rows were used: it is exact, and independent of the ranks. Where the
-lengths are known (`length_index`) each rank makes the examples of its own rows only. Else, as with packed
-documents (`titancli.data.packing`), every rank makes all of them, and rows of its own.
+Examples come in groups of `GROUP`; which of them share a row depends only on the lengths within the group.
+The position is a group and the number of its rows used, which is exact and independent of the ranks. If
+lengths are known (`length_index`), each rank makes only the examples of its own rows. Otherwise, as with
+packed documents (`titancli.data.packing`), every rank makes all examples, and only its own rows.
 """
 
 from __future__ import annotations
@@ -27,71 +27,71 @@ GROUP = 128
 """Examples that may share rows."""
 
 Row = dict[str, np.ndarray]
-"""Arrays by the names of a batch's tensors, each of one row."""
+"""Arrays by tensor name, each for one row of a batch."""
 
 
 class Examples(Protocol):
     """Examples in an order that depends on the epoch alone."""
 
     label: str
-    """How error messages name it."""
+    """Name in error messages."""
     identity: dict[str, Any]
-    """Plain JSON, small; equal only if the examples and their order are equal."""
+    """Small plain JSON; equal only if the examples and their order are equal."""
 
     def read(self, epoch: int, mark: dict[str, Any] | None) -> Iterator[tuple[Any, dict[str, Any]]]:
-        """The epoch's examples, each with the mark that leads back to it, from a mark on or from the start.
+        """Yield the epoch's examples, each with its mark, from a mark or from the start on.
 
         Raises:
-            TitanError: something cannot be read, or is no example.
+            TitanError: data cannot be read, or are not an example.
         """
         ...
 
 
 class IndexedExamples(Examples, Protocol):
-    """Examples that can be made one by one, of rows that are counted."""
+    """Examples that can be made one by one from counted rows."""
 
     count: int
-    """Rows, those included that are no example."""
+    """Number of rows, including bad ones."""
     limits: dict[str, Any]
-    """What else decides which rows are none."""
+    """Settings that decide which rows are bad."""
 
     def order(self, epoch: int) -> np.ndarray:
         """Return the rows in the order of an epoch, int64 [count]."""
         ...
 
     def mark(self, epoch: int, place: int) -> dict[str, Any]:
-        """Return the mark of the row at a place of the order."""
+        """Return the mark of the row at a position in the order."""
         ...
 
     def place(self, epoch: int, mark: Mapping[str, Any]) -> int: ...
 
     def example(self, row: int) -> Any:
-        """Return the example of a row; None, and reported, if it is none."""
+        """Return the example of a row; if it is bad, report it and return None."""
         ...
 
     def skipped(self, count: int) -> None:
-        """Count rows that are none and were passed over."""
+        """Count bad rows that were skipped."""
         ...
 
 
 class RowMaker(Protocol):
-    """What makes rows of examples."""
+    """Makes rows from examples."""
 
     unit: int
-    """Rows that belong together; a group gives a multiple of it."""
+    """Number of rows that belong together; a group yields a multiple of it."""
 
     def length(self, example: Any) -> int: ...
 
     def plan(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Return which examples of a group make each row, by their lengths."""
+        """Return which examples of a group form each row, by their lengths."""
         ...
 
     def row(self, examples: Sequence[Any], number: int) -> Row:
-        """Return the row of a group with this number."""
+        """Return the row of a group with this index."""
         ...
 
     def filler(self) -> Row:
-        """A row without targets."""
+        """Return a row without targets."""
         ...
 
 
@@ -99,7 +99,7 @@ class Group(NamedTuple):
     """Examples that may share rows."""
 
     mark: dict[str, Any]
-    """That of the first."""
+    """Mark of the first example."""
     lengths: Sequence[int]
     example: Callable[[int], Any]
 
@@ -107,13 +107,13 @@ class Group(NamedTuple):
 class Position(NamedTuple):
     epoch: int = 0
     mark: dict[str, Any] | None = None
-    """The first example of the group; None: the first of the epoch."""
+    """First example of the group; None: the first of the epoch."""
     used: int = 0
     """Rows of the group that were used."""
 
 
 class RowDataset:
-    """Batches of rows made of whole examples: the `Dataset` of `titancli.protocols`."""
+    """Batches of rows of whole examples: the `Dataset` of `titancli.protocols`."""
 
     def __init__(
         self,
@@ -131,12 +131,13 @@ class RowDataset:
         templated: bool = True,
         length_index: bool = False,
     ) -> None:
-        """
+        """Create the dataset.
+
         Args:
-            settings: what else the rows depend on; a resume under others is refused.
-            group: examples that may share rows.
-            templated: whether the chat template is among the former.
-            length_index: measure all examples once, before the first batch; they are `IndexedExamples`.
+            settings: everything else that the rows depend on; resuming with other settings is rejected.
+            group: number of examples that may share rows.
+            templated: whether rows depend on the chat template.
+            length_index: measure all examples once, before the first batch; they must be `IndexedExamples`.
         """
         self._examples, self._maker = examples, maker
         self._rows, self._dp_rank, self._dp_size, self._repeat = rows, dp_rank, dp_size, repeat
@@ -156,15 +157,15 @@ class RowDataset:
         self._lengths: np.ndarray | None = None
         self._position = Position()
         self._ahead: Iterator[tuple[Callable[[], Row], Position]] | None = None
-        """What comes behind the position."""
+        """Rows after the position, in order."""
         self._consumed = 0
 
     def __iter__(self) -> Iterator[Batch]:
-        """Batches from the present position on; without `repeat` the last one is filled up with rows that
-        have no targets, the same number of batches on every rank.
+        """Yield batches from the current position on; without `repeat` the last one is padded with rows
+        without targets, and every rank gets the same number of batches.
 
         Raises:
-            EnvironmentProblem: the data cannot be read, or hold no example at all.
+            EnvironmentProblem: the data cannot be read, or contain no example.
         """
         while taken := self._take(self._rows * self._dp_size):
             first = self._dp_rank * self._rows
@@ -174,17 +175,18 @@ class RowDataset:
             yield Batch(tensors, unit=self._maker.unit)
 
     def skip(self, rows: int) -> int | None:
-        """Go so many global rows on without making them; return how many there were, None without lengths."""
+        """Skip this many global rows without making them; return how many were skipped, or None without
+        lengths."""
         return len(self._take(rows)) if self._length_index else None
 
     def _take(self, rows: int) -> list[Callable[[], Row]]:
-        """Go so many global rows on; return what makes them."""
+        """Advance by this many global rows; return the functions that make them."""
         if self._ahead is None:
             self._ahead = self._from(self._position)
         try:
             taken = list(itertools.islice(self._ahead, rows))
         except BaseException:
-            self._ahead = None  # it would say that the data have ended
+            self._ahead = None  # exhausted, it would look like the end of the data
             raise
         if taken:
             self._position = taken[-1][1]
@@ -192,7 +194,7 @@ class RowDataset:
         return [make for make, _ in taken]
 
     def _from(self, position: Position) -> Iterator[tuple[Callable[[], Row], Position]]:
-        """What makes each row, and the position after it."""
+        """Yield the function that makes each row, and the position after it."""
         epoch, mark, used = position
         groups = self._indexed_groups if self._length_index else self._groups
         while True:
@@ -222,7 +224,7 @@ class RowDataset:
             yield Group(group[0][1], [self._maker.length(example) for example in found], found.__getitem__)
 
     def _indexed_groups(self, epoch: int, mark: dict[str, Any] | None) -> Iterator[Group]:
-        """The same, without making an example."""
+        """Yield the groups without making their examples."""
         source = cast(IndexedExamples, self._examples)
         if self._lengths is None:
             self._lengths = row_lengths(self._unordered, source.count, self._measured)
@@ -245,7 +247,7 @@ class RowDataset:
 
     @property
     def _unordered(self) -> dict[str, Any]:
-        """What the lengths depend on."""
+        """Return the facts that lengths depend on."""
         limits = cast(IndexedExamples, self._examples).limits
         return {name: value for name, value in (self._identity | limits).items() if name != "order"}
 
@@ -264,7 +266,8 @@ class RowDataset:
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the last batch, the same on every rank; `rows` were consumed since the start."""
+        """Return the position after the last batch, the same on every rank; `rows` counts all rows
+        consumed."""
         epoch, mark, used = self._position
         return {
             "version": STATE_VERSION,
@@ -276,10 +279,10 @@ class RowDataset:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a position, under any number of ranks and rows.
+        """Continue from a position, with any number of ranks and rows.
 
         Raises:
-            EnvironmentProblem: the state was saved on other data, or is not one of this dataset.
+            EnvironmentProblem: the state was saved with other data, or does not belong to this dataset.
         """
         refuse_other_data(state, self._identity, self._examples.label, "epoch", "group", "used", "rows")
         self._consumed = state["rows"]

@@ -1,7 +1,7 @@
-"""What a source of documents is, and how their order is drawn.
+"""The interface of a source of documents, and the order of documents.
 
-Everything between documents and batches (tokenising, packing, dealing rows to ranks, positions) is the same
-for all datasets and lives in `stream.py` and `packing.py`; a source only reads text from any place in it.
+Everything between documents and batches (tokenizing, packing, dealing rows to ranks, positions) is shared by
+all datasets, in `stream.py` and `packing.py`; a source only reads text from any position on.
 """
 
 from __future__ import annotations
@@ -13,50 +13,50 @@ import numpy as np
 
 
 class Piece(NamedTuple):
-    """A document, or a part of a long one, that is tokenised by itself."""
+    """A document, or a piece of a long one, that is tokenized by itself."""
 
     text: str
     begins: bool
-    """The first piece of its document."""
+    """Whether it is the first piece of its document."""
     ends: bool
-    """The last piece of its document; the end marker follows it."""
+    """Whether it is the last piece of its document; the end marker follows it."""
     mark: dict[str, Any]
-    """Plain JSON that `Source.read` takes to begin at this piece again, without reading what lies before."""
+    """Plain JSON with which `Source.read` resumes at this piece, without reading what comes before."""
 
 
 class Size(NamedTuple):
-    """How much text an epoch of a source has. A source that knows it has it as the attribute `size`."""
+    """Amount of text in an epoch of a source. A source that knows it has the attribute `size`."""
 
     amount: int
     unit: Literal["bytes", "documents", "tokens"]
-    """Bytes of text, in UTF-8."""
+    """`"bytes"` are bytes of text in UTF-8."""
 
 
 class Source(Protocol):
     """Documents of text in an order that depends on the epoch alone.
 
-    What else decides which rows are no documents may be the attribute `limits` (plain JSON).
+    A source may have an attribute `limits` (plain JSON): settings that decide which rows are bad.
     """
 
     label: str
-    """How error messages name it."""
+    """Name in error messages."""
     identity: dict[str, Any]
-    """Plain JSON, small; equal only if the documents and their order are equal."""
+    """Small plain JSON; equal only if the documents and their order are equal."""
 
     def read(self, epoch: int, mark: dict[str, Any] | None) -> Iterator[Piece]:
-        """The epoch's pieces, from a mark on, or from the start.
+        """Yield the epoch's pieces, from a mark or from the start on.
 
         Raises:
-            TitanError: something cannot be read, or is not text.
+            TitanError: data cannot be read, or are not text.
         """
         ...
 
 
 def document_order(seed: int, epoch: int, count: int, *, shuffle: bool) -> np.ndarray:
-    """The order of `count` documents, int64 [count].
+    """Return the order of `count` documents, int64 [count].
 
-    Drawn by RandomState, whose streams numpy has promised never to change (NEP 19), so that a run can be
-    resumed under another version of it.
+    Drawn by RandomState, whose streams NumPy guarantees never to change (NEP 19), so that a run can be
+    resumed with another version of it.
     """
     if not shuffle:
         return np.arange(count)

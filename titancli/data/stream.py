@@ -1,7 +1,7 @@
-"""The endless stream of tokens that a source's documents make, readable from any position.
+"""The endless stream of a source's tokens, readable from any position.
 
-Documents are tokenised in groups and followed by the end marker. Only the documents around the position are
-in memory, and going to a position reads nothing that lies before its piece of a document.
+Documents are tokenized in groups and followed by the end marker. Only the documents around the position are
+in memory, and seeking reads nothing before the position's piece.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from titancli.registry.defaults import with_defaults
 
 GROUP_PIECES = 64
 GROUP_CHARACTERS = 1 << 20
-"""Pieces are tokenised together up to these two: enough to keep the tokenizer's threads busy."""
+"""Limits on the pieces tokenized together: enough to keep the tokenizer's threads busy."""
 
 
 class Position(NamedTuple):
-    """The next token to be read."""
+    """Position of the next token to be read."""
 
     epoch: int = 0
     mark: dict[str, Any] | None = None
-    """The piece that it lies in; None: the first of the epoch."""
+    """Piece that it is in; None: the first of the epoch."""
     offset: int = 0
-    """Tokens of that piece that lie before it."""
+    """Tokens of that piece before it."""
 
 
 class _Chunk(NamedTuple):
-    """One tokenised piece that has at least one token."""
+    """A tokenized piece with at least one token."""
 
     tokens: np.ndarray
     """[n], of some integer type."""
@@ -43,9 +43,9 @@ class _Chunk(NamedTuple):
 
 
 class TokenStream:
-    """Tokens of a source from a position on, over as many epochs as are asked for if `repeat`.
+    """Tokens of a source from a position on; with `repeat`, over as many epochs as needed.
 
-    A document without tokens leaves no trace, not even its end marker.
+    A document without tokens is skipped, including its end marker.
     """
 
     def __init__(self, source: Source, tokenizer: Tokenizer, *, repeat: bool, at: Position) -> None:
@@ -60,25 +60,25 @@ class TokenStream:
 
     @property
     def position(self) -> Position:
-        """The next token's; the same however the tokens before it were read or skipped."""
+        """Return the next token's position; the same whether the tokens before it were read or skipped."""
         if not self._chunks:
             return self._start
         head = self._chunks[0]
         return Position(head.epoch, head.mark, self._offset)
 
     def available(self, count: int) -> int:
-        """How many of the next `count` tokens there are: fewer only at the end of the data."""
+        """Return how many of the next `count` tokens exist: fewer only at the end of the data."""
         while self._ready < count and (chunk := next(self._incoming, None)) is not None:
             self._chunks.append(chunk)
             self._ready += len(chunk.tokens)
         return max(0, min(count, self._ready))
 
     def read(self, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Go `count` tokens on; return them *and the one after them*, which stays unread.
+        """Advance by `count` tokens; return them *and the one after them*, which stays unread.
 
         Returns:
-            The tokens, int32 [n], and which of them begin a document, bool [n]; n is `count + 1`, or what
-            is left at the end of the data.
+            The tokens, int32 [n], and which of them begin a document, bool [n]; n is `count + 1`, or less at
+                the end of the data.
         """
         size = self.available(count + 1)
         tokens, begins = np.empty(size, np.int32), np.zeros(size, bool)
@@ -96,7 +96,7 @@ class TokenStream:
         return tokens, begins
 
     def skip(self, count: int) -> int:
-        """Go `count` tokens on without keeping them; return how many there were."""
+        """Skip `count` tokens; return how many were skipped."""
         skipped = 0
         while skipped < count and self.available(1):
             step = min(count - skipped, self._ready)
@@ -116,7 +116,7 @@ class TokenStream:
         eos = self._tokenizer.eos_id
         while True:
             whole, nothing = mark is None, True
-            unbegun = False  # a document whose first token is still to come
+            unbegun = False  # a document has begun, but had no token yet
             for group in groups(self._source.read(epoch, mark)):
                 for piece, ids in zip(group, encode(self._tokenizer, [p.text for p in group]), strict=True):
                     unbegun = unbegun or piece.begins
@@ -136,7 +136,7 @@ class TokenStream:
 
 
 def groups(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
-    """Yield pieces that are tokenised together."""
+    """Yield groups of pieces that are tokenized together."""
     group: list[Piece] = []
     characters = 0
     for piece in pieces:
@@ -150,7 +150,7 @@ def groups(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
 
 
 def encode(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
-    """Ids of each text, an integer array; through `tokenizer.encode_arrays` where it has one."""
+    """Return the ids of each text as integer arrays, using `tokenizer.encode_arrays` if it exists."""
     arrays = with_defaults(TokenizerDefaults, tokenizer).encode_arrays(texts)
     if arrays is not None:
         return arrays

@@ -1,4 +1,4 @@
-"""Datasets of text documents: a source of documents, and how its tokens become rows."""
+"""Datasets of text documents: a source of documents, and rows of its tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,11 @@ class _Documents:
     """The tokens of a source's documents, cut where they are too long: `titancli.data.rows.Examples`."""
 
     def __init__(self, source: Source, tokenizer: Tokenizer, longest: int) -> None:
-        """`longest`: inputs of a piece; the token behind them is its last target and the next one's input."""
+        """Create the examples.
+
+        A piece has at most `longest` inputs; the token after them is its last target and the next piece's
+        first input.
+        """
         self._source, self._tokenizer, self._longest = source, tokenizer, longest
         self.label, self.identity = source.label, source.identity
 
@@ -41,7 +45,7 @@ class _Documents:
 def text_dataset(
     source: Source, config: Text, *, tokenizer: Tokenizer, seq_len: int, seed: int, **runtime: Any
 ) -> Dataset:
-    """Return the dataset of a config, whose source is shuffled as `shuffles_source` says.
+    """Return the dataset of a config, whose source is shuffled if `shuffles_source` is set.
 
     Raises:
         EnvironmentProblem: with `cache_tokens`, the cache cannot be written or the source cannot be read.

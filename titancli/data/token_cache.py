@@ -24,10 +24,10 @@ SHARD_TOKENS = 1 << 29
 
 
 def cached_shards(source: Source, tokenizer: Tokenizer) -> Path:
-    """Return the folder of the token shards of a source, in its order; write them where there are none yet.
+    """Return the folder of a source's token shards, in its order; write them if there are none yet.
 
-    Of all processes that ask for the same ones, one writes and the others wait. What was interrupted goes on
-    at the next call. Other contents, another tokenizer or other limits have a folder of their own.
+    Of all processes that request the same shards, one writes and the others wait. An interrupted write
+    continues at the next call. Other contents, tokenizers or limits get a folder of their own.
 
     Raises:
         EnvironmentProblem: the cache cannot be written, or the source cannot be read or has no text.
@@ -51,7 +51,7 @@ def cached_shards(source: Source, tokenizer: Tokenizer) -> Path:
         if not (folder / INDEX).is_file():
             logger.info("tokenizing %s, once; the token shards are kept in %s", source.label, folder)
             job = Job([Input(source.label, source, 1.0, lambda mark: 0.0)], None, folder, SHARD_TOKENS, 1)
-            with collector.muted():  # other ranks, and later runs, count no bad rows either
+            with collector.muted():  # other ranks and later runs do not count bad rows either
                 index = tokenize(job, tokenizer=tokenizer)
             logger.info(
                 "%d tokens of %d documents; %d bad rows", index.tokens, index.documents, index.skipped

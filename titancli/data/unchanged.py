@@ -1,7 +1,7 @@
-"""A run's data stay what they were when they were identified: files are held against their size and time.
+"""Check that a run's files stay as they were when they were identified, by their sizes and times.
 
-It is asked after bytes were read, so that what was read is what was identified. A file that is rewritten in
-the same length within one tick of its disk's clock is not seen here: `titan data verify` reads every byte.
+Files are checked after reading, so that the bytes read are the ones identified. A file that is rewritten with
+the same length within one tick of its disk's clock is not noticed: `titan data verify` reads every byte.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from titancli.errors import EnvironmentProblem
 
 SECOND = 10**9
 TICKS = (SECOND, 10**6, 10**3, 10**2)
-"""What disks keep of a time, in nanoseconds: NFS may keep whole seconds, SMB keeps tenths of microseconds."""
+"""Resolutions of disks' file times in nanoseconds: NFS may keep whole seconds, SMB keeps tenths of
+microseconds."""
 HINT = "do not change data while a run reads them: restore the file and resume, or start a new run"
 
 
 class Stamp(NamedTuple):
-    """What tells that a file was written to."""
+    """Size and time of a file, by which changes are noticed."""
 
     size: int
     modified: int
@@ -27,7 +28,8 @@ class Stamp(NamedTuple):
 
     @classmethod
     def of(cls, path: str | int) -> Stamp:
-        """
+        """Return the stamp of a file.
+
         Raises:
             OSError: there is no such file.
         """
@@ -35,8 +37,8 @@ class Stamp(NamedTuple):
         return cls(status.st_size, status.st_mtime_ns)
 
     def same(self, other: Stamp) -> bool:
-        """Return whether both may be of the same contents. A disk may keep less of a time than the machine
-        that writes, and say more until the file has reached it."""
+        """Return whether both may describe the same contents. A disk may store times at a lower resolution
+        than the machine that writes, and show the full time until the file has reached the disk."""
         one, two = self.modified, other.modified
         if self.size != other.size or one == two:
             return self.size == other.size
@@ -48,13 +50,14 @@ class Stamp(NamedTuple):
 
 
 def require_unchanged(path: str, then: Stamp, opened: str | int | None = None) -> None:
-    """
+    """Check that a file has not changed.
+
     Args:
-        opened: a descriptor to ask in place of the path: a file that is open may be replaced or removed.
+        opened: a descriptor to check in place of the path: an open file may have been replaced or removed.
 
     Raises:
-        EnvironmentProblem: a file is no longer what it was.
-        OSError: it is gone, or cannot be asked.
+        EnvironmentProblem: the file has changed.
+        OSError: the file is gone, or cannot be checked.
     """
     now = Stamp.of(path if opened is None else opened)
     if not then.same(now):

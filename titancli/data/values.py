@@ -1,7 +1,7 @@
-"""Which numbers the integers of a batch may hold: ids that the model has, and places that it was made for.
+"""Valid ranges of the integers of a batch: ids that the model has, and positions that it was made for.
 
-On the CPU they are read and refused by name. A tensor on a GPU is not read, since that would wait for the
-device: what is wrong there is replaced by something harmless, and the step's numbers become NaN.
+On the CPU, values are checked and rejected with a message. A tensor on a GPU is not read, since that would
+wait for the device: invalid values are replaced by harmless ones, and the step's numbers become NaN.
 """
 
 from __future__ import annotations
@@ -18,40 +18,40 @@ INTEGERS = ("tokens", "targets", "positions", "document_ids")
 
 
 class Limits(NamedTuple):
-    """What a model was made for; None: no limit."""
+    """Limits of a model; None: no limit."""
 
     vocab_size: int | None = None
     """Ids are 0 to vocab_size - 1."""
     row_length: int | None = None
-    """Tokens in a row at most."""
+    """Maximum number of tokens in a row."""
     positions: int | None = None
     """Positions are 0 to positions - 1."""
     multiple: int = 1
-    """Rows are cut over ranks into so many equal pieces."""
+    """Number of equal pieces that rows are split into over ranks."""
 
     def of_model(self) -> Limits:
-        """Those of the model alone: rows as long as it has positions."""
+        """Return the limits of the model alone: rows may be as long as it has positions."""
         return self._replace(row_length=self.positions)
 
     def top(self, name: str) -> int | None:
-        """What a tensor's integers must be below."""
+        """Return the exclusive upper bound of a tensor's integers."""
         return self.positions if name == "positions" else self.vocab_size
 
 
 class Fault(NamedTuple):
-    """What is wrong with a batch's numbers."""
+    """What is wrong with a batch's values."""
 
     message: str
     hint: str
 
 
 def readable(batch: Batch) -> bool:
-    """Whether values can be looked at without waiting for a device. (A fake tensor has none.)"""
+    """Return whether values can be read without waiting for a device. (A fake tensor has none.)"""
     return all(type(batch[name]) is Tensor and batch[name].device.type == "cpu" for name in _given(batch))
 
 
 def fault(batch: Batch, limits: Limits, who: str = "the batch contains") -> Fault | None:
-    """The first number that may not be there, of a batch that is readable; `who` begins the sentence."""
+    """Return the first invalid value of a readable batch; `who` begins the message."""
     for name in _bounded(batch):
         if _is_inside(batch[name], limits.top(name)):
             continue
@@ -70,9 +70,9 @@ def fault(batch: Batch, limits: Limits, who: str = "the batch contains") -> Faul
 
 
 def harmless(batch: Batch, limits: Limits) -> tuple[Batch, Tensor]:
-    """The batch with 0 for every number that may not be there, and whether there was one.
+    """Return the batch with 0 in place of every invalid value, and whether there was one.
 
-    Nothing is read to the host: what says so is a bool tensor on the device.
+    Nothing is read to the host: the flag is a bool tensor on the device.
     """
     tensors, found = dict(batch), []
     for name in _bounded(batch):
@@ -89,11 +89,11 @@ def _given(batch: Batch) -> list[str]:
 
 
 def _bounded(batch: Batch) -> list[str]:
-    return [name for name in _given(batch) if name != "document_ids"]  # which are any integers
+    return [name for name in _given(batch) if name != "document_ids"]  # document ids may be any integers
 
 
 def _is_inside(values: Tensor, top: int | None) -> bool:
-    """Whether one pass over the values is enough to see that all of them are ids or positions."""
+    """Return whether one cheap pass over the values shows that all of them are valid."""
     if values.dtype != torch.int64 or not values.numel():
         return False
     low, high = values.aminmax()
@@ -101,14 +101,14 @@ def _is_inside(values: Tensor, top: int | None) -> bool:
 
 
 def _outside(name: str, values: Tensor, limits: Limits) -> Tensor:
-    """Where ids and positions are none, bool."""
+    """Return where ids or positions are invalid, bool."""
     top = limits.top(name)
     outside = values < 0 if top is None else (values < 0) | (values >= top)
     return outside & (values != IGNORE) if name == "targets" else outside
 
 
 def _split(document_ids: Tensor) -> Tensor:
-    """[B] bool: whether an id of a row [B, S] comes back after another one."""
+    """Return whether an id of each row of [B, S] reappears after a different one, bool [B]."""
 
     def changes(ids: Tensor) -> Tensor:
         return (ids[:, 1:] != ids[:, :-1]).sum(1)

@@ -1,11 +1,12 @@
-"""Processes that prepare batches: each every n-th one of the rank, and skips the rows of all others.
+"""Worker processes that prepare batches: each prepares every n-th batch of its rank, and skips all other
+rows.
 
-A worker builds the dataset again, from its config, and goes to the same position. So which rows there are, in
-which order, and the position after each batch are what they would be without workers. With each batch come
-that position and what was reported and logged while it was prepared.
+A worker rebuilds the dataset from its config and seeks to the same position. So the rows, their order, and
+the position after each batch are the same as without workers. Each batch is sent with that position and with
+everything reported and logged while it was prepared.
 
-Workers are forked by a server that has imported torch and nothing else: no device, lock or thread of the rank
-is in them.
+Workers are forked by a server that has imported only torch, so they inherit no device, lock or thread of the
+rank.
 """
 
 from __future__ import annotations
@@ -43,19 +44,19 @@ from titancli.registry.defaults import with_defaults
 logger = logging.getLogger(__name__)
 
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""Signals for the rank, which may come to every process of it; batches are wanted until it ends."""
+"""Signals for the rank that may reach all of its processes; workers serve batches until the rank ends."""
 END_SECONDS = 5.0
 NOT_POSITION = ("version", "data", "sources")
-"""What a position has that does not say where it is, or says it at length."""
+"""Keys of a position that do not locate it, or are too long to print."""
 
 
 @dataclass(frozen=True)
 class Rebuild:
-    """What a dataset is built from, in another process too."""
+    """Everything needed to build a dataset, in another process too."""
 
     config: Any
     tokenizer: Any
-    """The config of the tokenizer; None: the dataset needs none."""
+    """The tokenizer's config; None: the dataset needs none."""
     seq_len: int
     rows: int
     dp_rank: int
@@ -73,12 +74,12 @@ class Rebuild:
 
     @property
     def stride(self) -> int:
-        """Rows of a micro-batch of all ranks."""
+        """Return the rows of a micro-batch on all ranks."""
         return self.rows * self.dp_size
 
 
 class _Sent(NamedTuple):
-    """What a worker sends: a batch, an error, or neither at the end of the data."""
+    """A message of a worker: a batch, an error, or neither at the end of the data."""
 
     tensors: dict[str, tuple[np.ndarray, torch.dtype, tuple[int, ...]]] | None
     unit: int
@@ -90,13 +91,14 @@ class _Sent(NamedTuple):
 
 
 class Workers:
-    """Worker processes of one rank's dataset, in place of the dataset for a `Loader`."""
+    """Worker processes that stand in for a rank's dataset in a `Loader`."""
 
     def __init__(self, rebuild: Rebuild, dataset: Dataset, *, count: int, depth: int) -> None:
-        """
+        """Create the workers, which are started with the first batch.
+
         Args:
-            dataset: what `rebuild` builds.
-            count: processes.
+            dataset: the dataset that `rebuild` builds.
+            count: number of processes.
             depth: batches that each prepares in advance.
 
         Raises:
@@ -111,14 +113,14 @@ class Workers:
         self._stop: Finalize | None = None
 
     def batches(self, state: dict[str, Any]) -> Iterator[tuple[Batch, dict[str, Any]]]:
-        """Yield batches from a position on, and the position after each. One iteration at a time.
+        """Yield batches from a position on, and the position after each. Only one iteration at a time.
 
         Raises:
             EnvironmentProblem: a worker died.
-            BaseException: what the dataset raised, with the rows that it was raised for as a note.
+            BaseException: an error of the dataset, with the affected rows as a note.
         """
         workers: list[tuple[Any, Connection]] = []
-        # Before the interpreter's own end, which would wait for the processes.
+        # Before the interpreter's own exit handler, which would wait for the processes.
         self._stop = Finalize(self, _kill, (workers,), exitpriority=10)
         try:
             self._start(workers, state)
@@ -136,21 +138,21 @@ class Workers:
                 state = sent.state
                 yield Batch({n: _tensor(*parts) for n, parts in sent.tensors.items()}, unit=sent.unit), state
         finally:
-            _kill(workers)  # those too that were started while it was stopped
+            _kill(workers)  # also those started while it was being stopped
             for _, connection in workers:
                 connection.close()
 
     def stop(self) -> None:
-        """End the processes; from any thread."""
+        """End the processes; may be called from any thread."""
         if self._stop is not None:
             self._stop()
 
     def _start(self, workers: list[tuple[Any, Connection]], state: dict[str, Any]) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__])
-        # The environment of now: the server has that of its start.
+        # The current environment: the server has that of its start.
         made_of = (dict(os.environ), registry.plugin_files())
-        resource_tracker.ensure_running()  # it would unblock signals
+        resource_tracker.ensure_running()  # starting it later would unblock signals
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)  # the server and its forks inherit it
         try:
             for number in range(self._count):
@@ -162,7 +164,7 @@ class Workers:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         for number, (_, connection) in enumerate(workers):
-            with suppress(ConnectionError):  # it is dead, as reading from it says
+            with suppress(ConnectionError):  # it died; reading from it reports that
                 connection.send((self._rebuild, state, number, self._count, self._depth))
 
     def _rows(self, number: int, state: dict[str, Any]) -> str:
@@ -186,13 +188,13 @@ class Workers:
 
 def _kill(workers: list[tuple[Any, Connection]]) -> None:
     for process, _ in workers:
-        process.kill()  # it holds nothing that must be kept
+        process.kill()  # it holds nothing that must be saved
     for process, _ in workers:
         process.join(END_SECONDS)
 
 
 def _at(error: BaseException, where: str) -> BaseException:
-    """The error with where it was raised: in words that are shown, for those of users."""
+    """Add where it was raised to an error: in the message, for errors shown to users."""
     if isinstance(error, TitanError):
         error.message += f" ({where})"
     else:
@@ -201,7 +203,7 @@ def _at(error: BaseException, where: str) -> BaseException:
 
 
 def _repeat(sent: _Sent) -> None:
-    """Report and log what the worker did."""
+    """Report and log what the worker reported and logged."""
     for name, reading in sent.readings.items():
         report(name, reading.value, reduce=reading.reduce, count=reading.count)
     for name, level, message in sent.records:
@@ -216,7 +218,7 @@ def _tensor(data: np.ndarray, dtype: torch.dtype, shape: tuple[int, ...]) -> tor
 
 
 class _Share:
-    """Every `workers`-th batch of a dataset, from one of the first on."""
+    """Every `workers`-th batch of a dataset."""
 
     def __init__(self, dataset: Dataset, stride: int, number: int, workers: int) -> None:
         self._dataset, self._stride, self._number, self._workers = dataset, stride, number, workers
@@ -229,17 +231,17 @@ class _Share:
             others = self._workers - 1
 
     def _skip(self, batches: int) -> bool:
-        """Go on by batches of the other workers; whether there were that many."""
+        """Skip batches of the other workers; return whether there were enough."""
         rows = batches * self._stride
         return not rows or with_defaults(DatasetDefaults, self._dataset).skip(rows) == rows
 
 
 class _Closed(Exception):
-    """The rank reads no more."""
+    """The rank no longer reads."""
 
 
 class _Records(logging.Handler):
-    """Keeps what is logged until it is sent."""
+    """Keeps log records until they are sent."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -254,11 +256,11 @@ class _Records(logging.Handler):
 
 
 def _work(connection: Connection, environment: dict[str, str], plugin_files: Sequence[Path]) -> None:
-    """Prepare batches and send them, until the other end is closed."""
+    """Prepare batches and send them until the other end is closed."""
     for ignored in IGNORED:
         signal.signal(ignored, signal.SIG_IGN)
     threading.Thread(target=end_with_parent, daemon=True).start()
-    os.environ.update(environment, TOKENIZERS_PARALLELISM="false")  # there is a process for each core already
+    os.environ.update(environment, TOKENIZERS_PARALLELISM="false")  # there is one process per core already
     torch.set_num_threads(1)
     records = _Records()
     logging.getLogger().addHandler(records)
@@ -276,7 +278,7 @@ def _work(connection: Connection, environment: dict[str, str], plugin_files: Seq
 
     try:
         registry.configure(files=plugin_files, checks=False)
-        registry.current().names("dataset")  # the configs may be of plugin files, which only this imports
+        registry.current().names("dataset")  # configs may come from plugin files, which only this imports
         rebuild: Rebuild
         rebuild, state, number, workers, depth = connection.recv()
         dataset = rebuild()
@@ -285,7 +287,7 @@ def _work(connection: Connection, environment: dict[str, str], plugin_files: Seq
         for batch in loader:
             send(batch)
         send(None)
-    except BaseException as error:  # whatever it is, it belongs to the rank
+    except BaseException as error:  # passed on to the rank, whatever it is
         with suppress(_Closed):
             send(None, _plain(error))
     finally:
@@ -298,8 +300,8 @@ def _flat(tensor: torch.Tensor) -> tuple[np.ndarray, torch.dtype, tuple[int, ...
 
 
 def _plain(error: BaseException) -> BaseException:
-    """The error as one that can be sent: one of titan's, or another with its traceback as a note. What its
-    frames tell is said of it here, since they stay."""
+    """Return the error in a form that can be sent: one of titan's, or another with its traceback as a
+    note. Blame is determined here, since frames cannot be sent."""
     blamed = blame(error)
     if isinstance(error, TitanError):
         kind = next(cls for cls in type(error).__mro__ if cls.__module__ == TitanError.__module__)
@@ -309,7 +311,7 @@ def _plain(error: BaseException) -> BaseException:
         return own
     found = error
     if any(cls.__module__ != "builtins" for cls in (type(error), *map(type, error.args))):
-        found = RuntimeError(f"{type(error).__name__}: {error}")  # others may not take what they are made of
+        found = RuntimeError(f"{type(error).__name__}: {error}")  # others may not accept their own arguments
     found.add_note("".join(traceback.format_exception(error)))
     if blamed is not None:
         found.blamed = blamed  # type: ignore[attr-defined]

@@ -2,10 +2,10 @@
 
     index.json   the tokenizer, the type of the tokens, and for each shard its counts and checksums
     00000.bin    the tokens of whole documents, little-endian integers, each document with its end marker
-    00000.idx    where each document of the shard ends, in tokens: little-endian int64
+    00000.idx    the end of each document in the shard, in tokens: little-endian int64
 
-Both binary files can be memory-mapped as they are. While the folder is being written, it has `progress.json`
-instead of `index.json`.
+Both binary files can be memory-mapped. While the folder is being written, it has `progress.json` instead of
+`index.json`.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ LOCK = "tokenize.lock"
 FORMAT = "titan-token-shards"
 VERSION = 1
 DTYPES = {"uint8": 1, "uint16": 2, "uint32": 4, "int32": 4, "int64": 8}
-"""Types of tokens, little-endian, and their bytes."""
+"""Types of tokens, little-endian, with their sizes in bytes."""
 END_BYTES = 8
-"""Of an entry of an `.idx` file."""
+"""Size of an entry of an `.idx` file."""
 INDEX_BYTES = 1 << 28
-"""An index of more is not read: that of 10 terabytes has a few million."""
-MOST = 1 << 53
-"""No count in an index is as large."""
+"""Maximum size of an index: that of 10 terabytes has a few million bytes."""
+MAX_COUNT = 1 << 53
+"""Exclusive upper bound of the counts in an index."""
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}\Z")
-"""Names of shards: files of the folder, whose names every file system takes."""
+"""Names of shards: files of the folder, with names that every file system accepts."""
 _SUMS = re.compile(rf"([0-9a-f]{{{SUM_DIGITS}}})*\Z")
 
 
 @dataclass(frozen=True)
 class Shard:
-    """What the index says of one shard."""
+    """Entry of a shard in the index."""
 
     name: str
     tokens: int
@@ -59,23 +59,23 @@ class Shard:
     sums: tuple[str, str]
     """xxh3-64 of each 64 MiB of the `.bin` file and of the `.idx` file."""
     modified: tuple[int, int]
-    """When both were last written, in nanoseconds."""
+    """Times of the last writes to both, in nanoseconds."""
 
 
 @dataclass(frozen=True)
 class Index:
-    """What `index.json` holds."""
+    """Content of `index.json`."""
 
     folder: Path
     tokenizer: str
-    """The fingerprint of the tokenizer."""
+    """Fingerprint of the tokenizer."""
     vocab_size: int
     eos_id: int
     dtype: str
     sources: list[dict[str, Any]]
-    """What was tokenized: labels and identities."""
+    """Tokenized sources: labels and identities."""
     skipped: int
-    """Bad rows that were left out."""
+    """Number of bad rows that were skipped."""
     shards: list[Shard]
 
     @property
@@ -88,14 +88,14 @@ class Index:
 
     @property
     def digest(self) -> str:
-        """A digest of every token and every document's end, in order."""
+        """Return a digest of all tokens and document ends, in order."""
         digest = xxhash.xxh3_128(f"{self.dtype}\0{self.eos_id}\0".encode())
         for shard in self.shards:
             digest.update(f"{shard.tokens}\0{shard.documents}\0{shard.sums[0]}\0{shard.sums[1]}\0".encode())
         return f"merkle:{digest.hexdigest()}"
 
     def facts(self) -> dict[str, Any]:
-        """Return what a JSON document says of token shards."""
+        """Return the description of the shards for JSON output."""
         return {
             "path": str(self.folder),
             "tokens": self.tokens,
@@ -111,7 +111,7 @@ class Index:
         }
 
     def files(self, shard: Shard) -> tuple[tuple[Path, int], tuple[Path, int]]:
-        """Return both files of a shard, each with the bytes that it must have."""
+        """Return both files of a shard, each with its expected size in bytes."""
         data, ends = (self.folder / f"{shard.name}{suffix}" for suffix in (".bin", ".idx"))
         return (data, shard.tokens * DTYPES[self.dtype]), (ends, shard.documents * END_BYTES)
 
@@ -126,7 +126,7 @@ def read_index(folder: Path) -> Index:
     """Return the index of a folder of token shards.
 
     Raises:
-        EnvironmentProblem: there is none, it is unfinished, or it is no index of this version.
+        EnvironmentProblem: there is no index, it is unfinished, or it is invalid or of another version.
     """
     path = folder / INDEX
     if not path.is_file():
@@ -164,10 +164,11 @@ def read_index(folder: Path) -> Index:
 
 
 def _check(index: Index) -> None:
-    """Whoever wrote an index decides which files are read and, in the cache, written: they lie in its folder.
+    """Validate an index from an untrusted source: its names decide which files are read and, in the cache,
+    written.
 
     Raises:
-        ValueError: it says what no index says.
+        ValueError: a field is invalid.
     """
     if not isinstance(index.tokenizer, str) or not isinstance(index.sources, list) or not index.shards:
         raise ValueError("it lacks its tokenizer, sources or shards")
@@ -177,7 +178,7 @@ def _check(index: Index) -> None:
     for shard in index.shards:
         name = shard.name
         if not isinstance(name, str) or not _NAME.match(name):
-            raise ValueError(f"{str(name)[:80]!r} is no name of a shard: it could be a file elsewhere")
+            raise ValueError(f"{str(name)[:80]!r} is not a valid shard name: it could be a file elsewhere")
         if name.casefold() in seen:
             raise ValueError(f"two shards have the name {name!r}")
         seen.add(name.casefold())
@@ -187,24 +188,24 @@ def _check(index: Index) -> None:
             raise ValueError(f"the times of shard {name} are not numbers")
         for sums, (path, size) in zip(shard.sums, index.files(shard), strict=True):
             if not isinstance(sums, str) or not _SUMS.match(sums):
-                raise ValueError(f"the checksums of {path.name} are none")
+                raise ValueError(f"the checksums of {path.name} are malformed")
             if len(sums) != SUM_DIGITS * -(-size // CHUNK_BYTES):
-                raise ValueError(f"the checksums of {path.name} are not those of {size:,} bytes")
-    if max(index.tokens, index.documents) >= MOST:
-        raise ValueError("its counts are larger than any data")
+                raise ValueError(f"the checksums of {path.name} do not match {size:,} bytes")
+    if max(index.tokens, index.documents) >= MAX_COUNT:
+        raise ValueError("its counts are implausibly large")
 
 
 def _check_count(what: str, value: Any) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < MOST:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < MAX_COUNT:
         raise ValueError(f"{what} is {str(value)[:80]!r}, not a count")
 
 
 def faults(index: Index, *, whole: bool = False, stamps: dict[str, Stamp] | None = None) -> Iterator[str]:
-    """Yield what is wrong with the files of an index, each with its path and byte.
+    """Yield a message for each fault in the files of an index, with path and byte.
 
-    Sizes are always compared. Contents are where a file was written again or copied, by checksums that are
-    kept (`chunk_sums`); or, with `whole`, of all files, from what is on the disk now. `stamps` is filled with
-    what the files were before that.
+    Sizes are always compared. Contents are checked by cached checksums (`chunk_sums`) where a file was
+    rewritten or copied; with `whole`, all files are read from disk. `stamps` is filled with the files' stamps
+    from before the check.
     """
     for shard in index.shards:
         for (path, size), sums, modified in zip(index.files(shard), shard.sums, shard.modified, strict=True):
@@ -218,23 +219,23 @@ def faults(index: Index, *, whole: bool = False, stamps: dict[str, Stamp] | None
                     found = file_sums(str(path)) if whole else chunk_sums(str(path))
                     if found != sums:
                         byte = first_difference(sums, found)
-                        yield f"{path}: the data from byte {byte:,} on are not those of {INDEX}"
+                        yield f"{path}: the data differ from {INDEX} from byte {byte:,} on"
             except OSError as error:
                 yield f"{path} cannot be read: {error.strerror or error}"
 
 
 def wrong_size(path: Path | str, size: int, found: int) -> str:
-    """Return what is wrong with a file that should have `size` bytes."""
+    """Return the message for a file that should have `size` bytes."""
     if found < size:
         return f"{path} is truncated at byte {found:,}: {INDEX} says {size:,} bytes"
     return f"{path} has {found:,} bytes, but {INDEX} says {size:,}: it ends at byte {size:,}"
 
 
 def require_sound(index: Index) -> dict[str, Stamp]:
-    """Check the files of an index as `faults` does; return what they are now, by their paths.
+    """Check the files of an index as `faults` does; return their stamps by path.
 
     Raises:
-        EnvironmentProblem: one is not what the index says.
+        EnvironmentProblem: a file does not match the index.
     """
     stamps: dict[str, Stamp] = {}
     if fault := next(faults(index, whole=full_check() is not None, stamps=stamps), None):

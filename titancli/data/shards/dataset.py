@@ -1,8 +1,8 @@
-"""The dataset `token_shards`: rows cut from token files, of which each rank reads its own only.
+"""The dataset `token_shards`: rows cut from token files, of which each rank reads only its own.
 
-Shuffled by rows, row p covers tokens p*S to (p+1)*S of all files, and its place in the order is
-computed. In the other orders the tokens make one endless stream, as those of a live tokenizer do
-(`titancli.data.packing`), and what other ranks take of it is passed over without being read.
+Shuffled by rows, row p covers tokens p*S to (p+1)*S of all files, and its position in the order is computed.
+In the other orders the tokens form one endless stream, like that of a live tokenizer
+(`titancli.data.packing`), and other ranks' parts are skipped without being read.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from titancli.recipe.find import url_of
 
 LABEL = "dataset token_shards"
 AHEAD = 1024
-"""Rows whose places are drawn at once."""
+"""Rows whose positions are drawn at once."""
 
 
 class Tokens(NamedTuple):
-    """Token files that were opened and checked: in place of a source of text."""
+    """Token files that were opened and checked; they replace a source of text."""
 
     files: TokenFiles
     documents: DocumentEnds | MegatronDocuments | None
@@ -54,18 +54,18 @@ class Tokens(NamedTuple):
 
 
 class ShardStreamDataset(PackedDataset):
-    """Batches from the stream of all tokens, in their order or by shuffled documents."""
+    """Batches from the stream of all tokens, in file order or with shuffled documents."""
 
     def __init__(self, tokens: Tokens, config: TokenShards, seed: int, **runtime: Any) -> None:
         self._tokens, self._config, self._seed = tokens, config, seed
-        source = cast(Source, tokens)  # all but `read`, which only text has
+        source = cast(Source, tokens)  # everything but `read`, which only text needs
         super().__init__(source, repeat=config.repeat, document_mask=config.document_mask, **runtime)
 
     def _open(self, at: Position) -> Any:
         eos = self._tokenizer.eos_id if self._document_mask else None
         if self._config.shuffle == "off":
             return ListedStream(self._tokens.files, at, repeat=self._repeat, eos_id=eos)
-        documents = cast(DocumentEnds | MegatronDocuments, self._tokens.documents)  # `build` has checked it
+        documents = cast(DocumentEnds | MegatronDocuments, self._tokens.documents)  # checked by `build`
 
         def order(epoch: int, places: np.ndarray) -> np.ndarray:
             return permuted(places, documents.documents, self._seed, epoch)
@@ -76,11 +76,11 @@ class ShardStreamDataset(PackedDataset):
         return self._tokens.files.tokens, True
 
     def text_bytes(self) -> None:
-        """Not known: the shards hold no text."""
+        """Return None: the shards contain no text."""
 
 
 class ShardRowDataset:
-    """Batches of rows of `seq_len` tokens in a random order; the last one of an epoch may be filled up."""
+    """Batches of rows of `seq_len` tokens in a random order; the last one of an epoch may be padded."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class ShardRowDataset:
         self._row_positions = torch.arange(seq_len).repeat(rows, 1)
 
     def __iter__(self) -> Iterator[Batch]:
-        """Batches from the present position on.
+        """Yield batches from the current position on.
 
         Raises:
             EnvironmentProblem: a file cannot be read or was truncated.
@@ -114,19 +114,19 @@ class ShardRowDataset:
         first, drawn = 0, mine[:0]
         while self._config.repeat or self._next_row < self._per_epoch:
             number, apart = divmod(self._next_row - first, stride)
-            if apart or not 0 <= number < len(drawn):  # `skip` and `load_state_dict` may have gone elsewhere
+            if apart or not 0 <= number < len(drawn):  # after `skip` or `load_state_dict`
                 first, drawn, number = self._next_row, self._draw(self._next_row + mine), 0
             self._next_row += stride
             yield self._batch(drawn[number])
 
     def skip(self, rows: int) -> int:
-        """Go so many global rows on without reading them; return how many there were."""
+        """Skip this many global rows without reading them; return how many were skipped."""
         left = rows if self._config.repeat else max(0, self._per_epoch - self._next_row)
         self._next_row += min(rows, left)
         return min(rows, left)
 
     def _draw(self, places: np.ndarray) -> np.ndarray:
-        """Which rows stand at these places, counted over all epochs; -1: none, behind the end."""
+        """Return the rows at these positions, counted over all epochs; -1 past the end."""
         epochs, within = np.divmod(places, self._per_epoch)
         found = np.empty_like(places)
         for epoch in np.unique(epochs):
@@ -162,24 +162,24 @@ class ShardRowDataset:
             begins = np.zeros((self._rows, self._seq_len), bool)
             np.equal(data[:, : self._seq_len - 1], self._eos_id, out=begins[:, 1:])
             for row in np.flatnonzero(~whole).tolist():
-                begins[row, 1:] = inputs[row, :-1] == self._eos_id  # the end markers that fill it up too
+                begins[row, 1:] = inputs[row, :-1] == self._eos_id  # also after padding
             tensors |= document_tensors(begins)
         return Batch(tensors)
 
     def epoch_tokens(self) -> tuple[int, bool]:
-        """Return how many tokens an epoch has, and that they were counted."""
+        """Return the number of tokens in an epoch, and True: it is exact."""
         return self._tokens.files.tokens, True
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the last batch, the same on every rank: `row` counts over all epochs."""
+        """Return the position after the last batch, the same on every rank: `row` counts over all epochs."""
         epoch = self._next_row // self._per_epoch
         return {"version": STATE_VERSION, "epoch": epoch, "row": self._next_row, "data": self._identity}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a position, under any number of ranks and rows.
+        """Continue from a position, with any number of ranks and rows.
 
         Raises:
-            EnvironmentProblem: the state was saved on other data, or is not one of this dataset.
+            EnvironmentProblem: the state was saved with other data, or does not belong to this dataset.
         """
         refuse_other_data(state, self._identity, LABEL, "row")
         self._next_row = state["row"]
@@ -188,11 +188,12 @@ class ShardRowDataset:
 def build(
     config: TokenShards, *, tokenizer: Tokenizer, seq_len: int, seed: int, **runtime: Any
 ) -> ShardStreamDataset | ShardRowDataset | ShardPackedDataset:
-    """`[dataset] type = "token_shards"`.
+    """Build `[dataset] type = "token_shards"`.
 
     Raises:
-        EnvironmentProblem: a file is missing, truncated or not of the format, or not of this tokenizer.
-        RecipeError: the files do not say where their documents are.
+        EnvironmentProblem: a file is missing, truncated, of another format, or written with another
+            tokenizer.
+        RecipeError: documents are needed, but the files do not mark them.
     """
     order = {"off": "as listed", "documents": f"documents shuffled by seed {seed}"}
     tokens = _open(config, tokenizer, order.get(config.shuffle, f"rows of {seq_len} shuffled by seed {seed}"))
@@ -239,9 +240,10 @@ def _open(config: TokenShards, tokenizer: Tokenizer, order: str) -> Tokens:
 
 
 def _require_tokenizer(index: Index, tokenizer: Tokenizer) -> None:
-    """
+    """Check that shards were written with the recipe's tokenizer.
+
     Raises:
-        EnvironmentProblem: the shards were written with another tokenizer.
+        EnvironmentProblem: they were written with another one.
     """
     now = tokenizer_identity(tokenizer)
     if index.tokenizer != now:

@@ -1,7 +1,7 @@
-"""How much of remote token shards a machine keeps: what was not used for longest goes, and nothing in use.
+"""The limit on cached remote token shards: the least recently used are evicted first, and none in use.
 
-A process has a shared lock (flock) on each file of the cache that it has open. It would notice, too, if a
-file were removed all the same (see `titancli.data.shards.remote`), and read it again.
+A process holds a shared lock (flock) on each cached file that it has open. It would also notice if a file
+were removed regardless (see `titancli.data.shards.remote`), and read it again.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from titancli.errors import EnvironmentProblem
 
 LIMIT = "TITAN_SHARDS_GB"
 SUMS = ".sums"
-"""What the names of files end in that say what the others beside them hold."""
+"""Suffix of the files with the checksums of the files beside them."""
 
 
 def limit() -> int | None:
-    """Return how many bytes may be kept; None: all.
+    """Return how many bytes may be kept; None: no limit.
 
     Raises:
-        EnvironmentProblem: the environment does not say it with a number.
+        EnvironmentProblem: the environment variable is not a positive number.
     """
     said = os.environ.get(LIMIT)
     if not said:
@@ -37,19 +37,21 @@ def limit() -> int | None:
 
 
 def use(descriptor: int, path: str) -> None:
-    """Say that a file is in use, for as long as this is open, and when it was."""
-    with suppress(OSError):  # a disk without locks: `evict` finds the same
+    """Mark a file as in use while the descriptor is open, and update its time of use."""
+    with suppress(OSError):  # a disk without locks: `evict` will fail too
         fcntl.flock(descriptor, fcntl.LOCK_SH)
-    with suppress(OSError):  # a cache that is read-only, from which nothing is removed either
+    with suppress(OSError):  # a read-only cache, from which nothing is removed either
         os.utime(path)
 
 
 def evict(folder: Path, most: int) -> int:
-    """Remove files that no process uses, the least recently used first, until no more than `most` bytes are
-    left; return how many are. One process does this at a time, and others leave it to that.
+    """Remove unused files, the least recently used first, until at most `most` bytes are left; return how
+    many are.
+
+    Only one process does this at a time; the others skip it.
 
     Raises:
-        OSError: the disk knows no locks, or the folder cannot be written.
+        OSError: the disk does not support locks, or the folder cannot be written.
     """
     with open(folder / ".evicting", "a") as turn:
         try:
@@ -59,7 +61,7 @@ def evict(folder: Path, most: int) -> int:
         found = []
         for sums in folder.glob(f"*/*{SUMS}"):
             path = sums.with_suffix("")
-            with suppress(FileNotFoundError):  # a user is removing them
+            with suppress(FileNotFoundError):  # another process is removing them
                 status = path.stat()
                 size = 512 * (status.st_blocks + sums.stat().st_blocks)
                 found.append((max(status.st_atime, status.st_mtime), size, path, sums))
@@ -74,10 +76,10 @@ def _removed(path: Path, sums: Path) -> bool:
     try:
         with open(path, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            sums.unlink(missing_ok=True)  # first: a file without them holds nothing
+            sums.unlink(missing_ok=True)  # first: a file without checksums counts as empty
             path.unlink(missing_ok=True)
     except BlockingIOError:
         return False
     except FileNotFoundError:
-        pass  # another process has removed it
+        pass  # already removed by another process
     return True

@@ -23,28 +23,28 @@ MEGATRON_HEADER = struct.Struct("<9sQBQQ")
 MEGATRON_DTYPES = {1: "uint8", 4: "int32", 5: "int64", 8: "uint16"}
 LLMC_HEADER = 1024
 LLMC = {(20240520, 1): "uint16", (20240801, 7): "uint32"}
-"""Magic number and version of the header, and the type of tokens."""
+"""Type of the tokens by the header's magic number and version."""
 SAMPLES = 64
-"""Documents of a file whose end markers are looked at."""
+"""Documents per file whose end markers are checked."""
 
 
 class Foreign(NamedTuple):
-    """What the files of a config are."""
+    """The files of a config, opened and identified."""
 
     parts: list[Part]
     dtype: str
     documents: MegatronDocuments | None
-    """Where documents are; None: the files do not say."""
+    """Positions of the documents; None: the files do not mark them."""
     identity: dict[str, Any]
     known: dict[str, Stamp]
-    """What all files are."""
+    """Stamps of all files."""
 
 
 def open_foreign(config: TokenShards, label: str) -> Foreign:
-    """Return what is read of the files of another tool.
+    """Open and identify the files of another tool.
 
     Raises:
-        EnvironmentProblem: there is none, or one is not of the format.
+        EnvironmentProblem: there are none, or one has another format.
     """
     if far := [url for path in config.paths if (url := url_of(path))]:
         raise EnvironmentProblem(
@@ -70,7 +70,7 @@ def open_foreign(config: TokenShards, label: str) -> Foreign:
     facts = {"contents": identity["contents"], "format": config.format}
     by_documents = config.shuffle == "documents" or config.packing == "best_fit"
     if by_documents and any(index.documents != index.sequences for index in indexes):
-        facts["documents"] = sum(index.documents for index in indexes)  # before, a sequence was taken for one
+        facts["documents"] = sum(index.documents for index in indexes)  # once a sequence was one
     known = {file.path: file.stamp for file in [*files, *beside]}
     documents = MegatronDocuments(indexes, known) if indexes else None
     return Foreign([part for part, _ in found], kinds.pop(), documents, facts, known)
@@ -84,7 +84,7 @@ def _refuse(path: str, byte: int, what: str, config_format: str) -> NoReturn:
 
 
 def _plain(config: TokenShards, file: TextFile) -> tuple[Part, str]:
-    """A file of tokens alone, or behind the header of llm.c."""
+    """Read a file of tokens alone, or after the header of llm.c."""
     if config.format == "raw":
         dtype, first, count = str(config.dtype), 0, None
         with open(file.path, "rb") as opened:
@@ -114,19 +114,19 @@ class _Megatron(NamedTuple):
     part: Part
     dtype: str
     index_path: str
-    """The path of the `.idx` file."""
+    """Path of the `.idx` file."""
     sequences: int
     documents: int
-    """Each of one sequence or, preprocessed with `--split-sentences`, of several."""
+    """Each has one sequence or, if preprocessed with `--split-sentences`, several."""
 
     @property
     def pointers(self) -> int:
-        """The byte that the table of where sequences begin is at; before it are their lengths."""
+        """Return the byte offset of the table of sequence starts, which follows that of their lengths."""
         return MEGATRON_HEADER.size + 4 * self.sequences
 
     @property
     def table(self) -> int:
-        """That of the table of the first sequence of each document, and the end of all."""
+        """Return the byte offset of the table of each document's first sequence."""
         return self.pointers + 8 * self.sequences
 
 
@@ -142,7 +142,7 @@ def _beside(file: TextFile) -> TextFile:
 
 
 def _megatron(file: TextFile) -> _Megatron:
-    """What an index of Megatron-LM says, checked against the file of tokens."""
+    """Read an index of Megatron-LM and check it against the file of tokens."""
     index = _beside(file)
     with open(index.path, "rb") as opened:
         header = opened.read(MEGATRON_HEADER.size)
@@ -152,7 +152,7 @@ def _megatron(file: TextFile) -> _Megatron:
         if magic != MEGATRON_MAGIC or version != 1:
             _refuse(index.path, 0, "its header has another magic number or version", "megatron")
         if code not in MEGATRON_DTYPES:
-            _refuse(index.path, 17, f"the code {code} is no type of tokens", "megatron")
+            _refuse(index.path, 17, f"the code {code} is not a type of tokens", "megatron")
         size = MEGATRON_HEADER.size + 12 * sequences + 8 * documents
         if index.size < size:
             _refuse(index.path, index.size, f"{sequences:,} sequences need {size:,} bytes", "megatron")
@@ -167,7 +167,7 @@ def _megatron(file: TextFile) -> _Megatron:
 
 
 def _check_sequences(opened: BinaryIO, index: _Megatron) -> int:
-    """Return the tokens of all sequences, of which each begins where the one before it ends."""
+    """Return the number of tokens of all sequences, checking that each begins where the previous one ends."""
     tokens, width = 0, DTYPES[index.dtype]
     for first in range(0, index.sequences, 1 << 20):
         count = min(1 << 20, index.sequences - first)
@@ -187,7 +187,7 @@ def _check_sequences(opened: BinaryIO, index: _Megatron) -> int:
 
 
 def _check_documents(opened: BinaryIO, index: _Megatron) -> None:
-    """Ensure that documents are made of all sequences, in their order."""
+    """Check that the documents cover all sequences in order."""
     last, count = 0, index.documents + 1
     for first in range(0, count, 1 << 20):
         table = _table(opened, index.table + 8 * first, min(1 << 20, count - first), "<i8")
@@ -210,7 +210,7 @@ def _table(opened: BinaryIO, byte: int, count: int, dtype: str) -> np.ndarray:
 
 
 class MegatronDocuments:
-    """Where the documents of Megatron-LM's files begin and end."""
+    """The bounds of the documents in Megatron-LM's files."""
 
     def __init__(self, indexes: Sequence[_Megatron], known: Mapping[str, Stamp]) -> None:
         self._indexes = indexes
@@ -223,7 +223,7 @@ class MegatronDocuments:
         return int(self._firsts[-1])
 
     def bounds(self, documents: np.ndarray) -> np.ndarray:
-        """Return the first token of each of some documents, and the one behind its last, int64 [n, 2]."""
+        """Return the first token of each of some documents, and the one after its last, int64 [n, 2]."""
         found = [self._bounds(document) for document in documents.tolist()]
         return np.array(found, np.int64).reshape(-1, 2)
 
@@ -237,7 +237,8 @@ class MegatronDocuments:
         return before + start, before + end
 
     def _start(self, index: _Megatron, sequence: int) -> int:
-        """The first token of a sequence, in its file; of the one behind the last, their number."""
+        """Return the first token of a sequence in its file; for the index after the last, the number of
+        tokens."""
         if sequence == index.sequences:
             return index.part.tokens
         byte = np.zeros(1, "<i8")
@@ -245,10 +246,10 @@ class MegatronDocuments:
         return int(byte[0]) // DTYPES[index.dtype]
 
     def require_end_markers(self, tokens: TokenFiles, eos_id: int) -> None:
-        """Look at some documents of each file.
+        """Check the end markers of some documents of each file.
 
         Raises:
-            EnvironmentProblem: one does not end with the end marker.
+            EnvironmentProblem: a document does not end with the end marker.
         """
         for first, behind, index in zip(self._firsts, self._firsts[1:], self._indexes, strict=False):
             count = min(SAMPLES, int(behind - first))
@@ -266,6 +267,6 @@ class MegatronDocuments:
 
 
 def paths_of(config: TokenShards) -> list[Path]:
-    """Return the folders of titan's own format, each once; a URL as it is."""
+    """Return the folders of titan's own format without duplicates; URLs are unchanged."""
     paths = (path if url_of(path) else Path(os.path.abspath(path)) for path in config.paths)
     return list(dict.fromkeys(paths))

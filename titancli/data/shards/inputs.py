@@ -1,4 +1,5 @@
-"""Sources of documents in a row, as they are tokenized to shards: where a mark is in them, and how far."""
+"""Several sources of documents in sequence, as they are tokenized to shards, and the progress through
+them."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from titancli.data.source import Piece, Source
 
 
 class Input(NamedTuple):
-    """A source, and how far a mark is in it."""
+    """A source, and the progress that a mark in it stands for."""
 
     label: str
     source: Source
@@ -32,7 +33,7 @@ def pieces(inputs: Sequence[Input], at: dict[str, Any] | None) -> Iterator[tuple
 
 
 def share(inputs: Sequence[Input], at: dict[str, Any]) -> float:
-    """Return about which share of the work lies before a mark, from 0 to 1."""
+    """Return the approximate fraction of the work before a mark, from 0 to 1."""
     total = sum(one.weight for one in inputs) or 1.0
     before = sum(one.weight for one in inputs[: at["source"]])
     here = inputs[at["source"]]

@@ -1,7 +1,8 @@
-"""Whole documents of token files, put into rows where they fit best; some rearranged to fill in the middle.
+"""Whole documents of token files, packed into the rows where they fit best; with some rearranged to fill in
+the middle.
 
-Every rank looks up the lengths of all documents, and reads the tokens of its own rows only. What is drawn for
-a document follows from the seed, the epoch and its number, so that any position leads to the same rows.
+Every rank looks up the lengths of all documents, and reads only the tokens of its own rows. Random draws for
+a document depend only on the seed, the epoch and its index, so any position leads to the same rows.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from titancli.registry.defaults import with_defaults
 BLOCK = 1024
 """Documents whose lengths are looked up at once."""
 MARKERS = 3
-"""Tokens that are added to a document whose middle is filled in."""
+"""Tokens added to a document whose middle is filled in."""
 
 
 class Documents(NamedTuple):
-    """Token files whose documents are known: in place of examples that are read one by one."""
+    """Token files with known documents; they replace examples that are read one by one."""
 
     files: TokenFiles
     ends: DocumentEnds
@@ -49,7 +50,8 @@ class ShardPackedDataset(RowDataset):
         seed: int,
         **runtime: Any,
     ) -> None:
-        """`config`: one with the fields `shuffle`, `packing`, `max_document_length`, `repeat` and `fim`."""
+        """Create the dataset; `config` has the fields `shuffle`, `packing`, `max_document_length`,
+        `repeat` and `fim`."""
         self._documents, self._config, self._seed = documents, config, seed
         self._longest = min(seq_len, config.max_document_length or seq_len)
         self._fim_config: FillInTheMiddle | None = config.fim
@@ -58,7 +60,7 @@ class ShardPackedDataset(RowDataset):
         if (fim := self._fim_config) is not None:
             settings["fim"] = [fim.rate, fim.spm_rate, *(self._fim or ()), seed]
         super().__init__(
-            cast(Examples, documents),  # which nobody reads one by one
+            cast(Examples, documents),  # never read one by one
             PackedRows(seq_len, tokenizer.eos_id, pack=True),
             tokenizer=tokenizer,
             seq_len=seq_len,
@@ -71,7 +73,7 @@ class ShardPackedDataset(RowDataset):
         )
 
     def epoch_tokens(self) -> tuple[int, bool]:
-        """Return how many tokens an epoch has, and that they were counted."""
+        """Return the number of tokens in an epoch, and True: it is exact."""
         return self._documents.files.tokens, True
 
     def _indexed_groups(self, epoch: int, mark: dict[str, Any] | None) -> Iterator[Group]:
@@ -89,13 +91,13 @@ class ShardPackedDataset(RowDataset):
         return Group(mark, pieces[:, 4].tolist(), partial(self._piece, epoch, pieces))
 
     def _numbers(self, epoch: int, places: np.ndarray) -> np.ndarray:
-        """Which documents stand at some places of an epoch."""
+        """Return the documents at some positions of an epoch."""
         shuffled = self._config.shuffle == "documents"
         return permuted(places, self._documents.ends.documents, self._seed, epoch) if shuffled else places
 
     def _pieces(self, epoch: int, begin: int, before: int) -> Iterator[np.ndarray]:
-        """Pieces from one on, int64 [n, 6]: the place of the document in the order, its tokens before the
-        piece, the document's number, the piece's first token in the files, how many inputs it makes, and
+        """Yield pieces from one on, int64 [n, 6]: the document's position in the order, its tokens before
+        the piece, the document's index, the piece's first token in the files, its number of inputs, and
         whether its middle is filled in."""
         count, longest = self._documents.ends.documents, self._longest
         for first in range(begin, count, BLOCK):
@@ -115,7 +117,8 @@ class ShardPackedDataset(RowDataset):
             yield found
 
     def _fills(self, numbers: np.ndarray, inputs: np.ndarray, epoch: int) -> np.ndarray:
-        """Whether the middles of documents are filled in, bool: of those that then still are one piece."""
+        """Return which documents have their middle filled in, bool: only those that stay one piece with
+        the markers."""
         if self._fim_config is None:
             return np.zeros(len(numbers), bool)
         chosen = drawn(numbers, self._seed, epoch, 0) < self._fim_config.rate
@@ -131,14 +134,14 @@ class ShardPackedDataset(RowDataset):
         return Conversation(tokens, np.ones(len(tokens), bool))
 
     def _rearranged(self, tokens: np.ndarray, document: np.ndarray, epoch: int) -> np.ndarray:
-        """A document with its middle behind the rest: prefix, suffix, middle, or suffix, prefix, middle.
+        """Return a document with its middle at the end: prefix, suffix, middle, or suffix, prefix, middle.
 
         Bavarian et al., "Efficient Training of Language Models to Fill in the Middle" (2022), on tokens.
         """
         config = cast(FillInTheMiddle, self._fim_config)
         prefix_id, middle_id, suffix_id = cast(tuple[int, int, int], self._fim)
         kind, *cuts = (float(drawn(document, self._seed, epoch, which)[0]) for which in (1, 2, 3))
-        low, high = sorted(int(cut * len(tokens)) for cut in cuts)  # from 0 to all but the end marker
+        low, high = sorted(int(cut * len(tokens)) for cut in cuts)  # from 0 to just before the end marker
         prefix, middle, suffix = tokens[:low], tokens[low:high], tokens[high:-1]
         if kind < config.spm_rate:
             parts = [[prefix_id, suffix_id], suffix, [middle_id], prefix, middle]

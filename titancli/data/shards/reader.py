@@ -1,7 +1,7 @@
-"""Reads tokens and documents from any place of many files, with little memory.
+"""Reads tokens and documents at any position of many files, with little memory.
 
-Files are read, not mapped: to touch a mapping of a file that was truncated, or of a disk that fails, ends the
-process without a word.
+Files are read, not mapped: touching a mapping of a truncated file or a failing disk kills the process without
+a message.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from titancli.errors import EnvironmentProblem
 
 OPEN_FILES = 64
 SAMPLED_FILES, SAMPLED_TOKENS = 64, 8192
-"""What is looked at of files that do not say which ids they have."""
+"""Samples of files whose format does not state their highest id."""
 
 
 class Part(NamedTuple):
@@ -30,14 +30,14 @@ class Part(NamedTuple):
     path: str
     tokens: int
     first_byte: int = 0
-    """Where its tokens begin."""
+    """Byte at which its tokens begin."""
 
 
 class OpenFiles:
-    """Files that are open for reading: the last ones that were used."""
+    """A bounded set of files open for reading: the most recently used."""
 
     def __init__(self, known: Mapping[str, Stamp] = MappingProxyType({})) -> None:
-        """`known`: what files were when they were identified; others may change."""
+        """Create the set; `known` has the stamps of identified files, which must not change."""
         self._open: OrderedDict[str, io.FileIO] = OrderedDict()
         self.known = dict(known)
 
@@ -45,7 +45,7 @@ class OpenFiles:
         """Fill a buffer from a byte of a file on.
 
         Raises:
-            EnvironmentProblem: the file cannot be read, or ends before.
+            EnvironmentProblem: the file cannot be read, or is too short.
         """
         view = memoryview(buffer).cast("B")
         self.ready(path, byte, len(view))
@@ -66,18 +66,20 @@ class OpenFiles:
             ) from error
 
     def require_unchanged(self, path: str, descriptor: int) -> None:
-        """
+        """Check that an open file has not changed.
+
         Raises:
-            EnvironmentProblem: an open file is no longer what it was.
+            EnvironmentProblem: it has.
         """
         if (then := self.known.get(path)) is not None:
             require_unchanged(path, then, descriptor)
 
     def ready(self, path: str, byte: int, size: int) -> None:
-        """Ensure that so many bytes are in the file; here they are."""
+        """Ensure that `size` bytes are in the file; a subclass fetches them."""
 
     def descriptor(self, path: str) -> int:
-        """
+        """Return the file's descriptor, opening it if needed.
+
         Raises:
             OSError: the file cannot be opened.
         """
@@ -91,7 +93,7 @@ class OpenFiles:
 
 
 class TokenFiles:
-    """The tokens of files, one after another."""
+    """The tokens of several files, one after another."""
 
     def __init__(
         self,
@@ -100,7 +102,7 @@ class TokenFiles:
         vocab_size: int | None = None,
         files: OpenFiles | None = None,
     ) -> None:
-        """`vocab_size`: an id from there on is an error."""
+        """Create the reader; ids of `vocab_size` or more are errors."""
         self._parts, self._vocab_size = parts, vocab_size
         self.dtype = np.dtype(dtype).newbyteorder("<")
         self._starts = np.cumsum([0, *(part.tokens for part in parts)])
@@ -114,7 +116,7 @@ class TokenFiles:
         """Fill an array [n] of this type with the tokens `start` to `start + n`, which must exist.
 
         Raises:
-            EnvironmentProblem: a file cannot be read or was truncated, or an id is none of the vocabulary.
+            EnvironmentProblem: a file cannot be read or was truncated, or an id is outside the vocabulary.
         """
         number = int(np.searchsorted(self._starts, start, side="right")) - 1
         filled, at = 0, start - int(self._starts[number])
@@ -127,7 +129,7 @@ class TokenFiles:
             filled, at, number = filled + len(here), 0, number + 1
 
     def check_ends(self) -> None:
-        """Read both ends of some files: a wrong type or tokenizer is mostly seen there.
+        """Read both ends of some files, where a wrong type or tokenizer usually shows.
 
         Raises:
             EnvironmentProblem: as for `read`.
@@ -140,19 +142,21 @@ class TokenFiles:
                 self.read(end - len(sample), sample)
 
     def gather(self, starts: np.ndarray, sizes: np.ndarray, into: np.ndarray) -> None:
-        """Fill an array with pieces, one behind the other: `sizes` tokens from `starts` on; see `read`.
+        """Fill an array with consecutive pieces: `sizes` tokens from `starts` on; see `read`.
 
         Args:
             starts, sizes: int64 of one shape [pieces].
         """
-        numbers = np.searchsorted(self._starts[:-1], starts, side="right") - 1  # one of size 0 may lie behind
+        numbers = (
+            np.searchsorted(self._starts[:-1], starts, side="right") - 1
+        )  # an empty piece may be past the end
         within = starts - self._starts[numbers]
         whole = starts + sizes <= self._starts[numbers + 1]
         width, view, at = self.dtype.itemsize, into.data.cast("B"), 0
         rows = zip(numbers.tolist(), within.tolist(), sizes.tolist(), whole.tolist(), strict=True)
         for piece, (number, first, size, fits) in enumerate(rows):
             part, end = self._parts[number], at + size * width
-            if fits:  # the fast way; what fails goes the slow one, which says why
+            if fits:  # fast path; on failure `read` reports the reason
                 self._files.ready(part.path, part.first_byte + first * width, end - at)
                 try:
                     descriptor = self._files.descriptor(part.path)
@@ -168,7 +172,7 @@ class TokenFiles:
                 self.read(int(starts[piece]), into[end - int(sizes[piece]) : end])
 
     def _wrong(self, ids: np.ndarray) -> bool:
-        """Whether there is an id that is none."""
+        """Return whether an id is outside the vocabulary."""
         if self._vocab_size is None or not len(ids):
             return False
         return bool(ids.max() >= self._vocab_size or (self.dtype.kind == "i" and ids.min() < 0))
@@ -185,7 +189,7 @@ class TokenFiles:
 
 
 class DocumentEnds:
-    """Where documents begin and end in the tokens of shards, read from their `.idx` files."""
+    """The bounds of documents in the tokens of shards, read from their `.idx` files."""
 
     def __init__(self, indexes: Sequence[Index], files: OpenFiles | None = None) -> None:
         counts = [(shard.documents, shard.tokens) for index in indexes for shard in index.shards]
@@ -199,7 +203,7 @@ class DocumentEnds:
         return int(self._firsts[-1])
 
     def bounds(self, documents: np.ndarray) -> np.ndarray:
-        """Return the first token of each of some documents, and the one behind its last, int64 [n, 2]."""
+        """Return the first token of each of some documents, and the one after its last, int64 [n, 2]."""
         shards = np.searchsorted(self._firsts, documents, side="right") - 1
         found = np.zeros((len(documents), 2), "<i8")
         places = list(zip(shards.tolist(), (documents - self._firsts[shards]).tolist(), strict=True))
@@ -213,7 +217,7 @@ class DocumentEnds:
         return found + self._tokens[shards, None]
 
     def of_shard(self, number: int) -> np.ndarray:
-        """Return where each document of a shard ends, in tokens of the shard, int64 [documents]."""
+        """Return the end of each document of a shard, in tokens of the shard, int64 [documents]."""
         ends = np.empty(self._firsts[number + 1] - self._firsts[number], "<i8")
         self._files.read(self._paths[number], ends, 0)
         wrong = np.diff(ends, prepend=0, append=self._tokens[number + 1] - self._tokens[number]) < 0
@@ -230,7 +234,7 @@ class DocumentEnds:
 
 
 def parts_of(indexes: Sequence[Index]) -> list[Part]:
-    """Return the files of tokens of shards."""
+    """Return the token files of shards."""
     return [Part(str(index.files(shard)[0][0]), shard.tokens) for index in indexes for shard in index.shards]
 
 
@@ -248,7 +252,7 @@ def document_of(index: Index, number: int) -> tuple[list[int], str]:
 
 
 def lengths(index: Index) -> dict[str, int]:
-    """Return how many documents have so many tokens, by powers of two: `"64-127"` to a count.
+    """Return a histogram of document lengths in tokens, by powers of two: `"64-127"` to a count.
 
     Raises:
         EnvironmentProblem: a file cannot be read.

@@ -1,7 +1,7 @@
-"""Token shards in an object store: read by ranges, each kept on this machine once it was read.
+"""Token shards in an object store: read by ranges, each cached on this machine.
 
-fsspec knows the stores. A shard's file in titan's cache is as long as in the store, with holes; beside it are
-the checksums of the blocks that are there, which are verified once in each process.
+Stores are accessed through fsspec. A cached shard file is as long as in the store, with holes; beside it are
+the checksums of its cached blocks, which each process verifies once.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from titancli.fingerprint import ChunkSums, FullCheck, cache_folder, first_diffe
 logger = logging.getLogger(__name__)
 
 BLOCK = 1 << 21
-"""Bytes that are read at once."""
+"""Bytes per request."""
 SUM_BYTES = 8
 EVERY = 32
-"""Blocks after which a process sees to it that the cache does not grow beyond its limit."""
+"""Blocks after which a process checks the cache's limit."""
 EXTRAS = {"s3": "s3", "s3a": "s3"}
-"""Which of titan's extras brings a protocol's package."""
+"""titan's extra that installs a protocol's package."""
 
 
 @dataclass
@@ -40,28 +40,28 @@ class _Object:
     url: str
     size: int
     sound: bytearray
-    """For each block, whether this process has seen that it is there, since it opened the file."""
+    """For each block, whether this process has found it in the cache since opening the file."""
 
 
 class RemoteFiles(OpenFiles):
-    """Files of the cache, which are filled as far as they are read; others are as they are."""
+    """Cached files that are filled as they are read; other files are read directly."""
 
     def __init__(self) -> None:
         super().__init__()
         self._objects: dict[str, _Object] = {}
-        self._limit, self._blocks, self._told = eviction.limit(), EVERY, False
+        self._limit, self._blocks, self._warned = eviction.limit(), EVERY, False
 
     def index(self, url: str) -> Index:
-        """Return the index of token shards in a store, in whose folder of the cache files are then read.
+        """Return the index of token shards in a store; their files are then read through its cache folder.
 
         Raises:
-            EnvironmentProblem: the store cannot be reached, or its files are not as long as the index says.
+            EnvironmentProblem: the store cannot be reached, or its files do not have the sizes of the index.
         """
         store, key = _store(url)
         try:
             if (store.info(f"{key}/{INDEX}").get("size") or 0) > INDEX_BYTES:
                 raise EnvironmentProblem(
-                    f"{url}/{INDEX} has more than {INDEX_BYTES:,} bytes: it is no index",
+                    f"{url}/{INDEX} has more than {INDEX_BYTES:,} bytes: it is not an index",
                     hint="name a folder that `titan data tokenize` wrote",
                 )
             text = store.cat_file(f"{key}/{INDEX}")
@@ -92,15 +92,15 @@ class RemoteFiles(OpenFiles):
                         self._verify(found, sums, check)
         except EnvironmentProblem:
             raise
-        except Exception as error:  # each store has its own classes of errors
+        except Exception as error:  # each store has its own exceptions
             _failed(url, error)
         return index
 
     def _verify(self, found: _Object, sums: str, check: FullCheck) -> None:
-        """Read all of an object, past the cache.
+        """Read a whole object, bypassing the cache.
 
         Raises:
-            EnvironmentProblem: it is not what the index says.
+            EnvironmentProblem: it does not match the index.
         """
         there = ChunkSums()
         for first in range(0, found.size, BLOCK):
@@ -110,7 +110,7 @@ class RemoteFiles(OpenFiles):
         if there.all != sums:
             byte = first_difference(sums, there.all)
             raise EnvironmentProblem(
-                f"token shards: {found.url}: the data from byte {byte:,} on are not those of {INDEX}",
+                f"token shards: {found.url}: the data differ from {INDEX} from byte {byte:,} on",
                 hint="upload the folder again",
             )
 
@@ -123,7 +123,7 @@ class RemoteFiles(OpenFiles):
         found = self._objects.get(path)
         if not size or found is None:
             return
-        while True:  # the file may be removed at any time, and made again by another rank
+        while True:  # the file may be evicted at any time, and recreated by another rank
             unused = path not in self._open
             descriptor = self._descriptor(path, found)
             if unused:
@@ -140,7 +140,7 @@ class RemoteFiles(OpenFiles):
             self._open.pop(path).close()
 
     def _keep_to_limit(self, blocks: int) -> None:
-        """Remove what is unused, after so many blocks that were looked for."""
+        """Evict unused files, after every `EVERY` blocks that were looked up."""
         self._blocks += blocks
         if self._limit is None or self._blocks < EVERY:
             return
@@ -150,12 +150,12 @@ class RemoteFiles(OpenFiles):
             why = f"{kept / 1e9:.1f} GB are in use" if kept > self._limit else None
         except OSError as error:
             why = error.strerror or str(error)
-        if why and not self._told:
+        if why and not self._warned:
             logger.warning("%s is larger than %s allows: %s", folder, eviction.LIMIT, why)
-        self._told = why is not None
+        self._warned = why is not None
 
     def _descriptor(self, path: str, found: _Object) -> int:
-        """Open the file, which is made if it is not there."""
+        """Open the file, creating it if it does not exist."""
         try:
             with suppress(FileNotFoundError):
                 return self.descriptor(path)
@@ -173,16 +173,16 @@ class RemoteFiles(OpenFiles):
         try:
             os.makedirs(os.path.dirname(path), exist_ok=True)
             with open(path, "ab", opener=_no_link), open(sums, "ab", opener=_no_link):
-                pass  # there they are
+                pass  # both are created
             with (
                 open(path, "r+b", buffering=0, opener=_no_link) as file,
                 open(sums, "r+b", buffering=0, opener=_no_link) as marks,
             ):
-                try:  # until it is closed
+                try:  # held until it is closed
                     fcntl.lockf(marks, fcntl.LOCK_EX, SUM_BYTES, block * SUM_BYTES)
                 except OSError as error:
                     logger.debug("no locks on this disk, so several ranks may read a range: %s", error)
-                if _sound(file, marks, block, size):  # another rank was faster
+                if _sound(file, marks, block, size):  # another rank has fetched it
                     return
                 data = self._read(found, first, size)
                 _write(file.fileno(), data, first)
@@ -193,12 +193,12 @@ class RemoteFiles(OpenFiles):
     def _read(self, found: _Object, first: int, size: int) -> bytes:
         try:
             data: bytes = found.store.cat_file(found.key, start=first, end=first + size)
-        except Exception as error:  # each store has its own classes of errors
+        except Exception as error:  # each store has its own exceptions
             _failed(f"{found.url}, from byte {first:,} on,", error)
         if len(data) != size:
             raise EnvironmentProblem(
-                f"{found.url}: {size:,} bytes from byte {first:,} on were asked for, and {len(data):,} came",
-                hint="the store must answer requests for ranges",
+                f"{found.url}: {size:,} bytes from byte {first:,} on requested, but {len(data):,} received",
+                hint="the store must support range requests",
             )
         return data
 
@@ -211,12 +211,12 @@ def _not_kept(url: str, path: str, error: OSError) -> NoReturn:
 
 
 def _no_link(path: str, flags: int) -> int:
-    """Open a file of the cache, not what a link in its place leads to."""
+    """Open a cached file, without following a symbolic link in its place."""
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def _is_at(descriptor: int, path: str) -> bool:
-    """Whether an open file is the one at a path."""
+    """Return whether an open file is the one at a path."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
     except FileNotFoundError:
@@ -224,7 +224,7 @@ def _is_at(descriptor: int, path: str) -> bool:
 
 
 def _kept(path: str, sums: str, block: int, size: int) -> bool:
-    """Whether a block is in the cache, as it was written."""
+    """Return whether a block is in the cache, as it was written."""
     try:
         with open(sums, "rb") as marks, open(path, "rb") as file:
             return _sound(file, marks, block, size)
@@ -233,7 +233,7 @@ def _kept(path: str, sums: str, block: int, size: int) -> bool:
 
 
 def _sound(file: IO[bytes], marks: IO[bytes], block: int, size: int) -> bool:
-    """The same of files that are open: to close one would end the locks that this process has on it."""
+    """Return the same for open files: closing one would release the process's locks on it."""
     wanted = os.pread(marks.fileno(), SUM_BYTES, block * SUM_BYTES)
     if len(wanted) < SUM_BYTES or wanted == bytes(SUM_BYTES):
         return False

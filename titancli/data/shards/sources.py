@@ -1,4 +1,4 @@
-"""What `titan data tokenize` reads: files of several kinds and Hugging Face datasets, as documents."""
+"""Inputs of `titan data tokenize`: files of several formats and Hugging Face datasets, as documents."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from titancli.errors import UsageError
 
 HUB = "hf://datasets/"
 SAVED = ("state.json", "dataset_dict.json")
-"""What a folder of `save_to_disk` has."""
+"""Files in a folder of `save_to_disk`."""
 
 
 class Options(NamedTuple):
@@ -31,20 +31,20 @@ class Options(NamedTuple):
     text: str = "text"
     """Key or column of a document's text."""
     format: str | None = None
-    """What files are read as (see `titancli.data.formats.READ`); None: what their content says."""
+    """Format that files are read as (see `titancli.data.formats.READ`); None: detected from their content."""
     strict: bool = False
-    """A bad row is an error."""
+    """Whether a bad row is an error."""
     name: str | None = None
     revision: str | None = None
     split: str = "train"
-    """Of a dataset of the Hub, or of a folder of `save_to_disk`."""
+    """Split of a dataset on the Hub, or in a folder of `save_to_disk`."""
 
 
 def open_inputs(names: Sequence[str], options: Options) -> list[Input]:
-    """Open all sources, in their order; neighbouring files of one kind make one source.
+    """Open all sources, in their order; consecutive files of one format form one source.
 
     Raises:
-        TitanError: one does not exist, or cannot be read.
+        TitanError: a source does not exist, or cannot be read.
     """
     inputs: list[Input] = []
     for kind, entries in groupby(_entries(names, options.format), key=lambda entry: entry[0]):

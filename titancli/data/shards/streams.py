@@ -1,4 +1,4 @@
-"""The endless stream of tokens in files; what is passed over is not read. See `titancli.data.stream`."""
+"""The endless stream of tokens in files; skipped tokens are not read. See `titancli.data.stream`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from titancli.data.shards.reader import TokenFiles
 from titancli.data.stream import Position
 
 BLOCK = 256
-"""Documents whose places are looked up at once."""
+"""Documents whose bounds are looked up at once."""
 
 
 class Documents(Protocol):
@@ -22,10 +22,11 @@ class Documents(Protocol):
 
 
 class ListedStream:
-    """All tokens in the order of the files; a position is a token's number in the epoch."""
+    """All tokens in file order; a position is a token's index in the epoch."""
 
     def __init__(self, files: TokenFiles, at: Position, *, repeat: bool, eos_id: int | None) -> None:
-        """`eos_id`: what ends a document; None: where documents begin is not asked."""
+        """Create the stream; `eos_id` ends a document, or is None if the starts of documents are not
+        needed."""
         self._files, self._repeat, self._eos_id = files, repeat, eos_id
         self._epoch, self._at = at.epoch, at.offset
 
@@ -37,7 +38,7 @@ class ListedStream:
         return count if self._repeat else min(count, self._files.tokens - self._at)
 
     def read(self, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Go `count` tokens on; return them and the one after them, and which begin a document."""
+        """Advance by `count` tokens; return them and the one after them, and which begin a document."""
         tokens = np.empty(self.available(count + 1), self._files.dtype)
         filled, at = 0, self._at
         while filled < len(tokens):
@@ -58,7 +59,7 @@ class ListedStream:
 
 
 class DocumentStream:
-    """Whole documents in any order; a position is a document's place in the epoch, and a token in it."""
+    """Whole documents in any order; a position is a document's position in the epoch, and a token in it."""
 
     def __init__(
         self,
@@ -70,7 +71,7 @@ class DocumentStream:
         order: Callable[[int, np.ndarray], np.ndarray],
         eos_id: int | None = None,
     ) -> None:
-        """`order`: which documents stand at some places of an epoch."""
+        """Create the stream; `order` maps an epoch and positions in it to documents."""
         self._files, self._documents, self._repeat, self._eos_id = files, documents, repeat, eos_id
         self._order, self._epoch, self._offset = order, at.epoch, at.offset
         self._place: int = at.mark["document"] if at.mark else 0
@@ -92,7 +93,7 @@ class DocumentStream:
         return min(count, found)
 
     def read(self, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Go `count` tokens on; return them and the one after them, and which begin a document."""
+        """Advance by `count` tokens; return them and the one after them, and which begin a document."""
         tokens = np.empty(self.available(count + 1), self._files.dtype)
         self._walk(len(tokens), tokens)
         if len(tokens) > count:
@@ -107,7 +108,7 @@ class DocumentStream:
         return skipped
 
     def _settle(self) -> None:
-        """Go over documents without tokens: a position is the next token's, however it was reached."""
+        """Skip documents without tokens: a position is the next token's, however it was reached."""
         count = self._documents.documents
         while self._offset == 0 and self._place < count:
             _, lengths, within = self._bounds(self._epoch, self._place)
@@ -120,7 +121,7 @@ class DocumentStream:
                 self._epoch, self._place = self._epoch + 1, 0
 
     def _back(self) -> None:
-        """Go one token back."""
+        """Go back one token."""
         while self._offset == 0:
             if self._place == 0:
                 self._epoch, self._place = self._epoch - 1, self._documents.documents
@@ -130,7 +131,7 @@ class DocumentStream:
         self._offset -= 1
 
     def _walk(self, count: int, into: np.ndarray | None) -> None:
-        """Go so many tokens on, which there are; fill an array with them."""
+        """Advance by `count` tokens, which must exist; with `into`, fill it with them."""
         filled = 0
         while filled < count:
             starts, lengths, within = self._bounds(self._epoch, self._place)
@@ -153,7 +154,7 @@ class DocumentStream:
                 self._epoch, self._place = self._epoch + 1, 0
 
     def _bounds(self, epoch: int, place: int) -> tuple[np.ndarray, np.ndarray, int]:
-        """First tokens and lengths of the documents of a block of places, and which of them a place is."""
+        """Return the first tokens and lengths of a block of documents, and the index of a position in it."""
         number, within = divmod(place, BLOCK)
         if self._block is None or self._block[0] != (epoch, number):
             count = self._documents.documents
@@ -164,7 +165,7 @@ class DocumentStream:
 
 
 def begins(tokens: np.ndarray, eos_id: int | None) -> np.ndarray:
-    """Return which tokens come after an end marker, bool; nothing where there is none to ask for."""
+    """Return which tokens follow an end marker, bool; empty if `eos_id` is None."""
     found = np.zeros(len(tokens) if eos_id is not None else 0, bool)
     if eos_id is not None:
         found[1:] = tokens[:-1] == eos_id

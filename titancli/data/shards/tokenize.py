@@ -1,6 +1,6 @@
 """Documents to token shards: read here, tokenized by several processes, written in order.
 
-The bytes depend on the documents and the tokenizer alone: not on the processes, nor on where it was stopped.
+The bytes depend only on the documents and the tokenizer, not on the number of processes or on interruptions.
 """
 
 from __future__ import annotations
@@ -29,42 +29,42 @@ from titancli.runs import hold_file, write_atomically
 
 GROUP_CHARACTERS = 1 << 20
 GROUP_PIECES = 8192
-"""Text that is tokenized in one go, up to these."""
+"""Limits on the text that is tokenized at once."""
 COMMIT_SECONDS = 20.0
-"""Work that is lost when the command is killed."""
+"""Maximum time of work that is lost when the command is killed."""
 
 
 class Job(NamedTuple):
-    """What is to be done, and how."""
+    """The inputs, output and settings of a command."""
 
     inputs: Sequence[Input]
     tokenizer: Any
-    """The config of the tokenizer."""
+    """The tokenizer's config."""
     out: Path
     shard_tokens: int
     workers: int
     plugins: Plugins = ((), ())
-    """For the worker processes."""
+    """Plugins for the worker processes."""
 
 
 class Progress(NamedTuple):
-    """How far it is."""
+    """Progress of a command."""
 
     tokens: int
     new_tokens: int
-    """Of this process: without those of an interrupted one."""
+    """Tokens of this process, without those of an interrupted one."""
     documents: int
     share: float
-    """About which share of the sources is done, from 0 to 1."""
+    """Approximate fraction of the sources that is done, from 0 to 1."""
     new_share: float
 
 
 class _Group(NamedTuple):
-    """Pieces that are tokenized together, the first one's mark, and the bad rows before it."""
+    """Pieces that are tokenized together, the first one's mark, and the number of bad rows before it."""
 
     texts: list[str]
     flags: list[tuple[bool, bool]]
-    """Of each piece, whether it begins and whether it ends its document."""
+    """For each piece, whether it begins and whether it ends its document."""
     mark: dict[str, Any]
     skipped: int
 
@@ -75,14 +75,14 @@ def tokenize(
     *,
     tokenizer: Tokenizer | None = None,
 ) -> Index:
-    """Write the token shards of all inputs, or go on where an interrupted command stopped.
+    """Write the token shards of all inputs, or continue where an interrupted command stopped.
 
     Args:
-        tokenizer: that of the job, where it is built already and there is one worker.
+        tokenizer: the job's tokenizer, if it is already built and there is one worker.
 
     Raises:
-        EnvironmentProblem: the folder is in use, holds something else or other data, or cannot be written; a
-            worker process dies.
+        EnvironmentProblem: the folder is in use, has other contents, or cannot be written; or a worker
+            process died.
         TitanError: an input cannot be read.
     """
     tokenizer = build(job.tokenizer) if tokenizer is None else tokenizer
@@ -119,11 +119,11 @@ class _Run:
         self._eos = np.array([tokenizer.eos_id], settings["dtype"])
         self._first_tokens = writer.tokens
         self._first_share = share(job.inputs, state["mark"]) if state["mark"] else 0.0
-        self._begun: bool = state.get("begun", False)  # whether the document that is being written has tokens
+        self._begun: bool = state.get("begun", False)  # whether the current document has tokens
         self._committed = time.monotonic()
 
     def write(self) -> int:
-        """Write everything that is left; return how many bad rows there were in all."""
+        """Write everything that is left; return the total number of bad rows."""
         job = self._job
         with encoder(
             job.tokenizer, self._tokenizer, self._settings["dtype"], workers=job.workers, plugins=job.plugins
@@ -157,7 +157,7 @@ class _Run:
             yield group
 
     def _take(self, group: _Group, result: Callable[[], Encoded], following: _Group | None) -> None:
-        """Write a group, and now and then the position behind it."""
+        """Write a group and, periodically, commit the position after it."""
         try:
             tokens, lengths = result()
         except BrokenProcessPool as error:
@@ -170,7 +170,7 @@ class _Run:
         for (begins, ends), length in zip(group.flags, lengths, strict=True):
             self._begun = self._begun and not begins
             ids, at = tokens[at : at + length], at + length
-            ended = ends and (self._begun or length > 0)  # a document without tokens leaves no trace
+            ended = ends and (self._begun or length > 0)  # a document without tokens is skipped
             if ended:
                 ids = np.concatenate((ids, self._eos))
             if len(ids):
@@ -221,7 +221,7 @@ def _held(out: Path) -> Iterator[None]:
 
 
 def _settings(job: Job, tokenizer: Tokenizer) -> dict[str, Any]:
-    """What the bytes depend on."""
+    """Return the settings that the bytes depend on."""
     if not 0 <= tokenizer.eos_id < tokenizer.vocab_size:
         raise EnvironmentProblem(
             f"the tokenizer's end marker is {tokenizer.eos_id}, but its vocabulary has "
@@ -239,7 +239,7 @@ def _settings(job: Job, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _state(out: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """Where to go on; at the beginning, where nothing was committed."""
+    """Return the state to continue from; at the beginning, if nothing was committed."""
     path = out / PROGRESS
     if not path.is_file():
         state = {"writer": None, "mark": None, "skipped": 0}

@@ -1,4 +1,4 @@
-"""Tokenizes texts in several processes. Torch-free: workers import no more than their tokenizer needs."""
+"""Tokenizes texts in several processes. Torch-free: workers import only what their tokenizer needs."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from titancli.protocols import Tokenizer
 from titancli.registry.component import build
 
 Plugins = tuple[Sequence[Path], Sequence[str]]
-"""Plugin files, and names that are blocked."""
+"""Plugin files, and blocked names."""
 Encoded = tuple[np.ndarray, list[int]]
-"""The ids of all texts one after another, and how many each has."""
+"""Ids of all texts, concatenated, and the number of ids per text."""
 
 _tokenizer: Tokenizer | None = None
-"""That of a worker process."""
+"""The tokenizer of a worker process."""
 
 
 def _start_worker(plugins: Plugins) -> None:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for each core already
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is one process per core already
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the command ends this one
     threading.Thread(target=end_with_parent, daemon=True).start()
     if plugins[0]:  # the config may come from one of these, which only the registry imports
@@ -40,7 +40,7 @@ def _start_worker(plugins: Plugins) -> None:
 
 
 def end_with_parent() -> None:
-    """End this process when the command that started it is gone, which it may be without a word."""
+    """End this process when the command that started it is gone, even if it was killed."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
@@ -48,7 +48,8 @@ def end_with_parent() -> None:
 
 
 def _encode_in_worker(config: Any, dtype: str, texts: list[str]) -> Encoded:
-    """The config comes with each batch: when the process starts, the class of it may not be there yet."""
+    """Encode texts; the config comes with each batch because its class may not be imported when the
+    process starts."""
     global _tokenizer
     if _tokenizer is None:
         _tokenizer = build(config)
@@ -56,9 +57,10 @@ def _encode_in_worker(config: Any, dtype: str, texts: list[str]) -> Encoded:
 
 
 def _encoded(tokenizer: Tokenizer, dtype: str, texts: list[str]) -> Encoded:
-    """
+    """Encode texts.
+
     Raises:
-        EnvironmentProblem: the tokenizer gives an id that is none of its vocabulary.
+        EnvironmentProblem: the tokenizer returned an id outside its vocabulary.
     """
     arrays = encode(tokenizer, texts)
     whole = np.concatenate(arrays)
@@ -75,9 +77,9 @@ def _encoded(tokenizer: Tokenizer, dtype: str, texts: list[str]) -> Encoded:
 def encoder(
     config: Any, tokenizer: Tokenizer, dtype: str, *, workers: int, plugins: Plugins
 ) -> Iterator[Callable[[list[str]], Callable[[], Encoded]]]:
-    """What takes texts and gives what waits for their tokens; one worker is this process.
+    """Yield a function that submits texts and returns a function that waits for their tokens.
 
-    Waiting raises BrokenProcessPool where a worker process died.
+    With one worker, this process encodes. Waiting raises BrokenProcessPool if a worker process died.
     """
     if workers == 1:
 

@@ -1,4 +1,4 @@
-"""Writes token shards, so that what was killed can go on and leaves the same bytes. Torch-free."""
+"""Writes token shards such that an interrupted job can continue and leaves the same bytes. Torch-free."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from titancli.fingerprint import CHUNK_BYTES, SUM_DIGITS, ChunkSums
 
 
 class _File:
-    """A file that only grows, and the checksums of what is in it."""
+    """A file that only grows, with the checksums of its content."""
 
     def __init__(self, path: Path, size: int = 0, sums: str = "") -> None:
-        """`size` bytes are there already, with these checksums of whole chunks; more is dropped."""
+        """Open the file; its first `size` bytes exist, with these checksums of whole chunks, and any rest
+        is dropped."""
         found = path.stat().st_size if size and path.exists() else 0
-        if found < size:  # to truncate it would fill it up with zeros
+        if found < size:  # truncating to more than its size would add zeros
             raise EnvironmentProblem(
                 f"{path} has only {found:,} bytes of the {size:,} that were written",
                 hint="remove the folder and tokenize the data again",
@@ -43,11 +44,11 @@ class _File:
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Close it without what was not synced: where the disk is full, to write that would fail again."""
+        """Close without flushing: if the disk is full, writing the rest would fail again."""
         self._file.raw.close()
 
     def finish(self) -> tuple[str, int]:
-        """Close it; return its checksums, and when it was last written."""
+        """Close the file; return its checksums, and the time of its last write."""
         self.sync()
         modified = os.fstat(self._file.fileno()).st_mtime_ns
         self.close()
@@ -58,13 +59,13 @@ class ShardWriter:
     """Appends documents to the shards of a folder; a shard ends with the document that fills it.
 
     Raises:
-        EnvironmentProblem: the folder does not hold what `state` says.
+        EnvironmentProblem: the folder does not match `state`.
     """
 
     def __init__(
         self, folder: Path, dtype: str, shard_tokens: int, state: dict[str, Any] | None = None
     ) -> None:
-        """`state`: continue from there (see `commit`)."""
+        """Create the writer; with `state`, continue from there (see `commit`)."""
         state = state or {"shards": [], "open": None}
         self._folder, self._dtype, self._shard_tokens = (
             folder,
@@ -97,7 +98,7 @@ class ShardWriter:
         return self._files
 
     def add(self, tokens: np.ndarray, *, ends: bool) -> None:
-        """Append the tokens of a document, or of a piece of one that `ends` with it."""
+        """Append the tokens of a document or of a piece; `ends` if the document ends with it."""
         data, index = self._files or self._open()
         data.write(np.ascontiguousarray(tokens, self._dtype))
         self._tokens += len(tokens)
@@ -109,7 +110,7 @@ class ShardWriter:
                 self.finish_shard()
 
     def finish_shard(self) -> None:
-        """End the shard that is being written, if there is one."""
+        """Finish the current shard, if there is one."""
         if self._files is None:
             return
         (data, at), (index, when) = (file.finish() for file in self._files)
@@ -119,7 +120,7 @@ class ShardWriter:
         self._files, self._tokens, self._documents, self._max_id = None, 0, 0, 0
 
     def commit(self) -> dict[str, Any]:
-        """Bring everything to the disk, and return what continues from here: plain JSON."""
+        """Flush everything to disk, and return the state to continue from: plain JSON."""
         going = None
         if self._files is not None:
             for file in self._files:
@@ -134,6 +135,6 @@ class ShardWriter:
         return {"shards": [vars(shard) for shard in self.shards], "open": going}
 
     def close(self) -> None:
-        """Close the files as they are; what was not committed is dropped when the work continues."""
+        """Close the files as they are; uncommitted data is dropped when the work continues."""
         for file in self._files or ():
             file.close()
