@@ -21,7 +21,7 @@ TURNED_ROUND = {
 
 NOT_DONE = {
     **dict.fromkeys(
-        ("checkpoint", "data", "engine", "models", "run", "worker"),
+        ("checkpoint", "engine", "run", "worker"),
         "its code was being rewritten when the other folders were done",
     ),
     "../plugins": "the packages come after titancli",

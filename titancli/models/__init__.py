@@ -1,4 +1,4 @@
-"""The model families, a file each over `blocks`."""
+"""The model families: one file each, built from `blocks`."""
 
 from __future__ import annotations
 

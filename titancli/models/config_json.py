@@ -1,8 +1,8 @@
-"""config.json, both ways: one table a family, from which it is read and written. Torch-free.
+"""config.json, both ways: one table per family, from which it is read and written. Torch-free.
 
-A row says what we call something, what config.json calls it, what a config.json without it means, and its
-only value, if the model knows but one. Every key of a config.json that is read is in the table, or does not
-change what the model computes, or has the value of a model without it; any other is refused by name.
+A row has our name and config.json's name of a value, what a config.json without it means, and, if the model
+supports only one value, that value. Every key of a config.json must be in the table, have no effect on what
+the model computes, or have the value of a model without the feature; any other is rejected by name.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from titancli.models.quantization import KEY, quantization_of
 # fmt: off
 HARMLESS = frozenset(
     (
-        # what it is called, and how it is stored
+        # names and storage
         "architectures", "auto_map", "dtype", "is_llama_config", "model_type", KEY, "tokenizer_class",
         "torch_dtype", "transformers.js_config", "transformers_version",
         # tokens
         "bos_token_id", "cls_token_id", "decoder_start_token_id", "eos_token_id", "mask_token_id",
         "pad_token_id", "sep_token_id",
-        # what transformers returns, and how it goes about it
+        # what transformers returns, and how it computes
         "cache_implementation", "chunk_size_feed_forward", "ep_size", "id2label", "label2id",
         "max_position_embeddings", "num_labels", "output_attentions", "output_hidden_states", "use_cache",
         "output_router_logits", "pretraining_tp", "problem_type", "return_dict", "task_specific_params",
-        # training alone
+        # training only
         "attention_dropout", "aux_loss_alpha", "initializer_range", "router_aux_loss_coef",
         "router_jitter_noise", "seq_aux",
-        # sampling, where it stood before there was a generation_config.json
+        # sampling, from before generation_config.json existed
         "do_sample", "length_penalty", "max_length", "max_new_tokens", "min_length", "num_beam_groups",
         "num_beams", "num_return_sequences", "repetition_penalty", "temperature", "top_k", "top_p",
         "typical_p",
@@ -40,8 +40,8 @@ HARMLESS = frozenset(
 # fmt: on
 """Keys that do not change what a model computes from tokens and weights."""
 IN_TRAINING = {"attention_dropout", "output_router_logits", "router_jitter_noise"}
-"""Those of them that, unless they are null, false or zero, change what transformers trains: dropout, and
-losses of routers."""
+"""Keys of these that, unless null, false or zero, change what transformers trains: dropout, and router
+losses."""
 NEUTRAL: Mapping[str, Any] = {
     "embedding_multiplier": 1,
     "is_causal": True,
@@ -52,25 +52,25 @@ NEUTRAL: Mapping[str, Any] = {
     "rotary_pct": 1,
     "use_rope": True,
 }
-"""Values at which a key changes nothing, where that is not null, false, zero or empty."""
+"""Values at which a key has no effect, if other than null, false, zero or empty."""
 
 
 class ConfigJSON(Mapping[str, Any]):
-    """The keys of a config.json, which remembers those that were asked for."""
+    """The keys of a config.json, recording which of them were read."""
 
     def __init__(self, values: Mapping[str, Any], within: str = "") -> None:
         self._values, self._within = values, within
-        self._asked: set[str] = set()
+        self._read: set[str] = set()
         self._tables: dict[str, ConfigJSON] = {}
         self.refused: list[str] = []
-        """What a reader has found that the model does not have."""
+        """Keys whose values the model does not support."""
 
     def refuse(self, key: str, value: Any) -> None:
-        """Note a key whose value the model does not have."""
+        """Record a key whose value the model does not support."""
         self.refused.append(f"{self._within}{key} = {value!r}")
 
     def __getitem__(self, key: str) -> Any:
-        self._asked.add(key)
+        self._read.add(key)
         return self._values[key]
 
     def __iter__(self) -> Iterator[str]:
@@ -80,21 +80,21 @@ class ConfigJSON(Mapping[str, Any]):
         return len(self._values)
 
     def table(self, key: str) -> ConfigJSON:
-        """A table within it, empty where there is none; what is not read of it counts as well."""
+        """Return a nested table, empty if missing; its unread keys count as well."""
         if key not in self._tables:
             self._tables[key] = ConfigJSON(self.get(key) or {}, f"{self._within}{key}.")
         return self._tables[key]
 
-    def noted(self) -> list[str]:
-        """What was refused, here and in tables."""
-        return [*self.refused, *(line for table in self._tables.values() for line in table.noted())]
+    def rejected(self) -> list[str]:
+        """Return the rejected keys, including those of nested tables."""
+        return [*self.refused, *(line for table in self._tables.values() for line in table.rejected())]
 
     def foreign(self, ignoring: Collection[str] = ()) -> list[str]:
-        """What was refused, and what nobody asked for although it changes a model, each with its value."""
+        """Return the rejected keys, and the unread keys that change a model, each with its value."""
         found = list(self.refused)
         for key, value in self._values.items():
             harmless = key in HARMLESS and key not in IN_TRAINING
-            known = key in self._asked or harmless or key in ignoring
+            known = key in self._read or harmless or key in ignoring
             if not (known or key.startswith(("_", "unsloth")) or _neutral(key, value)):
                 found.append(f"{self._within}{key} = {value!r}")
         return found + [line for table in self._tables.values() for line in table.foreign(ignoring)]
@@ -107,14 +107,14 @@ def _neutral(key: str, value: Any) -> bool:
 
 
 class Ours(dict[str, Any]):
-    """Fields of `[model]` by dotted name; None where there is none."""
+    """Fields of `[model]` by dotted name; missing ones are None."""
 
     def __missing__(self, name: str) -> None:
         return None
 
 
 class _Fields(Ours):
-    """Those of a config."""
+    """The fields of a config."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -129,30 +129,30 @@ _UNSET: Any = object()
 
 @dataclass(frozen=True)
 class Key:
-    """A row of a table. `default` and `only` may be functions of ours."""
+    """A row of a table. `default` and `only` may be functions of our fields."""
 
     ours: str | None
-    """Field of `[model]`, dotted within a section; None: it is none."""
+    """Field of `[model]`, dotted within a section; None: no field."""
     theirs: str | None
-    """Key of config.json; None: it has none."""
+    """Key of config.json; None: no key."""
     default: Any = _UNSET
-    """What a config.json without it means; without a default, ours must be there."""
+    """Value that a missing key stands for; without a default, the key is required."""
     only: Any = _UNSET
-    """The only value: any other is refused, on the way in and on the way out."""
+    """Only supported value: any other is rejected, both ways."""
     also: tuple[str, ...] = ()
-    """Other names of theirs."""
+    """Other names of the key."""
     nullable: bool = False
     """Whether null is a value of its own."""
     written: bool = True
     """Whether it is written, or only read."""
     read: Callable[[ConfigJSON, Ours], Any] | None = None
-    """What ours is, where it is not what stands there."""
+    """Computes our value, if it is not config.json's."""
     write: Callable[[Ours], Any] | None = None
-    """The other way."""
+    """Computes config.json's value, if it is not ours."""
 
     def take(self, there: ConfigJSON, ours: Ours) -> None:
-        """Read it: from config.json into ours."""
-        there.get(str(self.theirs))  # asked for, whatever is made of it
+        """Read the value from config.json into our fields."""
+        there.get(str(self.theirs))  # marks it as read
         value = self._found(there, ours) if self.read is None else self.read(there, ours)
         if self.ours is not None:
             ours[self.ours] = value
@@ -160,7 +160,8 @@ class Key:
             there.refuse(self.theirs, value)
 
     def give(self, ours: Ours, there: dict[str, Any]) -> str | None:
-        """Write it: from ours into config.json. Returns what transformers has not, if it is that."""
+        """Write the value from our fields to config.json; return a value that transformers does not
+        support, if it is one."""
         value = ours[self.ours] if self.ours is not None else _of(self.only, ours)
         if self.ours is not None and self.only is not _UNSET and value != _of(self.only, ours):
             return f"{self.ours} = {value!r}"
@@ -182,7 +183,7 @@ class Key:
             if self.ours is not None:
                 raise KeyError(self.theirs)
             return None
-        # null stands for false, for nothing, and for what follows from other keys
+        # null stands for false, for nothing, or for a value that follows from other keys
         if found and value and not callable(usual):
             raise KeyError(self.theirs)
         return value
@@ -194,32 +195,33 @@ def _of(value: Any, ours: Ours) -> Any:
 
 @dataclass(frozen=True)
 class RopeKeys:
-    """The rows of RoPE: its base, and the table of what stretches it.
+    """The rows of RoPE: its base, and its scaling table.
 
-    transformers 4 writes `rope_scaling` and `rope_theta`, 5 both into `rope_parameters`.
+    transformers 4 writes `rope_scaling` and `rope_theta`, transformers 5 writes both into `rope_parameters`.
     """
 
     theta: float = 10000.0
-    """The base, where config.json does not say it."""
+    """Base, if config.json has none."""
     ours: str | None = None
-    """The section of `[model]` that stretches it; None: there is none."""
+    """Section of `[model]` for its scaling; None: no scaling."""
     kind: str = "default"
-    """What transformers calls this kind of stretching."""
+    """Name of this kind of scaling in transformers."""
     keys: tuple[Key, ...] = ()
-    """The rows of the table."""
+    """Rows of the scaling table."""
     plain: Mapping[str, Any] | None = None
-    """What is written where nothing is stretched."""
+    """Value written without scaling."""
     unsaid: Mapping[str, Any] | None = None
-    """The section, where config.json says nothing of RoPE."""
+    """Section used if config.json has no RoPE keys at all."""
     beside: tuple[Key, ...] = ()
-    """Rows that stand in the table or outside of it, as the base does."""
+    """Rows that may be inside or outside of the table, as the base may."""
     by_layer: bool = False
-    """Whether layers with a sliding window are never stretched; transformers 5 has a table for each kind."""
+    """Whether layers with a sliding window are never scaled; transformers 5 has one table per kind of
+    layer."""
     local: Key | None = None
-    """The row of these layers' base, where it is their own."""
+    """Row of these layers' base, if they have their own."""
 
     def take(self, there: ConfigJSON, ours: Ours) -> None:
-        """See `Key.take`."""
+        """Read the rows, see `Key.take`."""
         older = there.table("rope_scaling")
         table = there.table("rope_parameters") or older
         if self.by_layer and "full_attention" in table:
@@ -246,7 +248,7 @@ class RopeKeys:
             ours |= {f"{self.ours}.{key}": value for key, value in self.unsaid.items()}
 
     def give(self, ours: Ours, there: dict[str, Any]) -> str | None:
-        """See `Key.give`."""
+        """Write the rows, see `Key.give`."""
         for key in (Key("rope_theta", "rope_theta"), *self.beside, *((self.local,) if self.local else ())):
             key.give(ours, there)
         table: dict[str, Any] | None = None
@@ -259,19 +261,19 @@ class RopeKeys:
 
 
 class Table:
-    """What stands in the config.json of an architecture of transformers."""
+    """The config.json of a transformers architecture."""
 
     def __init__(self, architecture: str, *rows: Key | RopeKeys, ignoring: Collection[str] = ()) -> None:
-        """`ignoring`: further keys that change nothing in this family."""
+        """Create the table; `ignoring` are further keys without effect in this family."""
         self.architecture, self.rows, self.ignoring = architecture, rows, ignoring
 
     def read(self, model: str, config_json: Mapping[str, Any]) -> dict[str, Any]:
-        """The keys of `[model]` of the component `model`.
+        """Return the keys of `[model]` for the component `model`.
 
         Raises:
-            EnvironmentProblem: the weights are quantized in a way that is not read, or a key, by name, is of
-                another model.
-            KeyError: something is not there.
+            EnvironmentProblem: the weights are quantized in an unsupported way, or keys, which it names,
+                belong to another model.
+            KeyError: a key is missing.
         """
         quantization_of(config_json)
         there, ours = ConfigJSON(config_json), Ours()
@@ -279,7 +281,7 @@ class Table:
             for row in self.rows:
                 row.take(there, ours)
         except (KeyError, TypeError, ValueError):
-            _refuse(model, there.noted())  # of another family, which explains what is missing
+            _refuse(model, there.rejected())  # another family's config, which explains the missing key
             raise
         _refuse(model, there.foreign(self.ignoring))
         found: dict[str, Any] = {}
@@ -290,10 +292,10 @@ class Table:
         return found
 
     def write(self, model_type: str, config: Any) -> dict[str, Any]:
-        """The config.json of a model's config, its fields written out (`explicit`).
+        """Return the config.json for a model's config with all fields explicit.
 
         Raises:
-            EnvironmentProblem: transformers' model cannot be so (names all that differs).
+            EnvironmentProblem: transformers' model does not support the config (names all differences).
         """
         found: dict[str, Any] = {"architectures": [self.architecture], "model_type": model_type}
         ours = _Fields(config)
@@ -307,8 +309,8 @@ def _refuse(model: str, foreign: list[str]) -> None:
     if foreign:
         raise EnvironmentProblem(
             f"config.json has {', '.join(foreign)}, which the model {model} does not support",
-            hint="use other weights, or another model (hf_causal_lm for models of transformers); a key "
-            "that has no effect, or that training is to do without, such as dropout, can be removed from "
+            hint="use other weights, or another model (hf_causal_lm for models of transformers); keys "
+            "that have no effect, or that training can do without (dropout), can be removed from "
             "config.json",
         )
 
@@ -334,10 +336,10 @@ def decoder(
     eps: str = "rms_norm_eps",
     **usual: Any,
 ) -> tuple[Key, ...]:
-    """The rows of every decoder.
+    """Return the rows that every decoder has.
 
     Args:
-        max_seq_len, norm_eps, usual: what its transformers' class takes for granted, by our names.
+        max_seq_len, norm_eps, usual: defaults of its transformers class, by our names.
         activation: key and value.
         eps: key of the norms' epsilon.
     """
@@ -349,12 +351,13 @@ def decoder(
 
 
 def alike(**usual: Any) -> tuple[Key, ...]:
-    """Rows of fields that config.json calls the same, with what a config.json without them means."""
+    """Return rows of fields with the same name in config.json, with the values that a config.json without
+    them means."""
     return tuple(Key(name, name, default) for name, default in usual.items())
 
 
 def windows(every: int) -> Key:
-    """The row of layers of which all have a sliding window but each of such a number."""
+    """Return the row for layers that all have a sliding window except every n-th."""
     kinds = ("full_attention", "sliding_attention")
     return Key(
         None,
@@ -367,7 +370,7 @@ GROUPED = (
     Key("n_kv_heads", "num_key_value_heads", lambda ours: ours["n_heads"]),
     Key("head_dim", "head_dim", lambda ours: ours["dim"] // ours["n_heads"]),
 )
-"""Of grouped-query attention."""
+"""Rows of grouped-query attention."""
 NO_BIAS = Key(None, "attention_bias", only=False)
 ROPE_SCALING = tuple(
     Key(f"rope_scaling.{ours}", theirs)
@@ -391,13 +394,13 @@ SHARED_EXPERTS = (
     ),
     Key("moe.load_balance_coeff", None, 1e-3),
 )
-"""Of DeepSeek's experts, some of which every token visits, and whose choice is balanced by a bias."""
+"""Rows of DeepSeek's experts: some shared by all tokens, with choices balanced by a bias."""
 STORED_BIAS = Key("moe.freeze_expert_bias", None, True)
-"""Of folders that hold this bias, which fine-tuning with transformers leaves as it is."""
+"""Row for folders that store this bias, which fine-tuning with transformers leaves unchanged."""
 
 
 def yarn_keys(section: str, original_max_position: Any = _UNSET) -> tuple[Key, ...]:
-    """The rows of YaRN in a table of RoPE."""
+    """Return the rows of YaRN in a RoPE table."""
     return (
         Key(f"{section}.factor", "factor"),
         Key(f"{section}.original_max_position", "original_max_position_embeddings", original_max_position),
@@ -408,8 +411,10 @@ def yarn_keys(section: str, original_max_position: Any = _UNSET) -> tuple[Key, .
 
 
 def routing(*, groups: bool = False, **only: Any) -> tuple[Key, ...]:
-    """How transformers' experts are chosen, whatever config.json says: fields of `moe` with their values.
-    Without `groups` none of them are formed, and scores are not scaled."""
+    """Return rows for the fixed behaviour of transformers' routing: fields of `moe` with their values.
+
+    Without `groups`, experts are not grouped and scores are not scaled.
+    """
     rows = {"score_before_experts": False, "gate_bias": False}
     plain = {} if groups else {"num_expert_groups": None, "route_scale": 1.0}
     return tuple(Key(f"moe.{name}", None, only=value) for name, value in (only | rows | plain | only).items())
@@ -418,11 +423,12 @@ def routing(*, groups: bool = False, **only: Any) -> tuple[Key, ...]:
 def expert_groups(
     default: int, top_k: int, grouped: Callable[[ConfigJSON], bool] = lambda there: True
 ) -> tuple[Key, ...]:
-    """DeepSeek's groups of experts, of which `top_k` scores are summed to rank them; one group is none.
+    """Return the rows of DeepSeek's groups of experts, ranked by the sum of `top_k` scores; one group counts
+    as none.
 
     Args:
-        default: how many there are where config.json does not say it.
-        grouped: of a config.json, whether it does form groups.
+        default: number of groups if config.json has none.
+        grouped: whether a config.json forms groups.
     """
 
     def groups(there: ConfigJSON, ours: Ours) -> int | None:
@@ -430,7 +436,7 @@ def expert_groups(
         return count if grouped(there) and count > 1 else None
 
     def limited(there: ConfigJSON, ours: Ours) -> int | None:
-        there.get("topk_group")  # it says nothing of one group
+        there.get("topk_group")  # has no effect with one group
         return there["topk_group"] if ours["moe.num_expert_groups"] else None
 
     def of(name: str) -> Callable[[Ours], Any]:
@@ -448,11 +454,12 @@ def expert_groups(
 
 
 KERNEL_KEYS = {"attn_implementation", "experts_implementation"}
-"""Keys that only say which kernels transformers uses; some begin with an underscore."""
+"""Keys that only select transformers' kernels; some begin with an underscore."""
 
 
 def kernels_of_the_hub(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Return the keys of config.json by which transformers would fetch a kernel from the Hub and run it."""
+    """Yield the keys of config.json that would make transformers download a kernel from the Hub and run
+    it."""
     for key, value in values.items():
         names = value.values() if isinstance(value, dict) else (value,)
         if str(key).lstrip("_") in KERNEL_KEYS:

@@ -1,7 +1,6 @@
 """DeepSeek-V2 (arXiv 2405.04434) and V3 (arXiv 2412.19437).
 
-What they have beside Llama 3 is latent attention, and in all blocks but the first ones experts, some of them
-shared.
+Unlike Llama 3, they have latent attention, and experts, some of them shared, in all blocks but the first.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ _RELEASED: dict[str, Any] = {"max_seq_len": 163840, "norm_eps": 1e-6}
 
 
 def _mscale(there: ConfigJSON, ours: Ours) -> float:
-    """YaRN's, without which cosine and sine are scaled."""
+    """Read YaRN's mscale; without it, transformers scales cosine and sine instead."""
     value = there.get("mscale")
     if not value:
         there.refuse("mscale", value)
@@ -71,7 +70,7 @@ def _rows(max_seq_len: int, dense: int) -> tuple[Any, ...]:
             "rope_scaling",
             "yarn",
             (
-                # The first turns into the scale of attention, and their ratio into that of cosine and sine.
+                # The first becomes the scale of attention, and their ratio that of cosine and sine.
                 Key("rope_scaling.mscale", "mscale", read=_mscale),
                 Key(None, "mscale_all_dim", 0, only=lambda ours: ours["rope_scaling.mscale"]),
                 *yarn_keys("rope_scaling"),
@@ -87,16 +86,16 @@ def _rows(max_seq_len: int, dense: int) -> tuple[Any, ...]:
 
 
 def _grouped(there: ConfigJSON) -> bool:
-    """Whether V2's tokens select from a few groups alone."""
+    """Return whether V2's tokens choose from a few groups only."""
     method = there.get("topk_method")
     if method not in (None, "greedy", "group_limited_greedy"):
         there.refuse("topk_method", method)
     return bool(method == "group_limited_greedy")
 
 
-_SIZES = ("head_dim", "qk_head_dim")  # they follow from others
+_SIZES = ("head_dim", "qk_head_dim")  # derived from other keys
 _SPARSE = {"deepseek_v32": "DeepSeek-V3.1", "glm_moe_dsa": "GLM-4.5 or GLM-4.6"}
-"""Types whose attention selects its keys, and the releases before them, which do not."""
+"""Types with sparse attention, and the previous releases, which have none."""
 
 
 @component("model", "deepseek_v3", target=BUILD, hf=FORM)
@@ -146,7 +145,7 @@ class DeepSeekV3(MTP):
             *_rows(2048, 0),
             *expert_groups(1, 1, _grouped),
             Key("moe.score_func", "scoring_func", "softmax", only="softmax"),
-            Key("moe.route_norm", "norm_topk_prob", only=False),  # transformers' V2 does not look at it
+            Key("moe.route_norm", "norm_topk_prob", only=False),  # ignored by transformers' V2
             Key("moe.route_scale", "routed_scaling_factor", 1.0),
             Key(
                 None,
@@ -156,7 +155,8 @@ class DeepSeekV3(MTP):
             ignoring=_SIZES,
         ),
     }
-    # Kimi K2 is a DeepSeek-V3 of other sizes; K2.5 has it beside what sees images. The sparse are refused.
+    # Kimi K2 is a DeepSeek-V3 of other sizes; K2.5 adds a vision tower. Types with sparse attention are
+    # rejected.
     model_types: ClassVar[tuple[str, ...]] = (
         *hf_tables,
         *("kimi_k2", "kimi_k25"),
@@ -234,7 +234,7 @@ class DeepSeekV3(MTP):
 
     @classmethod
     def from_config_json(cls, config_json: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Sizes.from_config_json`."""
+        """Return the keys of `[model]`, see `Sizes.from_config_json`."""
         text = cls.text_config(config_json)
         if text.get("index_topk") or text.get("model_type") in _SPARSE:
             instead = _SPARSE.get(text.get("model_type", ""), "DeepSeek-V3.1")
@@ -261,13 +261,13 @@ class DeepSeekV3(MTP):
             "attention.kv_norm.weight": "self_attn.kv_a_layernorm.weight",
             "attention.wkv_b.weight": "self_attn.kv_b_proj.weight",
         }
-        # V2 has no place for it.
+        # V2 has no such bias.
         bias = {EXPERT_BIAS: "mlp.gate.e_score_correction_bias"}
         return names | (bias if self.model_type == "deepseek_v3" else {})
 
     @property
     def softmax_scale(self) -> float:
-        """What products of queries and keys are multiplied by."""
+        """Factor of the products of queries and keys."""
         scale = (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5
         yarn = self.rope_scaling
         if yarn is None or yarn.factor <= 1:

@@ -1,7 +1,7 @@
 """Gemma 3, text only. Source: Gemma 3 Technical Report (arXiv 2503.19786), as in transformers.
 
-What it has beside Llama 3: norms by 1 + weight on both sides of attention and feed-forward, GELU, embeddings
-times √dim, and in five of six layers a sliding window with a RoPE base of its own.
+Unlike Llama 3, it has norms with the factor 1 + weight before and after attention and feed-forward, GELU,
+embeddings scaled by √dim, and in five of six layers a sliding window with its own RoPE base.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class Gemma3(DecoderConfig):
     query_pre_attn_scalar: Annotated[int, Gt(0)] = 256
     """Products of queries and keys are divided by the square root of this."""
     sliding_window: Annotated[int, Gt(0)] = 1024
-    """Size of the sliding window, in tokens, in all layers but each sixth: a token attends to at most this
-    many, itself included."""
+    """Size of the sliding window, in tokens, in all layers but every sixth: a token attends to at most
+    this many, itself included."""
     logit_cap: Annotated[float, Gt(0)] | None = None
-    """Bound that tanh keeps logits within; None: no bound."""
+    """Logits are capped at ± this value with tanh; None: no cap."""
     max_seq_len: Annotated[int, Gt(0)] = 32768
     rope_theta: Annotated[float, Gt(0)] = 1000000.0
     rope_local_theta: Annotated[float, Gt(0)] = 10000.0

@@ -1,6 +1,6 @@
 """GLM-4-MoE (GLM-4.5 and 4.6). Source: GLM-4.5 (arXiv 2508.06471), as in transformers' Glm4MoeForCausalLM.
 
-DeepSeek-V3's experts over grouped-query attention, of which half of every head is rotated.
+DeepSeek-V3's experts with grouped-query attention, in which half of every head is rotated.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ class Glm4Moe(DecoderConfig, MTP):
     qk_norm: bool = False
     """Apply RMS norm to every head's query and key."""
     attention_bias: bool = True
-    """Give the products of queries, keys and values a bias."""
+    """Add a bias to the projections of queries, keys and values."""
     partial_rotary_factor: Annotated[float, Gt(0), Le(1)] = 0.5
-    """Share of a head's dimensions that have RoPE."""
+    """Fraction of a head's dimensions that RoPE rotates."""
     max_seq_len: Annotated[int, Gt(0)] = 131072
     rope_theta: Annotated[float, Gt(0)] = 1000000.0
     norm_eps: Annotated[float, Gt(0)] = 1e-5
@@ -77,7 +77,7 @@ class Glm4Moe(DecoderConfig, MTP):
             Key("qk_norm", "use_qk_norm", False),
             Key("attention_bias", "attention_bias", False),
         ),
-        # GLM-4.5V: of text, the three positions of a token are one.
+        # GLM-4.5V: for text, the three positions of a token are equal.
         "glm4v_moe_text": Table(
             "Glm4MoeForCausalLM",
             *_ROWS,

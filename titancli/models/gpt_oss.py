@@ -1,7 +1,7 @@
 """gpt-oss. Source: gpt-oss-120b & gpt-oss-20b Model Card (arXiv 2508.10925).
 
-What it has beside a Llama of experts: biases, a sink in every head, a sliding window in every other layer,
-YaRN, and experts whose SwiGLU is clamped.
+Unlike a Llama with experts, it has biases, a sink in every head, a sliding window in every other layer, YaRN,
+and a clamped SwiGLU in its experts.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class GptOss(DecoderConfig):
             *decoder(131072, 1e-5),
             *GROUPED,
             *alike(head_dim=lambda ours: 64, sliding_window=128, swiglu_alpha=1.702, swiglu_limit=7.0),
-            # without a word of RoPE, transformers takes gpt-oss's own
+            # without RoPE keys, transformers uses gpt-oss's own values
             RopeKeys(
                 150000.0,
                 "yarn",
@@ -88,7 +88,7 @@ class GptOss(DecoderConfig):
             windows(2),
             Key(None, "output_router_logits", only=False),
             *routing(score_func="softmax", route_norm=True, gate_bias=True, num_shared_experts=0),
-            ignoring=("initial_context_length",),  # among YaRN's own keys
+            ignoring=("initial_context_length",),  # repeated by YaRN's own keys
         )
     }
     model_types: ClassVar[tuple[str, ...]] = ("gpt_oss",)
@@ -105,7 +105,7 @@ class GptOss(DecoderConfig):
             "attention.sinks": "self_attn.sinks",
             "moe.router.gate.weight": "mlp.router.weight",
             "moe.router.gate.bias": "mlp.router.bias",
-            # Gate and up: one after the other here, in turn there; [E, out, in] here, [E, in, out] there.
+            # Gate and up are concatenated here, interleaved there; [E, out, in] here, [E, in, out] there.
             "moe.experts.w13": Source("mlp.experts.gate_up_proj", (Swap(1, 2), Pairs(1))),
             "moe.experts.w13_bias": Source("mlp.experts.gate_up_proj_bias", (Pairs(1),)),
             "moe.experts.w2": Source("mlp.experts.down_proj", (Swap(1, 2),)),
@@ -113,7 +113,7 @@ class GptOss(DecoderConfig):
         }
 
     def layer(self, number: int) -> Block:
-        # Cosine and sine are longer than 1, so that attention is sharper over stretched contexts (arXiv
+        # Cosine and sine are scaled up, so that attention is sharper over stretched contexts (arXiv
         # 2309.00071, section 3.4).
         factor = 1.0 if self.yarn is None else max(self.yarn.factor, 1.0)
         attention = self.attention(

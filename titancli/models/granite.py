@@ -1,6 +1,6 @@
 """Granite 3 and 4.1, dense. Source: IBM's releases, as in transformers' GraniteForCausalLM.
 
-A Llama whose embeddings, residual branches, attention and logits have multipliers (in the manner of arXiv
+A Llama with multipliers for embeddings, residual branches, attention and logits (in the manner of arXiv
 2203.03466).
 """
 
@@ -26,14 +26,14 @@ _30B: dict[str, Any] = {**_41, **_128, "residual_multiplier": 0.175, "rope_theta
 
 @component("model", "granite", target=BUILD, hf=FORM)
 class Granite(DecoderConfig):
-    """Granite 3 and 4.1, dense: a Llama with multipliers of embeddings, branches, attention and logits."""
+    """Granite 3 and 4.1, dense: a Llama with multipliers for embeddings, branches, attention and logits."""
 
     hidden_dim: Annotated[int, Gt(0)]
     """Hidden dimension of the feed-forward block."""
     embedding_multiplier: Annotated[float, Gt(0)] = 1.0
     """Factor of embeddings."""
     residual_multiplier: Annotated[float, Gt(0)] = 1.0
-    """Factor of what attention and feed-forward add to the residual stream."""
+    """Factor of the outputs of attention and feed-forward in the residual stream."""
     attention_multiplier: Annotated[float, Gt(0)] = 1.0
     """Factor of the products of queries and keys."""
     logits_scaling: Annotated[float, Gt(0)] = 1.0

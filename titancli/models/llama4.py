@@ -1,7 +1,7 @@
 """Llama 4's text model. Source: Meta's release (Scout, Maverick), as in transformers' Llama4ForCausalLM.
 
-What it has beside Llama 3 is experts, one of them shared, chunks between blocks that see whole rows and
-have no RoPE (iRoPE), and there a temperature (arXiv 2501.19399).
+Unlike Llama 3, it has experts, one of them shared, and chunked attention between blocks that see whole rows
+without RoPE (iRoPE) but with an attention temperature (arXiv 2501.19399).
 """
 
 from __future__ import annotations
@@ -70,17 +70,17 @@ _128E = dict(
 
 
 def _every(n: int | None, layers: int) -> list[bool]:
-    """Of each layer, whether it is an n-th."""
+    """Return which layers are an n-th, by layer."""
     return [n is not None and (number + 1) % n == 0 for number in range(layers)]
 
 
 def _ropes(ours: Ours) -> list[bool]:
-    """Of each layer, whether it has RoPE."""
+    """Return which layers have RoPE, by layer."""
     return [not nope for nope in _every(ours["every_n_layers_nope"], ours["n_layers"])]
 
 
 def _experts(ours: Ours) -> list[int]:
-    """The layers that have experts."""
+    """Return the layers with experts."""
     every = _every(ours["interleave_moe_layer_step"], ours["n_layers"])
     return [number for number, one in enumerate(every) if one]
 
@@ -90,7 +90,7 @@ def _read_step(there: ConfigJSON, ours: Ours) -> int:
     if layers is None:
         return there.get("interleave_moe_layer_step", 1)
     if not layers:
-        there.refuse("moe_layers", layers)  # no layers with experts, but every Llama 4 model has some
+        there.refuse("moe_layers", layers)  # no layer with experts, but every Llama 4 model has some
     return min(layers, default=0) + 1
 
 
@@ -147,7 +147,7 @@ _TABLE = Table(
         read=lambda there, ours: there.get("no_rope_layers") or _ropes(ours),
         write=lambda ours: list(map(int, _ropes(ours))),
     ),
-    # transformers wants a number, used or not
+    # transformers needs a number, used or not
     Key(
         "fixed_attn_block_size",
         "attention_chunk_size",
@@ -158,7 +158,7 @@ _TABLE = Table(
     Key(None, "attn_temperature_tuning", True, write=lambda ours: ours["attn_temperature"] is not None),
     _temperature("floor_scale", 8192),
     _temperature("attn_scale", 0.1),
-    # these count where lists do not say it
+    # only used where the lists are missing
     ignoring=("no_rope_layer_interval", "intermediate_size_mlp", "floor_scale", "attn_scale"),
 )
 
@@ -168,7 +168,7 @@ class Llama4(DecoderConfig):
     """Llama 4, text only: mixture of experts with a shared expert, chunked attention, NoPE layers (iRoPE).
 
     17bx16e and 17bx128e, with or without `_irope`, are Meta's Scout and Maverick as released: chunked
-    attention, blocks without RoPE that have an attention temperature, and in Scout QK norms.
+    attention, blocks without RoPE but with an attention temperature, and in Scout QK norms.
     """
 
     hidden_dim: Annotated[int, Gt(0)] | None = None
@@ -205,15 +205,15 @@ class Llama4(DecoderConfig):
     }
 
     def has_experts(self, number: int) -> bool:
-        """Whether the block of this number (from 0) has experts."""
+        """Return whether the block of this index has experts."""
         return (number + 1) % self.interleave_moe_layer_step == 0
 
     def has_rope(self, number: int) -> bool:
-        """Whether the block of this number (from 0) has RoPE."""
+        """Return whether the block of this index has RoPE."""
         return self.every_n_layers_nope is None or (number + 1) % self.every_n_layers_nope != 0
 
     def hf_names(self) -> Names:
-        # Without RoPE too, where the order changes no product of the two.
+        # Also without RoPE, where the order does not change the products of queries and keys.
         return {
             **{ours: str(theirs).replace("mlp.", "feed_forward.") for ours, theirs in LAYER.items()},
             "attention.wq.weight": Source("self_attn.q_proj.weight", (Pairs(group=self.head_width),)),

@@ -1,6 +1,6 @@
 """Mixtral. Source: Mixtral of Experts (arXiv 2401.04088).
 
-A Llama whose feed-forward layers are experts.
+A Llama with experts as feed-forward layers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class Mixtral(DecoderConfig):
     """The mixture-of-experts layers. The flavors do not set load_balance_coeff, because the Hugging Face
     format cannot store the bias that it updates."""
     sliding_window: Annotated[int, Gt(0)] | None = None
-    """Tokens that a token attends to at most, itself included; None: the whole row before it."""
+    """Size of the sliding window, in tokens: a token attends to at most this many, itself included; None:
+    no window."""
     max_seq_len: Annotated[int, Gt(0)] = 32768
     rope_theta: Annotated[float, Gt(0)] = 1000000.0
     norm_eps: Annotated[float, Gt(0)] = 1e-5

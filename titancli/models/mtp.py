@@ -1,4 +1,4 @@
-"""What the configs of families with multi-token prediction share. Torch-free."""
+"""Config fields of families with multi-token prediction. Torch-free."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from titancli.registry.defaults import LossConfigDefaults, with_defaults
 if TYPE_CHECKING:
     from titancli.recipe.schema import Recipe
 
-# transformers keeps the number in config.json, and leaves the layers out of what it saves.
+# transformers keeps the number in config.json, but drops the layers when it saves.
 MTP_KEY = Key("n_mtp_layers", "num_nextn_predict_layers", read=lambda there, ours: None)
 
 
 @section
 class MTP(Sizes):
-    """A decoder whose releases have layers beyond the last, which predict further tokens."""
+    """A decoder whose releases have layers after the last, which predict further tokens."""
 
     n_mtp_layers: Annotated[int, Ge(0)] = 0
-    """Number of multi-token prediction layers beyond the last (DeepSeek-V3, arXiv 2412.19437), each of which
-    predicts one token further ahead; the releases have 1. 0: a run begins without those of its
-    `weights` (`titan convert-checkpoint` keeps them). Generation does without them."""
+    """Number of multi-token prediction layers after the last (DeepSeek-V3, arXiv 2412.19437), each of
+    which predicts one token further ahead; the releases have 1. 0: a run drops those of its `weights`
+    (`titan convert-checkpoint` keeps them). Generation does not use them."""
     mtp_loss_weight: Annotated[float, Ge(0)] = 0.3
-    """Factor of their mean loss, which is added to the gradients and reported as `mtp_loss`, not as part of
-    `loss`. DeepSeek-V3 was trained with 0.3, and with 0.1 at the end."""
+    """Factor of their mean loss, which is added to the gradients and reported as `mtp_loss`, not as part
+    of `loss`. DeepSeek-V3 was trained with 0.3, and with 0.1 at the end."""
 
     without_effect: ClassVar[tuple[str, ...]] = (*Sizes.without_effect, "n_mtp_layers", "mtp_loss_weight")
 

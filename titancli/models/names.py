@@ -1,4 +1,5 @@
-"""What transformers calls the parameters of a decoder, and how its tensors differ: as data. Torch-free."""
+"""The names of a decoder's parameters in transformers, and the differences between tensors, as data.
+Torch-free."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Swap:
-    """Two dimensions have changed places."""
+    """Two dimensions are swapped."""
 
     first: int
     second: int
@@ -16,26 +17,26 @@ class Swap:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Along `dim`, numbers stand in pairs there, (2i, 2i + 1), and half apart here, (i, i + half)."""
+    """Along `dim`, pairs are adjacent there, (2i, 2i + 1), and half apart here, (i, i + half)."""
 
     dim: int = 0
     group: int | None = None
-    """They do so within every so many (a head's); None: all are one group."""
+    """Size of the groups (heads) within which they are; None: all are one group."""
     last: int | None = None
-    """Of a group only the last so many do; None: all."""
+    """Only this many at the end of a group are paired; None: all."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """What a parameter is made from, and what turns theirs into ours, one step after the other."""
+    """The source of a parameter, and the steps that convert it from theirs to ours, in order."""
 
     theirs: str
-    """A name within the block. With `{}`, for the number of an expert: one tensor each, stacked here."""
+    """Name within the block. With `{}`, for an expert's index: one tensor per expert, stacked here."""
     steps: tuple[Swap | Pairs, ...] = ()
 
 
 Names = Mapping[str, str | Source]
-"""From names within our block; a name alone is a source without steps."""
+"""By name within our block; a plain name is a source without steps."""
 
 TOP = {
     "tok_embeddings.weight": "model.embed_tokens.weight",
@@ -44,7 +45,7 @@ TOP = {
     "output.weight": "lm_head.weight",
     "output.bias": "lm_head.bias",
 }
-"""What is outside of the blocks, unless a family's names say otherwise."""
+"""Parameters outside of the blocks, unless a family's names differ."""
 LAYER: Names = {
     "attention_norm.weight": "input_layernorm.weight",
     "attention.wq.weight": "self_attn.q_proj.weight",
@@ -81,10 +82,10 @@ MTP_LAYER: Names = {
     "head_norm.weight": "shared_head.norm.weight",
 }
 MTP_COPIES = {"embed_tokens.weight": "tok_embeddings.weight", "shared_head.head.weight": "output.weight"}
-"""What folders have in each layer of multi-token prediction besides: copies of the main model's."""
+"""Copies of the main model's parameters that folders have in each multi-token prediction layer."""
 JOINED_EXPERTS = (
     "a folder of Qwen3-VL-MoE holds a layer's experts as single tensors (mlp.experts.gate_up_proj, "
     "down_proj), which titan does not read",
     "use a text release of the same sizes (Qwen3-30B-A3B, Qwen3-235B-A22B), or a dense Qwen3-VL",
 )
-"""What is refused of it, and what to use instead."""
+"""Error and hint for such folders."""

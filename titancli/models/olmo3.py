@@ -1,7 +1,7 @@
 """OLMo 3. Source: Olmo 3 (Ai2, 2025), as in transformers' Olmo3ForCausalLM.
 
-What it has beside Llama 3: norms come after attention and feed-forward (OLMo 2, arXiv 2501.00656), queries
-and keys are normed over all heads, three of four layers have a sliding window, and only the fourth has YaRN.
+Unlike Llama 3, it has norms after attention and feed-forward (OLMo 2, arXiv 2501.00656), QK norms over all
+heads together, a sliding window in three of four layers, and YaRN only in the fourth.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ _RELEASED: dict[str, Any] = {
 
 
 def _length(factor: float) -> float:
-    """Of cosine and sine: attention is sharper over stretched contexts (arXiv 2309.00071, section 3.4)."""
+    """Return the factor of cosine and sine: attention is sharper over stretched contexts (arXiv
+    2309.00071, section 3.4)."""
     return 0.1 * math.log(max(factor, 1.0)) + 1.0
 
 
@@ -38,8 +39,8 @@ class Olmo3(DecoderConfig):
     hidden_dim: Annotated[int, Gt(0)]
     """Hidden dimension of the feed-forward block."""
     sliding_window: Annotated[int, Gt(0)] = 4096
-    """Size of the sliding window, in tokens, in all layers but each fourth: a token attends to at most this
-    many, itself included."""
+    """Size of the sliding window, in tokens, in all layers but every fourth: a token attends to at most
+    this many, itself included."""
     max_seq_len: Annotated[int, Gt(0)] = 65536
     rope_theta: Annotated[float, Gt(0)] = 500000.0
     rope_scaling: Yarn | None = None
@@ -58,7 +59,7 @@ class Olmo3(DecoderConfig):
                 (*yarn_keys("rope_scaling"), _FACTOR),
                 by_layer=True,
             ),
-            # the layers with a window take the usual base, whatever config.json says
+            # layers with a window use the default base, whatever config.json has
             Key("rope_theta", "rope_theta", read=lambda there, ours: ours["rope_theta"], only=500000.0),
             Key("hidden_dim", "intermediate_size"),
             Key("sliding_window", "sliding_window", 4096),

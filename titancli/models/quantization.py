@@ -1,4 +1,4 @@
-"""Which ways of quantizing a config.json may name, and which are read. Torch-free."""
+"""Quantization methods in a config.json, and which of them are supported. Torch-free."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from titancli.errors import EnvironmentProblem
 
 KEY = "quantization_config"
 READ = "fp8 (e4m3, in blocks or per tensor), mxfp4, compressed-tensors (pack-quantized, symmetric int4)"
-"""The methods that are read, for people."""
+"""The supported methods, for messages."""
 DEQUANTISE = (
     "use the unquantized original weights; or load these with transformers, call "
     "model.dequantize() and save_pretrained(NEW_FOLDER), and remove quantization_config from its config.json"
 )
-"""What to do with other quantised weights."""
+"""Hint for other quantized weights."""
 
 
 @dataclass(frozen=True)
 class Quantization:
-    """A way of quantizing that is read."""
+    """A supported way of quantizing."""
 
     method: str
-    """As config.json calls it: `fp8`, `mxfp4` or `compressed-tensors`."""
+    """Name in config.json: `fp8`, `mxfp4` or `compressed-tensors`."""
     block: tuple[int, int] | None = None
-    """Of fp8: rows and columns that share a scale; None: all do."""
+    """For fp8: rows and columns that share a scale; None: one scale for all."""
     groups: frozenset[int | None] = frozenset()
-    """Of compressed-tensors: how many values of a row may share a scale; None: all of a row."""
+    """For compressed-tensors: possible numbers of values in a row that share a scale; None: all of a row."""
 
 
 def quantization_of(config_json: Mapping[str, Any]) -> Quantization | None:
-    """Return how the weights beside a config.json are quantized; None: they are not.
+    """Return how the weights beside a config.json are quantized; None if they are not.
 
     Raises:
-        EnvironmentProblem: in a way that is not read; names it.
+        EnvironmentProblem: the method, which it names, is not supported.
     """
     text = config_json.get("text_config")
     table = config_json.get(KEY) or (text.get(KEY) if isinstance(text, Mapping) else None)
@@ -56,7 +56,7 @@ def quantization_of(config_json: Mapping[str, Any]) -> Quantization | None:
 
 
 Found = tuple[Quantization | None, str]
-"""None, with the reason."""
+"""The quantization, or None with the reason."""
 
 
 def _unknown(table: Any) -> Found:
@@ -83,7 +83,7 @@ def _mxfp4(table: Mapping[str, Any]) -> Found:
 def _compressed(table: Mapping[str, Any]) -> Found:
     if (form := table.get("format")) != "pack-quantized":
         return None, f"format = {form!r}"
-    if table.get("transform_config"):  # weights are rotated, and so must be what they are multiplied with
+    if table.get("transform_config"):  # weights are rotated, and inputs must be as well
         return None, "a transform_config"
     groups: set[int | None] = set()
     for name, group in table["config_groups"].items():

@@ -1,6 +1,6 @@
 """Qwen 3, dense and mixture of experts. Source: Qwen3 Technical Report (arXiv 2505.09388).
 
-What it has beside Llama 3 is a norm of every head's query and key, a head_dim apart from dim, and experts.
+Unlike Llama 3, it has norms over each head's query and key, a head_dim independent of dim, and experts.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _ATTENTION: tuple[Any, ...] = (
 _ROWS: tuple[Any, ...] = (*decoder(32768), *_ATTENTION, RopeKeys())
 _DENSE_ROWS = (Key("head_dim", "head_dim", lambda ours: 128), Key("hidden_dim", "intermediate_size"))
 _JOINED = ("qwen3_vl_moe", "qwen3_vl_moe_text")
-_IGNORED = ("sliding_window", "max_window_layers")  # they say nothing where no layer slides
+_IGNORED = ("sliding_window", "max_window_layers")  # without effect if no layer has a window
 
 
 @component("model", "qwen3", target=BUILD, hf=FORM)
@@ -59,7 +59,7 @@ class Qwen3(DecoderConfig):
 
     hf_tables: ClassVar = {
         "qwen3": Table("Qwen3ForCausalLM", *_ROWS, *_DENSE_ROWS, ignoring=_IGNORED),
-        # Of text, the three positions of a token are one.
+        # For text, the three positions of a token are equal.
         "qwen3_vl_text": Table(
             "Qwen3ForCausalLM",
             *decoder(128000),
@@ -83,7 +83,7 @@ class Qwen3(DecoderConfig):
             ignoring=(*_IGNORED, "intermediate_size"),
         ),
     }
-    model_types: ClassVar[tuple[str, ...]] = (*hf_tables, "qwen3_vl", *_JOINED)  # the last are refused
+    model_types: ClassVar[tuple[str, ...]] = (*hf_tables, "qwen3_vl", *_JOINED)  # the last are rejected
     text_part: ClassVar[str] = "model.language_model."
     other_parts: ClassVar[tuple[str, ...]] = ("model.visual.",)
     flavors: ClassVar[dict[str, dict[str, Any]]] = {
@@ -128,7 +128,7 @@ class Qwen3(DecoderConfig):
 
     @classmethod
     def from_config_json(cls, config_json: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Sizes.from_config_json`."""
+        """Return the keys of `[model]`, see `Sizes.from_config_json`."""
         if config_json.get("model_type") in _JOINED:
             raise EnvironmentProblem(JOINED_EXPERTS[0], hint=JOINED_EXPERTS[1])
         return super().from_config_json(config_json)

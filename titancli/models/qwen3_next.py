@@ -1,8 +1,8 @@
 """Qwen3-Next, and the text models of Qwen 3.5.
 
-What they have beside Qwen 3 is gated DeltaNet (arXiv 2412.06464) in most blocks, gates on attention (arXiv
-2505.06708) and on a shared expert, a rotary embedding of a part of each head, and norms by 1 + weight. The
-releases' head that predicts several tokens is not part of it.
+Unlike Qwen 3, they have gated DeltaNet (arXiv 2412.06464) in most blocks, gates on attention (arXiv
+2505.06708) and on a shared expert, RoPE on a part of each head, and norms with the factor 1 + weight. The
+releases' multi-token prediction head is not included.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _interval(there: ConfigJSON, ours: Ours) -> int:
 
 
 def _gate(there: ConfigJSON, ours: Ours) -> str:
-    """Of gated DeltaNet; swish is another name of silu."""
+    """Read the gate of gated DeltaNet; swish is another name for silu."""
     return str(there.get("output_gate_type") or "swish").replace("silu", "swish")
 
 
@@ -114,17 +114,17 @@ _EXPERTS: tuple[Any, ...] = (
     *routing(score_func="softmax"),
 )
 _IGNORED = (
-    *("mrope_section", "mrope_interleaved"),  # of text, the three positions of a token are one
-    *("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),  # of the head that is not read
-    "mamba_ssm_dtype",  # states are in fp32 here as well
+    *("mrope_section", "mrope_interleaved"),  # for text, the three positions of a token are equal
+    *("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),  # of the head that is not included
+    "mamba_ssm_dtype",  # states are fp32 here as well
 )
 
 
 @component("model", "qwen3_next", target=BUILD, hf="titancli.models.qwen3_next_hf:GatedDeltaHF")
 class Qwen3Next(DecoderConfig):
-    """Qwen3-Next, and the text model of Qwen 3.5: gated DeltaNet, and attention in every few blocks.
+    """Qwen3-Next, and the text model of Qwen 3.5: gated DeltaNet, with attention in every n-th block.
 
-    Feed-forwards are dense, or experts and a shared expert with a gate.
+    Feed-forward layers are dense, or experts with a gated shared expert.
     """
 
     head_dim: Annotated[int, Gt(0)] = 256
@@ -134,9 +134,9 @@ class Qwen3Next(DecoderConfig):
     moe: MoE | None = None
     """The mixture-of-experts layers, in place of the feed-forward; None: a dense model."""
     full_attention_interval: Annotated[int, Gt(0)] = 4
-    """Every n-th block has attention, the others gated DeltaNet."""
+    """Every n-th block has attention, the others have gated DeltaNet."""
     partial_rotary_factor: Annotated[float, Gt(0), Le(1)] = 0.25
-    """Share of an attention head's dimensions that RoPE rotates."""
+    """Fraction of an attention head's dimensions that RoPE rotates."""
     linear_num_key_heads: Annotated[int, Gt(0)] = 16
     """Number of query and key heads of gated DeltaNet."""
     linear_num_value_heads: Annotated[int, Gt(0)] = 32
@@ -146,9 +146,9 @@ class Qwen3Next(DecoderConfig):
     linear_value_head_dim: Annotated[int, Gt(0)] = 128
     """Dimension of a value head of gated DeltaNet."""
     linear_conv_kernel_dim: Annotated[int, Gt(0)] = 4
-    """Tokens that the short convolution of gated DeltaNet covers."""
+    """Width of gated DeltaNet's short convolution, in tokens."""
     hf_layout: Literal["qwen3_next", "qwen3_5"] = "qwen3_next"
-    """Whose Hugging Face folders a model with experts is exported to; dense ones are Qwen 3.5's. Does not
+    """Hugging Face format that a model with experts is exported to; dense ones use Qwen 3.5's. Does not
     change what the model computes."""
     max_seq_len: Annotated[int, Gt(0)] = 4096
     rope_theta: Annotated[float, Gt(0)] = 10000000.0
@@ -210,7 +210,7 @@ class Qwen3Next(DecoderConfig):
         }
 
     def has_attention(self, number: int) -> bool:
-        """Whether the block of this number (from 0) has attention, not gated DeltaNet."""
+        """Return whether the block of this index has attention rather than gated DeltaNet."""
         return (number + 1) % self.full_attention_interval == 0
 
     def layer(self, number: int) -> Block:

@@ -1,4 +1,4 @@
-"""The Hugging Face form of Qwen3-Next, where the parameters of gated DeltaNet are in other groups."""
+"""The Hugging Face form of Qwen3-Next, where the parameters of gated DeltaNet are grouped differently."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ NAMES: dict[str, tuple[str, ...]] = {
     "attention.out_norm.weight": ("norm.weight",),
     "attention.wo.weight": ("out_proj.weight",),
 }
-"""Names of gated DeltaNet within a block, to those within `linear_attn`."""
+"""Names of gated DeltaNet's parameters within a block, and their names within `linear_attn`."""
 APART: dict[str, tuple[str, ...]] = {
     **NAMES,
     "attention.wqkvz.weight": ("in_proj_qkv.weight", "in_proj_z.weight"),
     "attention.wba.weight": ("in_proj_b.weight", "in_proj_a.weight"),
 }
-"""The same of Qwen 3.5."""
+"""The same for Qwen 3.5."""
 EXPERTS: dict[str, tuple[str, ...]] = {
     "moe.experts.w13": ("gate_proj", "up_proj"),
     "moe.experts.w2": ("down_proj",),
 }
 STACKED = {"moe.experts.w13": "gate_up_proj", "moe.experts.w2": "down_proj"}
-"""Experts, each in tensors of its own or, as Qwen 3.5 was released, all in one."""
+"""Experts in separate tensors or, as Qwen 3.5 was released, all in one."""
 
 
 class GatedDeltaHF(DecoderHF):
-    """Qwen 3.5 has the products of gated DeltaNet apart, and all heads of a kind together; Qwen3-Next, and
-    the model here, what belongs to a group of heads together."""
+    """Qwen 3.5 has separate projections in gated DeltaNet, each with all heads together; Qwen3-Next, and
+    the model here, have one projection with the parts of a group of heads adjacent."""
 
     stacked = False
-    """Whether the folder has all experts in one tensor. It is read from the names, which come first."""
+    """Whether the folder has all experts in one tensor; determined from the names, which are read first."""
 
     def known_as(self, hf_name: str) -> str:
         self.stacked |= hf_name.endswith(tuple(f".mlp.experts.{name}" for name in STACKED.values()))
@@ -81,7 +81,7 @@ class GatedDeltaHF(DecoderHF):
         return torch.cat(halves, 1)
 
     def _table(self, name: str) -> tuple[dict[str, tuple[str, ...]] | None, str]:
-        """What this parameter is in, and its name within its block."""
+        """Return the table that this parameter is in, and its name within its block."""
         if not name.startswith("layers."):
             return None, name
         _, layer, rest = name.split(".", 2)
@@ -99,13 +99,13 @@ class GatedDeltaHF(DecoderHF):
 
     @property
     def _widths(self) -> tuple[int, int, int]:
-        """Rows of a group: its query, its key, its values."""
+        """Rows of a group: query, key and values."""
         config = self.config
         values = config.linear_num_value_heads // self._groups * config.linear_value_head_dim
         return config.linear_key_head_dim, config.linear_key_head_dim, values
 
     def _apart(self, rest: str, tensor: Tensor) -> list[Tensor]:
-        """What belongs to a group, to where the files have it."""
+        """Split a tensor grouped by heads into the files' tensors."""
         if rest == "attention.conv":
             return [self._by_kind(tensor)[:, None].contiguous()]
         if self.model_type == "qwen3_next" or len(APART[rest]) == 1:
@@ -117,7 +117,7 @@ class GatedDeltaHF(DecoderHF):
         return [self._by_kind(mixed.flatten(0, 1)), gate.flatten(0, 1).contiguous()]
 
     def _together(self, rest: str, tensors: list[Tensor]) -> Tensor:
-        """The way back."""
+        """Join the files' tensors into one grouped by heads."""
         if rest == "attention.conv":
             return self._by_group(tensors[0].squeeze(1))
         if len(tensors) == 1:

@@ -1,4 +1,4 @@
-"""What each parameter of a model is to hidden states, for optimizers that treat matrices as such (Muon)."""
+"""The role of each parameter of a model, for optimizers that treat matrices differently (Muon)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from titancli.registry.defaults import with_defaults
 
 
 def roles_of(model: Any) -> dict[str, Role]:
-    """Return the role of every parameter, by name: what the model's `roles` declares. Where that is silent,
-    `embedding` and `output` by the modules that have them (a tied weight is the embedding's), `matrix` for
-    parameters of linear layers and stacks of experts, `other` for the rest.
+    """Return the role of every parameter by name: as declared by the model's `roles`; otherwise `embedding`
+    and `output` by module (a tied weight is the embedding's), `matrix` for parameters of linear layers and
+    stacks of experts, and `other` for the rest.
 
-    To be asked before the model is split into stages or sharded: it goes by which modules share a parameter.
+    Call it before the model is split into stages or sharded: it depends on which modules share a parameter.
     """
     declared = with_defaults(ModelDefaults, model).roles
     by_module: dict[int, Role] = {}
@@ -31,7 +31,7 @@ def roles_of(model: Any) -> dict[str, Role]:
 
 
 def _by_module(model: Any) -> Iterator[tuple[nn.Parameter, Role]]:
-    """Roles that follow from modules; of a parameter's the first counts."""
+    """Yield roles by module; the first role of a parameter counts."""
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             yield from ((parameter, "embedding") for parameter in module.parameters(recurse=False))
@@ -44,5 +44,5 @@ def _by_module(model: Any) -> Iterator[tuple[nn.Parameter, Role]]:
 
 
 def _is_matrix(parameter: nn.Parameter, dims: int) -> bool:
-    """Whether it is a matrix, or a stack of them, and no row or column alone."""
+    """Return whether it is a matrix or a stack of matrices, and not a single row or column."""
     return parameter.ndim == dims and min(parameter.shape[-2:]) > 1

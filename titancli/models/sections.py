@@ -1,4 +1,4 @@
-"""What the configs of families share: a decoder's sizes, experts, stretched rotary positions. Torch-free."""
+"""Config sections shared by families: a decoder's sizes, experts, RoPE scaling. Torch-free."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from titancli.registry.component import component_info, section
 if TYPE_CHECKING:
     from titancli.recipe.schema import Recipe
 
-_OF_ALL = ("quantization_config", "tie_word_embeddings")  # what may hold for all parts of a model
+_OF_ALL = ("quantization_config", "tie_word_embeddings")  # keys that may apply to all parts of a model
 BUILD, FORM = "titancli.models.blocks.decoder:build", "titancli.models.blocks.hf:DecoderHF"
-"""The targets of a family whose module is all in its `shape`."""
+"""Targets of families whose `shape` describes the module completely."""
 
 
 def sizes(
@@ -31,7 +31,7 @@ def sizes(
 
 @section
 class Sizes:
-    """What every decoder has. A family adds its own fields, and gives these the defaults that it has."""
+    """The fields of every decoder. A family adds its own fields, and sets these fields' defaults."""
 
     dim: Annotated[int, Gt(0)]
     """Width of the residual stream."""
@@ -53,26 +53,26 @@ class Sizes:
     # Fields that do not change what the model computes from tokens and weights.
     without_effect: ClassVar[tuple[str, ...]] = ("max_seq_len",)
 
-    # Its Hugging Face form. Tables by model_type, the first for any other; model_types are what it reads.
+    # Hugging Face form: tables by model_type, the first for any other; and the model_types that can be read.
     hf_tables: ClassVar[Mapping[str, Table]] = {}
     model_types: ClassVar[tuple[str, ...]] = ()
-    # What stands before the text model's names in a folder of more, and where the rest begins.
+    # Prefix of the text model's names in a multimodal folder, and prefixes of the rest.
     text_part: ClassVar[str] = ""
     other_parts: ClassVar[tuple[str, ...]] = ()
 
     @property
     def model_type(self) -> str:
-        """The one that is written."""
+        """The model_type that is written."""
         return next(iter(self.hf_tables))
 
     @classmethod
     def from_config_json(cls, config_json: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the keys of `[model]` (without `type`) for a `config.json`; of a model that sees images too,
-        for its text model.
+        """Return the keys of `[model]` (without `type`) for a `config.json`; for a multimodal model, those of
+        its text model.
 
         Raises:
-            EnvironmentProblem: it needs something that the model does not have; names it all.
-            KeyError: something is not there.
+            EnvironmentProblem: the model does not support some of its keys; names all of them.
+            KeyError: a key is missing.
         """
         text, tables = cls.text_config(config_json), cls.hf_tables
         table = tables.get(text.get("model_type", ""), next(iter(tables.values())))
@@ -80,22 +80,22 @@ class Sizes:
 
     @classmethod
     def text_config(cls, config_json: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return what a `config.json` says of the text model; beside it may stand what holds for all."""
+        """Return the text model's part of a `config.json`, with the keys that apply to all parts."""
         text = config_json.get("text_config") if cls.text_part else None
         if text is None:
             return config_json
         return {**{key: config_json[key] for key in _OF_ALL if key in config_json}, **text}
 
     def hf_names(self) -> Names:
-        """Return what transformers calls the parameters of a block."""
+        """Return the names of a block's parameters in transformers."""
         return LAYER
 
     def layer(self, number: int) -> Block:
-        """Return the block of a number."""
+        """Return the spec of the block of this index."""
         raise NotImplementedError
 
     def shape(self) -> Decoder:
-        """Return what the model is made of; blocks that are alike are one object."""
+        """Return the spec of the model; equal blocks are one object."""
         made: dict[Block, Block] = {}
         blocks = tuple(made.setdefault(one, one) for one in map(self.layer, range(self.n_layers)))
         return Decoder(
@@ -104,7 +104,7 @@ class Sizes:
 
     @property
     def norm(self) -> Norm:
-        """The kind of all its norms."""
+        """The spec of all its norms."""
         return Norm(self.norm_eps)
 
     def block(self, attention: Any, feed_forward: Any, **options: Any) -> Block:
@@ -122,12 +122,12 @@ class Sizes:
 
     @property
     def n_experts(self) -> int | None:
-        """What mesh.ep must divide."""
+        """Number that mesh.ep must divide."""
         moe = getattr(self, "moe", None)
         return None if moe is None else moe.num_experts
 
     def explicit(self) -> Self:
-        """Return the config with what follows from other fields written out."""
+        """Return the config with derived fields written out."""
         return self
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
@@ -151,17 +151,17 @@ class DecoderConfig(Sizes):
     """Dimension of a head; None: dim / n_heads."""
 
     def explicit(self) -> Self:
-        """The same, with what follows from other fields written out."""
+        """Return the config with derived fields written out."""
         return replace(self, n_kv_heads=self.kv_heads, head_dim=self.head_width)
 
     @property
     def kv_heads(self) -> int:
-        """Key and value heads."""
+        """Number of key and value heads."""
         return self.n_kv_heads or self.n_heads
 
     @property
     def head_width(self) -> int:
-        """Numbers of a head."""
+        """Dimension of a head."""
         return self.head_dim or self.dim // self.n_heads
 
     def attention(
@@ -173,12 +173,12 @@ class DecoderConfig(Sizes):
         length: float = 1.0,
         **options: Any,
     ) -> Attention:
-        """Return its attention.
+        """Return the spec of its attention.
 
         Args:
             theta: None: `rope_theta`.
             scaling, length: see `titancli.protocols.shape.Rope`.
-            share: how much of a head is rotated.
+            share: fraction of a head that is rotated.
             options: further fields of `titancli.protocols.shape.Attention`.
         """
         return Attention(
@@ -223,7 +223,7 @@ class MoE:
     score_before_experts: bool = True
     """Multiply scores with the input of the experts (true) or with their output (false)."""
     gate_bias: bool = False
-    """Give the router a bias."""
+    """Add a bias to the router."""
     num_expert_groups: Annotated[int, Gt(0)] | None = None
     """Number of expert groups for group-limited routing; None: a token may select any experts."""
     num_limited_groups: Annotated[int, Gt(0)] | None = None
@@ -231,20 +231,20 @@ class MoE:
     group_top_k: Annotated[int, Gt(0)] = 2
     """Number of top scores that are summed to rank a group: 2 in DeepSeek-V3, 1 in V2."""
     load_balance_coeff: Annotated[float, Ge(0)] | None = None
-    """Update rate of the expert bias for auxiliary-loss-free load balancing; 0 or None: no bias. Models that
-    start from weights without such a bias, and whose Hugging Face format cannot store one, are trained
-    without it."""
+    """Update rate of the expert bias for auxiliary-loss-free load balancing; 0 or None: no bias. Models
+    that start from weights without such a bias, and whose Hugging Face format cannot store one, are
+    trained without it."""
     freeze_expert_bias: bool = False
-    """Keep the expert bias as it is: it is read, applied and exported, but load_balance_coeff does not move
-    it. True where `[model]` is read from a Hugging Face folder whose format stores one (DeepSeek-V3,
-    GLM-4.5), because fine-tuning with transformers keeps it, too."""
+    """Freeze the expert bias: it is read, applied and exported, but load_balance_coeff does not update it.
+    True if `[model]` is read from a Hugging Face folder whose format stores one (DeepSeek-V3, GLM-4.5),
+    because fine-tuning with transformers freezes it, too."""
 
     z_loss_coeff: Annotated[float, Ge(0)] = 0.0
-    """Weight of the router z-loss (arXiv 2202.08906): for each layer, the mean over all tokens of a step, not
-    only the targets, of the squared log-sum-exp of the router's logits; added to the loss, whatever that is
-    an average over. It affects the gradients but not the reported loss. All micro-batches of a step must be
-    passed to one call of forward_backward; if there are several, an additional forward pass counts first what
-    they weigh."""
+    """Weight of the router z-loss (arXiv 2202.08906): for each layer, the mean over all tokens of a step,
+    not only the targets, of the squared log-sum-exp of the router's logits; added to the loss, whatever
+    that is an average over. It affects the gradients but not the reported loss. All micro-batches of a
+    step must be passed to one call of forward_backward; if there are several, an additional forward pass
+    first counts their weights."""
 
     aux_loss_coeff: Annotated[float, Ge(0)] = 0.0
     """Weight of the load-balancing loss (arXiv 2101.03961): for each layer, num_experts times the sum over
@@ -253,7 +253,7 @@ class MoE:
     transformers takes them over the tokens of all layers together. Added, counted and limited like the
     z-loss, and not reported either."""
 
-    # Fields that change how it is trained, not what it computes.
+    # Fields that change how the model is trained, not what it computes.
     without_effect: ClassVar[tuple[str, ...]] = (
         "aux_loss_coeff",
         "freeze_expert_bias",
@@ -262,11 +262,11 @@ class MoE:
     )
 
     def explicit(self) -> MoE:
-        """The same, without what counts among groups where there are none."""
+        """Return the section without settings for groups if there are none."""
         return self if self.num_expert_groups else replace(self, group_top_k=2)
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Fields that do not fit each other, with what is wrong."""
+        """Yield the fields that contradict each other, with messages."""
         if self.hidden_dim % 8:
             yield (
                 "hidden_dim",
@@ -324,8 +324,8 @@ class LinearScaling:
 
 @section
 class AttnTemperature:
-    """Sharper attention for queries that see much (arXiv 2501.19399): they are multiplied by
-    1 + attn_scale · ln(1 + ⌊(position + 1) / floor_scale⌋)."""
+    """Attention temperature that grows with the position (arXiv 2501.19399): queries are multiplied by 1 +
+    attn_scale · ln(1 + ⌊(position + 1) / floor_scale⌋)."""
 
     floor_scale: Annotated[int, Gt(0)] = 8192
     """Number of positions per step of the floor."""

@@ -1,8 +1,8 @@
-"""Self-attention: one door to torch's kernels, and the module of grouped queries that most families have.
+"""Self-attention: a single entry to torch's kernels, and the grouped-query module that most families use.
 
-`attend` is the door: whatever a family's layers see (all before them, a sliding window, chunks, their
-document, a sink), it comes here and leaves as calls of what `kernel_of` says, which has fast kernels on every
-device. Nothing makes a matrix of S x S but masks of documents, and these are blocks on a GPU
+`attend` is the entry: whatever a family's layers see (all tokens before, a sliding window, chunks, their
+document, a sink), it is computed here by the kernels that `kernel_of` chooses, which are fast on every
+device. Only document masks materialize S x S, and on a GPU they are block masks
 (`titancli.models.blocks.flex`).
 """
 
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 __all__ = ["Attention", "attend", "document_mask"]
 
 
-class Asked(NamedTuple):
-    """What a kernel of attention is chosen by."""
+class AttentionCall(NamedTuple):
+    """Properties of an attention call that its kernel is chosen by."""
 
     device: str
     dtype: torch.dtype
@@ -41,11 +41,11 @@ class Asked(NamedTuple):
     value_dim: int
     mask: Literal["none", "dense", "blocks"] = "none"
     causal: bool = True
-    """Without a mask, whether a token sees those before it and itself alone."""
+    """Without a mask, whether a token sees only itself and the tokens before it."""
     square: bool = True
-    """Whether there are as many queries as keys; else the queries are the last."""
+    """Whether there are as many queries as keys; otherwise the queries are the last tokens."""
     window: bool = False
-    """Whether it limits what a token sees of this row."""
+    """Whether a window limits what a token sees in this row."""
     chunk: bool = False
     sinks: bool = False
     cap: bool = False
@@ -54,41 +54,41 @@ class Asked(NamedTuple):
 Kernel = Literal["sdpa", "flash", "flex", "chunks", "windows", "masked", "written out"]
 
 
-def kernel_of(asked: Asked) -> Kernel:
-    """Return what computes an attention.
+def kernel_of(call: AttentionCall) -> Kernel:
+    """Return the kernel that computes an attention call.
 
     - "sdpa": `scaled_dot_product_attention`, which chooses among kernels itself.
-    - "flash": `titancli.models.blocks.flash`, which knows of sinks and, on a GPU, of windows and of queries
-      that are the last of the keys.
-    - "flex": `titancli.models.blocks.flex`, in blocks.
-    - "chunks", "windows": each chunk, or as many queries as a window is wide, as a row of its own; of these
-      it is asked again.
-    - "masked": a mask is made, and it is asked again.
-    - "written out": by matrices of queries and keys, which are few where a GPU samples. On a CPU nothing else
-      knows of caps.
+    - "flash": `titancli.models.blocks.flash`, which supports sinks and, on a GPU, windows and queries that
+      are the last of the keys.
+    - "flex": `titancli.models.blocks.flex`, with block masks.
+    - "chunks", "windows": each chunk, or as many queries as a window is wide, becomes a row of its own; a
+      kernel is chosen again for these.
+    - "masked": a mask is made, and a kernel is chosen again.
+    - "written out": by materialized scores, which are few where a GPU samples. On a CPU no other kernel
+      supports caps.
     """
-    if asked.mask == "blocks":
+    if call.mask == "blocks":
         return "flex"
-    if asked.cap:
-        if asked.mask == "dense" or not asked.causal:
+    if call.cap:
+        if call.mask == "dense" or not call.causal:
             return "written out"
-        return "flex" if asked.device == "cuda" and asked.square else "masked"
-    flash = runs_flash(asked.device, asked.dtype, asked.head_dim, asked.value_dim)
-    if asked.mask == "dense" or not asked.causal:
-        if not asked.sinks:
+        return "flex" if call.device == "cuda" and call.square else "masked"
+    flash = runs_flash(call.device, call.dtype, call.head_dim, call.value_dim)
+    if call.mask == "dense" or not call.causal:
+        if not call.sinks:
             return "sdpa"
-        return "written out" if asked.device == "cuda" else "flash"
-    if asked.chunk:
-        return "chunks" if asked.square and not asked.window else "masked"
-    if flash and (asked.window or asked.sinks or not asked.square):
+        return "written out" if call.device == "cuda" else "flash"
+    if call.chunk:
+        return "chunks" if call.square and not call.window else "masked"
+    if flash and (call.window or call.sinks or not call.square):
         return "flash"
-    if not asked.square:
+    if not call.square:
         return "masked"
-    if asked.sinks and asked.device == "cuda":
+    if call.sinks and call.device == "cuda":
         return "flex"
-    if asked.window:
+    if call.window:
         return "windows"
-    return "flash" if asked.sinks else "sdpa"
+    return "flash" if call.sinks else "sdpa"
 
 
 def attend(
@@ -105,21 +105,21 @@ def attend(
     cap: float | None = None,
     fill: bool = True,
 ) -> Tensor:
-    """softmax(scale · q·kᵀ) · v of what each query sees.
+    """Return softmax(scale · q·kᵀ) · v over the keys that each query sees.
 
     Args:
         q: [B, S, heads, head_dim].
         k: [B, T, kv heads, head_dim].
         v: [B, T, kv heads, value_dim].
-        mask: [B or 1, 1, S, T], bool or in blocks, the reach in it already; None: `causal` says.
-        causal: without a mask, whether a token sees those before it and itself, within `reach`; of T keys the
-            queries are the last S.
+        mask: [B or 1, 1, S, T], bool or a block mask, including the reach; None: see `causal`.
+        causal: without a mask, whether a token sees only itself and tokens before it, within `reach`; the
+            queries are the last S of T tokens.
         reach: how far back a token sees.
         scale: None: 1 / √head_dim.
-        grouped: whether there are fewer heads of keys than of queries.
-        sinks: [heads], a logit of each head that takes its share of the softmax and gives nothing.
-        cap: scaled products x become cap · tanh(x / cap); None: they stay as they are.
-        fill: whether values that are narrower than keys are filled up, where kernels want heads of one width.
+        grouped: whether there are fewer key heads than query heads.
+        sinks: [heads], a logit per head that takes part in the softmax but contributes no value.
+        cap: scaled products x become cap · tanh(x / cap); None: no cap.
+        fill: whether to pad values that are narrower than keys, where kernels need heads of one width.
 
     Returns:
         [B, S, heads, value_dim].
@@ -130,7 +130,7 @@ def attend(
 
 
 class _Core:
-    """Attention of some queries, keys and values; shapes as of `attend`."""
+    """Attention with fixed options; shapes as in `attend`."""
 
     def __init__(
         self, scale: float, grouped: bool, sinks: Tensor | None, cap: float | None, fill: bool
@@ -146,11 +146,11 @@ class _Core:
         causal: bool = True,
         reach: Reach = WHOLE,
     ) -> Tensor:
-        # Only what differs for it is asked of a shape: compiled for changing ones, a comparison is symbolic.
+        # Compare shapes only where it matters: when compiled for dynamic shapes, comparisons are symbolic.
         limited = mask is None and causal and reach.limits(k.shape[1])
         given = mask if isinstance(mask, Tensor) else None
         kernel = kernel_of(
-            Asked(
+            AttentionCall(
                 device=device_type(q),
                 dtype=q.dtype,
                 head_dim=q.shape[-1],
@@ -177,7 +177,7 @@ class _Core:
         if kernel == "written out":
             return self._written_out(q, k, v, given)
         causal, width = mask is None and causal, v.shape[-1]
-        # On meta nothing runs.
+        # Nothing runs on meta.
         if width < q.shape[-1] and device_type(q) != "meta" and (self.fill or kernel == "flash"):
             v = pad(v, (0, q.shape[-1] - width))
         if kernel == "flash":
@@ -198,9 +198,9 @@ class _Core:
         return out[..., :width] if out.shape[-1] != width else out
 
     def _flex(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, reach: Reach) -> Tensor:
-        if q.is_meta:  # nothing runs, and as much is kept
+        if q.is_meta:  # nothing runs, and the same is kept for backward
             return flash_attention(q, k, v, scale=self.scale, causal=True, sinks=self.sinks)
-        # These bring torch's compiler.
+        # These import torch's compiler.
         from titancli.models.blocks.flex import attend_in_blocks, document_block_mask
 
         if mask is None:  # one document
@@ -226,7 +226,7 @@ class _Core:
 
 
 def _in_chunks(core: _Core, q: Tensor, k: Tensor, v: Tensor, chunk: int) -> Tensor:
-    """Each chunk is a row of its own; the last may be short."""
+    """Attend within each chunk as a row of its own; the last may be short."""
     rows, length = q.shape[:2]
     whole = length // chunk * chunk
     pieces = [x[:, :whole].reshape(-1, chunk, *x.shape[2:]) for x in (q, k, v)]
@@ -237,12 +237,12 @@ def _in_chunks(core: _Core, q: Tensor, k: Tensor, v: Tensor, chunk: int) -> Tens
 
 
 def _in_window(core: _Core, q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
-    """Blocks of as many queries as the window is wide see their own block's keys and those of the one before;
-    the first block's are plainly causal."""
+    """Attend in blocks of as many queries as the window is wide: each sees the keys of its own and the
+    previous block; the first block is plainly causal."""
     rows, length = q.shape[:2]
     first = core(q[:, :window], k[:, :window], v[:, :window], None)
     blocks = -(-length // window)
-    if blocks * window != length:  # `pad` copies also where there is nothing to add
+    if blocks * window != length:  # `pad` copies even if there is nothing to add
         q, k, v = (pad(x, (0, 0, 0, 0, 0, blocks * window - length)) for x in (q, k, v))
     queries = q[:, window:].reshape(-1, window, *q.shape[2:])
     k, v = (
@@ -255,23 +255,23 @@ def _in_window(core: _Core, q: Tensor, k: Tensor, v: Tensor, window: int) -> Ten
 
 
 class HeadsNorm(nn.RMSNorm):
-    """A norm over the numbers of all heads, also where ranks have some heads each."""
+    """An RMS norm over all heads together, also if the heads are split over ranks."""
 
     styles: ClassVar = {"weight": "column"}
     tensor_group: Group | None = None
-    """The ranks that have the other heads."""
+    """The ranks that hold the other heads."""
 
     def tensor_parallel(self, group: Group, style: str | None) -> None:
-        """Called by the `decoder` plan; the style is "column"."""
+        """Shard the module; called by the `decoder` plan with the style "column"."""
         self.tensor_group = group
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, S, heads, head_dim] -> the same."""
+        """Normalize [B, S, heads, head_dim]."""
         flat, weight = x.flatten(-2), local(self.weight)
         if self.tensor_group is None:
             return rms_norm(flat, self.normalized_shape, weight, self.eps).view_as(x)
         wide = flat.to(torch.promote_types(flat.dtype, torch.float32))
-        # Each rank goes on with other heads, so that the gradient of the sum is a sum as well.
+        # Ranks continue with different heads, so the gradient of the sum is a sum as well.
         squares = gather(wide.square().sum(-1, keepdim=True), 2, self.tensor_group).sum(-1, keepdim=True)
         count = flat.shape[-1] * self.tensor_group.size
         normed = wide * torch.rsqrt(squares / count + (self.eps or 0.0))
@@ -279,10 +279,10 @@ class HeadsNorm(nn.RMSNorm):
 
 
 class Attention(nn.Module):
-    """See `titancli.protocols.shape.Attention`.
+    """Grouped-query attention, see `titancli.protocols.shape.Attention`.
 
-    `mask` None means causal over the whole row, as far as the reach goes; a token that comes alone sees all
-    that the cache holds.
+    A `mask` of None means causal over the whole row, within the reach; a single token with a cache sees
+    everything in the cache.
     """
 
     takes_local_parameters = True
@@ -294,7 +294,7 @@ class Attention(nn.Module):
         dim, width, bias = spec.dim, spec.head_dim, spec.bias
         self.head_dim, self.value_dim, self.scale, self.cap = width, spec.value_dim, spec.scale, spec.cap
         self.reach, self.angles = Reach(spec.window, spec.chunk), spec.angles
-        # Known before any shape is: compiled for changing shapes, a comparison of these would be symbolic.
+        # Determined from the spec: when compiled for dynamic shapes, comparing head counts would be symbolic.
         self.grouped = spec.heads != spec.kv_heads
         self.wq = nn.Linear(dim, spec.heads * width * (1 + spec.gated), bias="q" in bias)
         self.wk = nn.Linear(dim, spec.kv_heads * width, bias="k" in bias)
@@ -305,7 +305,7 @@ class Attention(nn.Module):
         self.sinks = nn.Parameter(torch.empty(spec.heads)) if spec.sinks else None
 
     def _norm(self, heads: int) -> nn.Module | None:
-        """The norm of so many heads of queries or keys."""
+        """Return the norm for queries or keys with this many heads."""
         spec = self.spec
         if spec.qk_norm == "whole":
             return HeadsNorm(heads * spec.head_dim, eps=spec.norm.eps)
@@ -313,35 +313,36 @@ class Attention(nn.Module):
 
     @property
     def is_plain_softmax(self) -> bool:
-        """Whether `core_attention` is causal softmax(q·kᵀ/√head_dim)·v over whole rows and no more, so that
-        keys can come in blocks."""
+        """Return whether `core_attention` is exactly causal softmax(q·kᵀ/√head_dim)·v over whole rows, so
+        that keys may be processed in blocks."""
         return self.reach == WHOLE and self.scale is None and self.sinks is None and self.cap is None
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: LayerCache | None = None
     ) -> Tensor:
-        """[B, S, dim] -> [B, S, dim]; cos and sin [B or 1, S, 1, head_dim / 2].
+        """Map [B, S, dim] to [B, S, dim]; cos and sin are [B or 1, S, 1, head_dim / 2].
 
-        With a cache, S tokens attend to the T that it then holds, and the mask is [B or 1, 1, S, T].
+        With a cache, S tokens attend to all T tokens in it, and the mask is [B or 1, 1, S, T].
         """
         rows, length, _ = x.shape
         gated = self.spec.gated
-        # Head counts are read off the result, so that the same code works on a tensor-parallel shard.
+        # Head counts are inferred, so that the same code works on a tensor-parallel shard.
         q = self.wq(x).view(rows, length, -1, self.head_dim * (1 + gated))
         q, gate = q.chunk(2, -1) if gated else (q, None)
         k = self.wk(x).view(rows, length, -1, self.head_dim)
         v = self.wv(x).view(rows, length, -1, self.head_dim)
-        q, k = self.place(q, k, cos, sin)
+        q, k = self.encode_positions(q, k, cos, sin)
         if cache is not None:
             k, v = cache.append(k, v)
         more = {} if self.sinks is None else {"sinks": local(self.sinks)}
-        # A token that comes alone may see all that the cache holds; else no shape decides what is masked.
+        # A single token may see the whole cache; masking must not depend on shapes otherwise.
         out = self.core_attention(q, k, v, mask, causal=cache is None or length > 1, **more)
         out = out if gate is None else out * gate.sigmoid()
         return self.wo(out.reshape(rows, length, -1))
 
-    def place(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys that know where they are, [B, S, heads, head_dim] each."""
+    def encode_positions(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Return queries and keys with their positions encoded, and normalized, [B, S, heads, head_dim]
+        each."""
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         spec = self.spec
@@ -362,16 +363,17 @@ class Attention(nn.Module):
         causal: bool = True,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """q [B, S, heads, head_dim], k and v [B, T, kv heads, head_dim] -> [B, S, heads, head_dim].
+        """Attend with q [B, S, heads, head_dim] and k, v [B, T, kv heads, head_dim]; return [B, S, heads,
+        head_dim].
 
-        A plan may put a method in its place that brings rows or heads together and calls this one with them
-        (`titancli.parallel.context`); so all that it needs comes in, save for what heads do not differ in.
+        A plan may replace this method by one that gathers rows or heads and calls the original with them
+        (`titancli.parallel.context`), so everything that differs between heads is an argument.
 
         Args:
-            mask: [B or 1, 1, S, T] bool, the module's reach in it; None: `causal` says.
-            causal: without a mask, whether a token sees those before it and itself alone; the queries are
-                the last S of T.
-            sinks: [heads], given where the module has them, of the heads that are here.
+            mask: [B or 1, 1, S, T] bool, including the module's reach; None: see `causal`.
+            causal: without a mask, whether a token sees only itself and tokens before it; the queries are the
+                last S of T.
+            sinks: [heads], the sinks of these heads, if the module has any.
         """
         return attend(
             q,

@@ -1,4 +1,4 @@
-"""The block that decoders are made of."""
+"""The block that decoders consist of."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ if TYPE_CHECKING:
 
 
 class Block(nn.Module):
-    """See `titancli.protocols.shape.Block`."""
+    """A decoder block, see `titancli.protocols.shape.Block`."""
 
     def __init__(self, spec: Spec) -> None:
-        """The module of `spec.attention` is called as `titancli.models.blocks.attention.Attention` is."""
+        """Create the block; `spec.attention` builds a module that is called like
+        `titancli.models.blocks.attention.Attention`."""
         super().__init__()
         self.norms, self.parallel, self.residual_scale = spec.norms, spec.parallel, spec.residual_scale
         made = {name: norm_of(spec.norm, spec.dim) for name in spec.norm_names}
@@ -26,7 +27,7 @@ class Block(nn.Module):
         self.attention = spec.attention.build()
         self.attention_post_norm = made.get("attention_post_norm")
         self.ffn_norm = made.get("ffn_norm")
-        # Under names that say which it is: patterns for one should not match the other.
+        # Distinct names, so that patterns for one do not match the other.
         feed_forward = spec.feed_forward.build()
         self.moe = feed_forward if isinstance(feed_forward, MoE) else None
         self.feed_forward = None if isinstance(feed_forward, MoE) else feed_forward
@@ -35,7 +36,7 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: LayerCache | None = None
     ) -> Tensor:
-        """[B, S, dim] -> [B, S, dim]."""
+        """Map [B, S, dim] to [B, S, dim]."""
         x, given = self.attention_branch(x, cos, sin, mask, cache)
         for branch in (self.moe, self.feed_forward):
             if branch is not None:
@@ -43,7 +44,7 @@ class Block(nn.Module):
         return x
 
     def parts(self) -> list[tuple[nn.Module, str]]:
-        """The methods that are compiled, and run again in backward, each for itself."""
+        """Return the methods that are compiled and checkpointed separately."""
         if self.moe is None:
             return [(self, "forward")]
         return [(self, "attention_branch"), *self.moe.parts()]
@@ -51,7 +52,7 @@ class Block(nn.Module):
     def attention_branch(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: LayerCache | None
     ) -> tuple[Tensor, Tensor]:
-        """The residual stream after attention, and what feed-forward is given of it."""
+        """Return the residual stream after attention, and the input of the feed-forward."""
         after = self.norms == "after"
         entered = x if after else self.attention_norm(x)
         out = self.attention(entered, cos, sin, mask, cache)
@@ -61,7 +62,7 @@ class Block(nn.Module):
         return x, x if after or self.ffn_norm is None else self.ffn_norm(x)
 
     def _plus(self, x: Tensor, out: Tensor, norm: nn.Module | None, post: nn.Module | None) -> Tensor:
-        """The residual stream with what a branch returns, of which these are the norms."""
+        """Add a branch's output to the residual stream; `norm` and `post` are the branch's norms."""
         last = norm if self.norms == "after" else post
         out = out if last is None else last(out)
         return x + (out if self.residual_scale == 1.0 else out * self.residual_scale)

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 class ClampedExperts(Experts):
-    """`w2((clamp(u) + 1) * g * sigmoid(alpha * g)) + w2_bias` with g and u the halves of `w13 x + w13_bias`,
-    g clamped from above, u from both sides."""
+    """`w2((clamp(u) + 1) * g * sigmoid(alpha * g)) + w2_bias`, where g and u are the halves of `w13 x +
+    w13_bias`, g clamped from above and u from both sides."""
 
     def __init__(self, spec: shape.Experts) -> None:
         super().__init__(spec)
@@ -36,7 +36,7 @@ class ClampedExperts(Experts):
 
 
 class _ClampedSwiglu(torch.autograd.Function):
-    """Keeps what comes in and nothing else: operation by operation, autograd would keep three times that."""
+    """Keeps only its input for backward: autograd would keep three times as much, operation by operation."""
 
     @staticmethod
     def forward(ctx: Any, both: Tensor, alpha: float, limit: float) -> Tensor:

@@ -1,8 +1,8 @@
-"""What the modules of a decoder declare of their parameters: how they are sharded under tensor parallelism,
-and what they are to optimizers.
+"""Declarations of a decoder's modules about their parameters: tensor-parallel sharding, and roles for
+optimizers.
 
-A module declares `styles` and `roles` by the names of its own parameters and of its children. Norms are whole
-on every rank unless they say otherwise.
+A module declares `styles` and `roles` by the names of its own parameters and of its children. Norms are
+replicated unless they declare otherwise.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ NORMS = {"weight": "norm", "bias": "norm"}
 
 
 def declared(model: nn.Module, what: Literal["styles", "roles"]) -> dict[str, Any]:
-    """Return what is declared of a decoder's parameters, by a pattern of names: that of all blocks is one."""
+    """Return the declarations about a decoder's parameters, by name pattern; one pattern stands for all
+    blocks."""
     return {re.sub(r"^layers\.\d+\.", "layers.*.", name): value for name, value in _all(model, what)}
 
 

@@ -1,6 +1,6 @@
-"""The decoder that most families are: embedding, blocks, norm, output.
+"""The decoder of most families: embedding, blocks, norm, output.
 
-Single-device code: it says what can be split, and the `decoder` plan splits it.
+Single-device code: it declares what can be split, and the `decoder` plan splits it.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
 
 class Decoder(nn.Module):
-    """A decoder of blocks, built from the shape of its config: `titancli.protocols.shape.Decoder`."""
+    """A decoder of blocks, built from its config's `titancli.protocols.shape.Decoder`."""
 
     row_cut: RowCut | None = None
-    """Set by context parallel: how rows are cut over ranks."""
+    """How rows are split over ranks; set by context parallelism."""
     inputs = ("tokens", "positions", "document_ids")
     sequence_dim: ClassVar = {"tokens": 1, "positions": 1}
     styles: ClassVar = {"tok_embeddings": "vocab", "output": "vocab"}
@@ -54,7 +54,7 @@ class Decoder(nn.Module):
         if config.tied:
             self.output.weight = self.tok_embeddings.weight
         self._frequencies: dict[shape.Rope, Tensor] = {}
-        # As it is built: converters may add parameters, and a pipeline stage has a part.
+        # Declared now: converters may add parameters later, and a pipeline stage has only some.
         self.tensor_plan, self.roles = declared(self, "styles"), declared(self, "roles")
         self._active = self._active_parameters()
 
@@ -68,18 +68,19 @@ class Decoder(nn.Module):
         loss: Loss | None = None,
         cache: KVCache | None = None,
     ) -> Tensor | LossResult:
-        """Logits [B, S, V], or a LossResult when a loss is given; with a cache the last token's, [B, 1, V].
+        """Return logits [B, S, V], or a LossResult if a loss is given; with a cache, the last token's logits
+        [B, 1, V].
 
-        A pipeline stage lacks modules (None): it is given the hidden states of the stage before it instead of
-        tokens, with positions, and returns hidden states if it is not the last.
+        A pipeline stage lacks modules (None): its `tokens` are the hidden states of the previous stage, with
+        positions, and unless it is the last, it returns hidden states.
 
         Args:
             tokens: [B, S] int64.
             positions: [B, S] int64; None counts from 0 in every row.
             document_ids: [B, S]; None means that a row is one document.
-            batch: what the loss is computed on.
+            batch: the batch that the loss is computed on.
             loss: computed inside the output module.
-            cache: holds the tokens before these, and is given these; it knows their positions, so `positions`
+            cache: holds the tokens before these, and stores these; it knows their positions, so `positions`
                 and `document_ids` stay None.
         """
         if cache is not None:
@@ -94,7 +95,7 @@ class Decoder(nn.Module):
         hidden = tokens
         embedded: list[Tensor] = []
         if ahead := self._tokens_ahead(batch, loss):
-            # One look-up of all: FSDP2 gathers the embeddings once.
+            # A single look-up for all, so that FSDP2 gathers the embeddings once.
             hidden, *embedded = self._embedded(torch.cat((tokens, *ahead))).split(len(tokens))
         elif self.tok_embeddings is not None:
             hidden = self._embedded(tokens)
@@ -110,7 +111,7 @@ class Decoder(nn.Module):
             predicted.append(block(predicted[-1], *given, embedded=tokens_ahead))
         if self.output is None:
             return hidden
-        # Without gradients they have only counted what their experts get.
+        # Without gradients, the blocks have only counted tokens per expert.
         return self.output(hidden, batch, loss, predicted[1:] if torch.is_grad_enabled() else ())
 
     def _embedded(self, tokens: Tensor) -> Tensor:
@@ -124,12 +125,12 @@ class Decoder(nn.Module):
 
     @property
     def _mtp(self) -> list[Any]:
-        """Those that each predict one token further than the one before."""
+        """The multi-token prediction blocks, each predicting one token further than the previous."""
         return [block for block in self.layers.values() if isinstance(block, MTPBlock)]
 
     def _tokens_ahead(self, batch: Batch | None, loss: Loss | None) -> list[Tensor]:
-        """What each of them is given of the tokens: this rank's part, [B, S] int64; nothing where no loss is
-        trained."""
+        """Return the tokens for each multi-token prediction block: this rank's part, [B, S] int64; empty
+        if no loss is trained."""
         layers = self._mtp
         counted = any(layer.counting is not None for layer in moe_layers(self).values()) if layers else False
         if batch is None or loss is None or not (torch.is_grad_enabled() or counted):
@@ -138,7 +139,7 @@ class Decoder(nn.Module):
         return whole if self.row_cut is None else [self.row_cut.cut(x, 1) for x in whole]
 
     def new_cache(self, length: int, padding: Tensor | None = None) -> KVCache:
-        """An empty cache for `forward(tokens, cache=…)`; see `KVCache`."""
+        """Return an empty cache for `forward(tokens, cache=…)`; see `KVCache`."""
         return KVCache({name: block.attention for name, block in self._main.items()}, length, padding)
 
     def _continue(self, tokens: Tensor, cache: KVCache) -> Tensor:
@@ -151,18 +152,18 @@ class Decoder(nn.Module):
         return self.output(self.norm(hidden[:, -1:]))
 
     def angles(self, positions: Tensor) -> dict[Any, tuple[Tensor, Tensor]]:
-        """What tells attention where tokens are, of positions [B or 1, S], by what its layers ask for: cosine
-        and sine of a `titancli.protocols.shape.Rope`, [B or 1, S, 1, dim / 2] fp32; or what queries are
-        multiplied by, [B or 1, S, 1, 1] fp32, in both places."""
+        """Return the position encodings for positions [B or 1, S], by the keys that layers use: cosine and
+        sine of a `titancli.protocols.shape.Rope`, [B or 1, S, 1, dim / 2] fp32; or the factor of queries,
+        [B or 1, S, 1, 1] fp32, twice."""
         layers: list[Any] = [block.attention for block in self.layers.values()]
-        found: dict[Any, Any] = {None: (None, None)}  # of those that do not ask
+        found: dict[Any, Any] = {None: (None, None)}  # layers without position encodings
         for one in dict.fromkeys(layer.angles for layer in layers if layer.angles is not None):
             rope = isinstance(one, shape.Rope)
             found[one] = self._rotation(one, positions) if rope else _scale(one, positions)
         return found
 
     def _rotation(self, rope: shape.Rope, positions: Tensor) -> tuple[Tensor, Tensor]:
-        # Not a buffer: that would be garbage after construction on meta, and cast with the parameters.
+        # Not a buffer: that would be uninitialized after construction on meta, and cast with the parameters.
         known = self._frequencies.get(rope)
         if known is None or known.device != positions.device:
             known = self._frequencies[rope] = frequencies(rope).to(positions.device)
@@ -173,36 +174,35 @@ class Decoder(nn.Module):
 
     @property
     def experts(self) -> dict[str, nn.Module]:
-        """The routed experts of every layer that has some."""
+        """The routed experts of every layer that has any."""
         return {name: module for name, module in self.named_modules() if isinstance(module, Experts)}
 
     def token_counts(self) -> dict[str, Tensor]:
-        """How many tokens each expert has been trained on since the last step, on this rank: [E] int64 by
-        layer."""
+        """Return the tokens per expert trained on since the last step, on this rank: [E] int64 by layer."""
         return {name: layer.token_counts() for name, layer in moe_layers(self).items()}
 
     def forget_token_counts(self) -> None:
-        """Begin to count anew."""
+        """Reset the token counts."""
         for layer in moe_layers(self).values():
             layer.forget_counts()
 
     def after_step(self, counts: Mapping[str, Tensor]) -> None:
-        """Balance the experts; `counts` are those of all ranks."""
+        """Balance the experts; `counts` are summed over all ranks."""
         for name, layer in moe_layers(self).items():
             layer.balance(counts[name])
 
     # ------------------------------------------------------------------------------------------- values
 
     def init_weights(self, generator_for: Callable[[str], torch.Generator]) -> None:
-        """Matrices N(0, 0.02), those that end a branch scaled down with depth; norms 1; biases 0; and what a
-        module begins with that says so itself (`init_own`)."""
+        """Initialize all parameters: matrices N(0, 0.02), those at the end of a branch scaled down with
+        depth; norms 1; biases 0; and modules with `init_own` by that."""
         for name, parameter in self.named_parameters():
             if name.endswith("norm.weight"):
                 ones_(parameter)
             elif name.endswith("bias"):
                 zeros_(parameter)
             elif name == "tok_embeddings.weight":
-                # A tied embedding is the output's matrix as well, and must give logits of unit scale.
+                # A tied embedding is also the output's matrix, and must give logits of unit scale.
                 std = self.config.dim**-0.5 if self.config.tied else 1.0
                 normal_(parameter, std, generator_for(name))
             elif name == "output.weight":
@@ -216,7 +216,7 @@ class Decoder(nn.Module):
             layer.clear_bias()
 
     def _active_parameters(self) -> int:
-        """How many take part in one token, the embedding (a look-up) left out."""
+        """Return the number of parameters active for one token, without the embedding (a look-up)."""
         layers = moe_layers(self).values()
         shares = {id(p): layer.active_share for layer in layers for p in layer.experts.parameters()}
         size = sum(round(p.numel() * shares.get(id(p), 1.0)) for p in self.layers.parameters())
@@ -224,13 +224,13 @@ class Decoder(nn.Module):
         return size + again + sum(p.numel() for part in (self.norm, self.output) for p in part.parameters())
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Forward and backward of one token: 6 per active parameter, and a layer has 12 · width of attention
-        per token of the row (PaLM, arXiv 2204.02311, appendix B)."""
+        """Return the FLOPs of forward and backward for one token: 6 per active parameter, plus 12 · width
+        per layer and token of the row for attention (PaLM, arXiv 2204.02311, appendix B)."""
         return 6.0 * self._active + sum(block.attention.flops(seq_len) for block in self.shape.blocks)
 
 
 def _scale(temperature: Any, positions: Tensor) -> tuple[Tensor, Tensor]:
-    # What pads a row in front has positions below 0, of which there would be no logarithm.
+    # Left padding has negative positions, which would have no logarithm.
     steps = ((positions.clamp(min=0) + 1) // temperature.floor_scale).float()
     scale = (steps.log1p() * temperature.attn_scale + 1)[..., None, None]
     return scale, scale
@@ -247,5 +247,5 @@ def _std(name: str) -> float:
 
 
 def build(config: Sizes, *, seq_len: int) -> Decoder:
-    """The model on the current device, without initial values."""
+    """Build the model on the current device, without initializing it."""
     return Decoder(config)

@@ -1,7 +1,7 @@
-"""Gated DeltaNet: linear attention whose memory is a matrix of each head, corrected token by token.
+"""Gated DeltaNet: linear attention whose memory is a matrix per head, corrected token by token.
 
-Source: arXiv 2412.06464, as Qwen3-Next has it: queries, keys and values pass a short causal convolution
-first, and what heads read is normed and gated.
+Source: arXiv 2412.06464, as in Qwen3-Next: queries, keys and values first pass a short causal convolution,
+and the heads' outputs are normalized and gated.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ ALL = slice(None)
 
 
 class GatedDeltaNet(nn.Module):
-    """In place of attention. A *group* is a head of queries and keys, and those of values that share it; what
-    belongs to a group lies together, so that tensor parallelism shards by groups.
+    """A replacement for attention. A *group* is a head of queries and keys with the value heads that share
+    it; parameters of a group are adjacent, so that tensor parallelism shards by groups.
 
-    `mask` is [B, S] bool, the tokens with which a document begins, of whole rows; None: rows are not divided.
+    `mask` is [B, S] bool over whole rows, marking the first token of each document; None: one document per
+    row.
     """
 
     takes_local_parameters = True
@@ -46,7 +47,7 @@ class GatedDeltaNet(nn.Module):
         dim, values = spec.dim, spec.heads
         self.key_dim, self.value_dim = spec.key_dim, spec.value_dim
         self.shared_by = values // spec.key_heads
-        # Of each group its query, its key, its values, and their gates; and β and decay of each value head.
+        # Per group: query, key, values and their gates; and β and decay of each value head.
         self.wqkvz = nn.Linear(dim, spec.mixed + values * spec.value_dim, bias=False)
         self.wba = nn.Linear(dim, 2 * values, bias=False)
         self.conv = nn.Parameter(torch.empty(spec.mixed, spec.kernel))
@@ -56,8 +57,8 @@ class GatedDeltaNet(nn.Module):
         self.wo = nn.Linear(values * spec.value_dim, dim, bias=False)
 
     def init_own(self, generator_for: Callable[[str], torch.Generator]) -> None:
-        """Draw what is no matrix: heads forget at rates of 0.01 to 16 times a step of softplus(1), and the
-        convolution begins as torch's own does."""
+        """Initialize the parameters that are not matrices: decay rates of 0.01 to 16 times a step of
+        softplus(1), and torch's default for the convolution."""
         decay, bound = generator_for("A_log"), self.conv.shape[1] ** -0.5
         fill(self.A_log, lambda whole: whole.uniform_(0.01, 16, generator=decay).log_())
         ones_(self.dt_bias)
@@ -66,7 +67,7 @@ class GatedDeltaNet(nn.Module):
     def forward(
         self, x: Tensor, cos: None, sin: None, mask: Tensor | None, cache: StateCache | None = None
     ) -> Tensor:
-        """[B, S, dim] -> [B, S, dim]; cos and sin are None, since order is in the recurrence."""
+        """Map [B, S, dim] to [B, S, dim]; cos and sin are None, since recurrence encodes order."""
         rows, length, _ = x.shape
         values = self.shared_by * self.value_dim
         widths = (2 * self.key_dim + values, values)
@@ -87,8 +88,8 @@ class GatedDeltaNet(nn.Module):
         return self.wo(out.to(x.dtype).reshape(rows, length, -1))
 
     def core_recurrence(self, per_head: Sequence[Tensor], mask: Tensor | None, heads: slice = ALL) -> Tensor:
-        """What goes along whole rows, of some groups; a plan may put a method in its place that brings rows
-        together and calls this one with them (`titancli.parallel.context`).
+        """Run the recurrence over whole rows of some groups; a plan may replace this method by one that
+        gathers rows and calls the original with them (`titancli.parallel.context`).
 
         Args:
             per_head: [B, S, groups, …] each.
@@ -105,7 +106,7 @@ class GatedDeltaNet(nn.Module):
         before, state = cache.state or (mixed.new_zeros(len(mixed), kept, *mixed.shape[2:]), None)
         out, state = self._pass(per_head, mask, before, state)
         row = torch.cat((before, mixed), 1)
-        if mask is not None:  # of the last token's document alone: in a later call nothing tells them apart
+        if mask is not None:  # keep only the last token's document: a later call cannot tell documents apart
             document = pad(mask.int().cumsum(1), (kept, 0))
             row = row * (document == document[:, -1:])[..., None, None]
         cache.state = row[:, row.shape[1] - kept :], state
@@ -129,13 +130,13 @@ class GatedDeltaNet(nn.Module):
 
 
 def short_convolution(x: Tensor, weight: Tensor, begins: Tensor | None, before: Tensor | None) -> Tensor:
-    """Each channel's own causal convolution, which does not see across documents; summed in fp32 or more.
+    """Apply each channel's own causal convolution, not across documents; summed in fp32 or more.
 
     Args:
         x: [B, S, …].
-        weight: […, kernel], the last for the token itself.
-        begins: [B, S] bool, the tokens with which a document begins; None: none does.
-        before: [B, kernel - 1, …], what stands in front of the row; None: zeros.
+        weight: […, kernel], the last element for the token itself.
+        begins: [B, S] bool, the first token of each document; None: no document begins.
+        before: [B, kernel - 1, …], the inputs before the row; None: zeros.
 
     Returns:
         [B, S, …] in x's dtype.

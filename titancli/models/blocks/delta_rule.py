@@ -1,12 +1,12 @@
-"""The gated delta rule in chunks, as a torch operator with gradients.
+"""The gated delta rule in chunks, as a differentiable torch operator.
 
 A head keeps a matrix S of keys by values, and goes through its row token by token:
 
     S ← exp(g) · S,   S ← S + k ⊗ β · (v − Sᵀk),   out = Sᵀq / √(key width)
 
-with q and k of length 1. Within a chunk of tokens all of this is a few products of matrices and one
-triangular system; only the state at the chunks' borders is computed in order. Everything between is made
-again in backward, since it takes many times as much memory as what comes in.
+with q and k of length 1. Within a chunk of tokens, all of this is a few matrix products and one triangular
+solve; only the states between chunks are computed in order. Intermediates are recomputed in backward, since
+they take many times the memory of the inputs.
 
 Sources: Gated Delta Networks (arXiv 2412.06464); the chunks, arXiv 2406.06484.
 """
@@ -23,9 +23,9 @@ from torch.nn.functional import pad
 from torch.utils.flop_counter import register_flop_formula
 
 CHUNK = 64
-"""Tokens of a chunk."""
+"""Tokens per chunk."""
 WORKING = 256 * 2**20
-"""Bytes that a call may take beside what it is given and returns."""
+"""Bytes of temporaries that a call may take."""
 EPSILON = 1e-6
 """Added to the squared length of queries and keys."""
 
@@ -41,16 +41,16 @@ def gated_delta_rule(
     state: Tensor | None,
     chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
-    """What the heads read at each token, and their states after the last; computed in fp32 or more.
+    """Return the heads' outputs at each token, and their states after the last; computed in fp32 or more.
 
     Args:
         q, k: [B, S, key heads, K].
         v: [B, S, key heads, R, V]: R heads share a query and a key.
         log_decay: [B, S, key heads, R] fp32, g above, at most 0.
         beta: [B, S, key heads, R], β above.
-        begins: [B, S] bool, the tokens at which a document begins, which finds the state empty; None: the row
-            goes on with `state`.
-        state: [B, key heads, R, K, V] before the first token; None: empty.
+        begins: [B, S] bool, the first token of each document, where the state is reset; None: the row
+            continues from `state`.
+        state: [B, key heads, R, K, V] before the first token; None: zeros.
         chunk: tokens that are computed together.
 
     Returns:
@@ -68,7 +68,7 @@ def gated_delta_rule(
 def _read(
     given: Sequence[Tensor], begins: Tensor | None, first: Tensor | None, chunk: int
 ) -> tuple[Tensor, Tensor]:
-    """`gated_delta_rule` of some key heads. All else that it makes is gone before those of the next."""
+    """Compute `gated_delta_rule` for some key heads. Temporaries are freed before the next heads."""
     row = _Row.of(given, begins, chunk)
     states = row.states(first)
     return _tokens(row.read(states[..., :-1, :, :]), given[0].shape[1]), states[..., -1, :, :]
@@ -87,7 +87,7 @@ def gated_delta_rule_backward(
     state: Tensor | None,
     chunk: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of q, k, v, log_decay, beta, and of the state before the first token."""
+    """Return the gradients of q, k, v, log_decay, beta, and of the state before the first token."""
     wide = torch.promote_types(v.dtype, torch.float32)
     inputs = (q, k, v, log_decay, beta)
     made = [x.new_empty(x.shape) for x in inputs]
@@ -97,7 +97,7 @@ def gated_delta_rule_backward(
         before, after = (None if x is None else x[:, heads] for x in (state, grad_state))
         found, first[:, heads] = _gradients(mine, begins, before, grad[:, :, heads], after, chunk)
         for whole in made:
-            whole[:, :, heads] = found.pop(0)  # and so it is gone before the next heads
+            whole[:, :, heads] = found.pop(0)  # freed before the next heads
     return (*made, first)  # type: ignore[return-value]
 
 
@@ -109,7 +109,7 @@ def _gradients(
     grad_state: Tensor | None,
     chunk: int,
 ) -> tuple[list[Tensor], Tensor]:
-    """`gated_delta_rule_backward` of some key heads."""
+    """Compute `gated_delta_rule_backward` for some key heads."""
     row, (q, k, *_) = _Row.of(given, begins, chunk), given
     states = row.states(state)
     *found, first = row.gradients(_chunks(grad, row.q.dtype, row.size), grad_state, states)
@@ -120,8 +120,8 @@ def _gradients(
 
 
 def _slices(k: Tensor, v: Tensor, chunk: int, passes: int) -> list[slice]:
-    """Key heads that are computed together, so that what lies between takes no more than `WORKING` bytes, or
-    what one of them takes."""
+    """Return slices of key heads to compute together, such that temporaries take at most `WORKING` bytes,
+    or those of a single head."""
     wide = torch.promote_types(v.dtype, torch.float32).itemsize
     width, size = k.shape[-1] + v.shape[-1], max(1, min(chunk, k.shape[1]))
     of_token = 6 * width + 6 * size + 2 * k.shape[-1] * width / size
@@ -173,7 +173,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _backward(ctx: Any, grad: Tensor, grad_state: Tensor | None) -> tuple[Tensor | None, ...]:
-    kept = ctx.saved_tensors  # once: checkpointing hands them out a single time
+    kept = ctx.saved_tensors  # read once: checkpointing hands them out a single time
     *found, first = gated_delta_rule_backward(grad, grad_state, *kept, ctx.chunk)
     return (*found, None, None if kept[-1] is None else first, None)
 
@@ -183,7 +183,7 @@ gated_delta_rule.register_autograd(_backward, setup_context=_keep)
 
 @register_flop_formula(torch.ops.titancli.gated_delta_rule)
 def _flops(q: Any, k: Any, v: Any, *rest: Any, out_shape: Any = None, **more: Any) -> int:
-    """Of the rule itself: a decayed state is read by a key, written to, and read by a query."""
+    """Return the FLOPs of the rule itself: a decayed state is read by a key, written, and read by a query."""
     return 6 * math.prod(v) * k[-1]
 
 
@@ -193,7 +193,7 @@ def _backward_flops(grad: Any, state: Any, q: Any, k: Any, v: Any, *rest: Any, o
 
 
 class _Row(NamedTuple):
-    """Rows in chunks: [B, key heads, R or 1, chunks, …]. C is a chunk's tokens, K and V the widths."""
+    """Rows in chunks: [B, key heads, R or 1, chunks, …]. C is the tokens of a chunk, K and V the widths."""
 
     q: Tensor
     """[…, C, K], of unit length and scaled."""
@@ -202,25 +202,27 @@ class _Row(NamedTuple):
     beta: Tensor
     """[…, C, 1]."""
     since: Tensor
-    """[…, C, 1]: what is left at a token of the state before the chunk; 0 once a document has begun."""
+    """[…, C, 1]: decay of the state before the chunk up to each token; 0 after a document has begun."""
     until: Tensor
-    """[…, C, 1]: what is left of a token's own at the chunk's end; 0 if a document begins after it."""
+    """[…, C, 1]: decay of each token's contribution up to the chunk's end; 0 if a document begins after
+    it."""
     between: Tensor
-    """[…, C, C]: what is left at a row's token of a column's, 0 above the diagonal and across documents."""
+    """[…, C, C]: decay from a column's token to a row's, 0 above the diagonal and across documents."""
     alike: Tensor
     """[…, C, C]: products of keys."""
     system: Tensor
-    """[…, C, C]: below its diagonal, how each token's correction depends on those before it."""
+    """[…, C, C]: below the diagonal, how each token's correction depends on earlier ones."""
     scores: Tensor
-    """[…, C, C]: what each token reads of the corrections."""
+    """[…, C, C]: weights with which each token reads the corrections."""
     values: Tensor
-    """[…, C, V]: the corrections that tokens would make to an empty state."""
+    """[…, C, V]: corrections that tokens would make to an empty state."""
     reads: Tensor
-    """[…, C, K]: what of the state before the chunk is taken off from these."""
+    """[…, C, K]: what is subtracted from these, as a factor of the state before the chunk."""
 
     @classmethod
     def of(cls, given: Sequence[Tensor], begins: Tensor | None, chunk: int) -> _Row:
-        """`given`: q, k, v, log_decay and beta."""
+        """Split q, k, v, log_decay and beta into chunks, and compute everything that does not depend on
+        the states."""
         q, k, v, log_decay, beta = given
         size = max(1, min(chunk, q.shape[1]))
         wide = torch.promote_types(v.dtype, torch.float32)
@@ -229,7 +231,7 @@ class _Row(NamedTuple):
         v = _chunks(v, wide, size)
         rate, decay = (_chunks(x, wide, size) for x in (beta, log_decay))
         within = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
-        # Added up from each token on: differences of sums from the chunk's first would lose what is small.
+        # Summed from each token on: differences of sums from the chunk's first token would lose small values.
         each = decay[..., :, None].expand(*decay.shape, size)
         between = each.masked_fill(~within.tril(-1), 0.0).cumsum(-2)
         since, until = decay.cumsum(-1).exp(), between[..., -1, :].exp()
@@ -255,23 +257,23 @@ class _Row(NamedTuple):
         return self.q.shape[-2]
 
     def step(self) -> Tensor:
-        """[…, K, K]: what the state before a chunk is multiplied by to give its part of the one after it."""
+        """Return […, K, K], the linear map from the state before a chunk to its part of the state after."""
         kept = self.since[..., -1:, :] * torch.eye(self.k.shape[-1], dtype=self.k.dtype, device=self.k.device)
         return kept - (self.until * self.k).mT @ self.reads
 
     def states(self, first: Tensor | None) -> Tensor:
-        """[…, chunks + 1, K, V]: before the first chunk, and after each."""
+        """Return […, chunks + 1, K, V], the states before the first chunk and after each."""
         return _in_order(self.step(), (self.until * self.k).mT @ self.values, first)
 
     def read(self, states: Tensor) -> Tensor:
-        """[…, C, V], with the states before the chunks."""
+        """Return the outputs […, C, V], given the states before the chunks."""
         return (self.since * self.q) @ states + self.scores @ (self.values - self.reads @ states)
 
     def gradients(self, grad: Tensor, grad_state: Tensor | None, states: Tensor) -> tuple[Tensor, ...]:
-        """Of q, k, v, decay, beta and the first state, for those of what is read, […, C, V], and of the last
-        state."""
+        """Return the gradients of q, k, v, decay, beta and the first state, given those of the outputs,
+        […, C, V], and of the last state."""
         q, k, v, beta, since, until, between, *_ = self
-        # Of the states: the same walk from behind.
+        # Of the states: the same recurrence, backwards.
         additions = (since * q).mT @ grad - self.reads.mT @ (self.scores.mT @ grad)
         back = _in_order(self.step().mT.flip(3), additions.flip(3), grad_state).flip(3)
         after, before = back[..., 1:, :, :], states[..., :-1, :, :]
@@ -283,7 +285,7 @@ class _Row(NamedTuple):
         both = torch.linalg.solve_triangular(self.system.mT, both, upper=True, unitriangular=True)
         for_v, for_k = both.split((v.shape[-1], k.shape[-1]), -1)
         for_system = -(for_v @ self.values.mT + for_k @ self.reads.mT).tril(-1)
-        # Of what they are made of.
+        # Of its inputs.
         for_scores = grad @ corrections.mT
         read, wrote = grad @ before.mT, corrections @ after.mT
         products = (for_scores * between).sum(2, keepdim=True)
@@ -294,7 +296,7 @@ class _Row(NamedTuple):
         through = (k * for_k).sum(-1, keepdim=True)
         for_beta = (v * for_v).sum(-1, keepdim=True) + since * through
         for_beta = for_beta + (for_system * self.alike * between).sum(-1, keepdim=True)
-        # Of the decay, which is in all of it as a power of e: each gradient times what it belongs to.
+        # Of the decay, which enters everything as an exponent: each gradient times the value it belongs to.
         pairs = (for_scores * self.scores + for_system * self.system).tril(-1)
         at_start = since * ((q * read).sum(-1, keepdim=True) + beta * through)
         at_end = until * (k * wrote).sum(-1, keepdim=True)
@@ -306,7 +308,7 @@ class _Row(NamedTuple):
 
 
 def _in_order(step: Tensor, additions: Tensor, first: Tensor | None) -> Tensor:
-    """x₁ = step₀ · x₀ + addition₀, and so on: […, N, K, K] and […, N, K, V] -> […, N + 1, K, V]."""
+    """Compute x₁ = step₀ · x₀ + addition₀, and so on: […, N, K, K] and […, N, K, V] to […, N + 1, K, V]."""
     heads, (chunks, *shape) = additions.shape[:-3], additions.shape[-3:]
     step, additions = (x.expand(*heads, *x.shape[-3:]).flatten(0, -4) for x in (step, additions))
     states = additions.new_zeros(len(additions), chunks + 1, *shape)
@@ -318,15 +320,15 @@ def _in_order(step: Tensor, additions: Tensor, first: Tensor | None) -> Tensor:
 
 
 def _chunks(x: Tensor, dtype: torch.dtype, size: int) -> Tensor:
-    """[B, S, key heads, R, …] -> [B, key heads, R, chunks, size, …], filled up with zeros: tokens that do
-    nothing."""
+    """Split [B, S, key heads, R, …] into [B, key heads, R, chunks, size, …], padded with zeros, which have
+    no effect."""
     count = -(-x.shape[1] // size)
     x = pad(x.to(dtype), (0, 0) * (x.ndim - 2) + (0, count * size - x.shape[1]))
     return x.unflatten(1, (count, size)).movedim((1, 2), (3, 4)).contiguous()
 
 
 def _tokens(x: Tensor, length: int) -> Tensor:
-    """The way back: [B, key heads, R, chunks, size, …] -> [B, S, key heads, R, …]."""
+    """Join [B, key heads, R, chunks, size, …] to [B, S, key heads, R, …]."""
     return x.movedim((3, 4), (1, 2)).flatten(1, 2)[:, :length].contiguous()
 
 

@@ -21,7 +21,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class FeedForward(nn.Module):
-    """See `titancli.protocols.shape.FeedForward`."""
+    """A dense feed-forward layer, see `titancli.protocols.shape.FeedForward`."""
 
     styles: ClassVar = {"w1": "column", "w2": "row", "w3": "column"}
 
@@ -33,6 +33,6 @@ class FeedForward(nn.Module):
         self.w3 = nn.Linear(spec.dim, spec.hidden, bias=spec.bias) if spec.gated else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, S, dim] -> [B, S, dim]."""
+        """Map [B, S, dim] to [B, S, dim]."""
         hidden = ACTIVATIONS[self.activation](self.w1(x))
         return self.w2(hidden if self.w3 is None else hidden * self.w3(x))

@@ -1,12 +1,12 @@
-"""Flash attention by torch's own operators, for what `scaled_dot_product_attention` does not say or take: the
-log-sum-exp of each query, windows, queries that are the last of the keys, and sinks.
+"""Flash attention by torch's own operators, for what `scaled_dot_product_attention` does not return or
+accept: the log-sum-exp of each query, windows, queries that are the last of the keys, and sinks.
 
-A sink is a logit of each head that takes its share of the softmax and gives nothing. Attention without it,
-`out` with the log-sum-exp `lse` of its scores, is all that it takes: with it the log-sum-exp is
-logaddexp(lse, sink), and the output is `out` times exp(lse) over the exponential of that, which is
-sigmoid(lse − sink). Backward of flash attention (arXiv 2307.08691, 3.1.2) makes the weights again from
-the log-sum-exp that it is given, and needs of the others only Σ grad · out: given the new two, its gradients
-are those of attention with the sink, and the sink's own is −exp(sink − lse') Σ grad · out', over all queries.
+A sink is a logit per head that takes part in the softmax but contributes no value. It can be added to
+attention without it, given the output `out` and the log-sum-exp `lse` of its scores: the new log-sum-exp is
+logaddexp(lse, sink), and the new output is `out` times exp(lse) over the exponential of that, which is
+sigmoid(lse − sink). Backward of flash attention (arXiv 2307.08691, 3.1.2) recomputes the weights from the
+log-sum-exp, and needs only Σ grad · out besides: given the new two, its gradients are those of attention with
+the sink, and the sink's own is −exp(sink − lse') Σ grad · out', over all queries.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _aten = torch.ops.aten
 
 
 def runs_flash(device: str, dtype: torch.dtype, head_dim: int, value_dim: int) -> bool:
-    """Return whether flash attention takes such heads on a GPU; narrower values are filled up."""
+    """Return whether flash attention supports such heads on a GPU; narrower values are padded."""
     fits = value_dim <= head_dim and head_dim % 8 == 0 and head_dim <= 256
     return device == "cuda" and dtype in (torch.bfloat16, torch.float16) and fits
 
@@ -37,14 +37,14 @@ def flash_attention(
     mask: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """softmax(scale · q·kᵀ) · v of what each query sees.
+    """Return softmax(scale · q·kᵀ) · v over the keys that each query sees.
 
     Args:
         q: [B, S, heads, head_dim].
         k, v: [B, T, kv heads, head_dim].
-        causal: whether a query sees keys up to its own place, the last query being at the last key. On a CPU
-            S is T then.
-        window: with `causal`, how many keys it sees at most. None on a CPU.
+        causal: whether a query sees keys only up to its own position, the last query being at the last key.
+            On a CPU this requires S = T.
+        window: with `causal`, the maximum number of keys that a query sees. None on a CPU.
         mask: [B or 1, 1, S, T] bool, without `causal`. None on a GPU.
         sinks: [heads].
 
@@ -66,12 +66,13 @@ def attention_forward(
     window: int | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """As `flash_attention`, with the log-sum-exp [B, heads, S], in fp32 and the sink in it."""
+    """Return the output of `flash_attention`, and its log-sum-exp [B, heads, S] in fp32, including the
+    sink."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     out, lse = flash(q, k, v, causal=causal, window=window, mask=mask, scale=scale)
     if sinks is not None:
         whole = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
-        out.mul_((lse - whole).exp()[..., None])  # in fp32, and rounded once
+        out.mul_((lse - whole).exp()[..., None])  # in fp32, rounded once
         lse = whole
     return out.transpose(1, 2).contiguous(), lse.contiguous()
 
@@ -89,7 +90,7 @@ def attention_backward(
     window: int | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v."""
+    """Return the gradients of q, k and v."""
     grad, q, k, v, out = (x.transpose(1, 2) for x in (grad, q, k, v, out))
     of = Queries(grad, q, out, lse)
     grads = flash_backward(of, k, v, causal=causal, window=window, mask=mask, scale=scale)
@@ -130,7 +131,8 @@ attention_forward.register_autograd(_backward, setup_context=_keep)
 
 
 def _pairs(q: Any, k: Any, causal: bool, window: int | None) -> int:
-    """Of queries and keys over all heads, counted as torch does: the rectangle, or as far as a window."""
+    """Return the number of query-key pairs over all heads, counted as torch does: the full rectangle,
+    limited only by a window."""
     batch, length, heads, _ = q
     seen = k[1] if window is None else min(k[1], window)
     return int(batch * heads * length * seen)
@@ -164,7 +166,7 @@ def _backward_flops(
 
 
 class Queries(NamedTuple):
-    """What backward knows of some queries, [B, heads, S, head_dim]; `out` and `lse` are over all keys."""
+    """Inputs of backward for some queries, [B, heads, S, head_dim]; `out` and `lse` are over all keys."""
 
     grad: Tensor
     q: Tensor
@@ -182,7 +184,8 @@ def flash(
     mask: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Output, and log-sum-exp [B, heads, S] fp32; q, k and v are [B, heads, S or T, head_dim]."""
+    """Return the output, and the log-sum-exp [B, heads, S] fp32; q, k and v are [B, heads, S or T,
+    head_dim]."""
     if q.device.type == "cpu":
         return _aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, causal, attn_mask=_added(mask, q), scale=scale
@@ -191,7 +194,7 @@ def flash(
         out, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
         return out, lse
     rows = (x.transpose(1, 2) for x in (q, k, v))
-    lengths = (None, None, q.shape[2], k.shape[2])  # none: rows of one length
+    lengths = (None, None, q.shape[2], k.shape[2])  # None: all rows have one length
     out, lse, *_ = _aten._flash_attention_forward(
         *rows, *lengths, 0.0, False, False, scale=scale, window_size_left=window - 1, window_size_right=0
     )
@@ -208,14 +211,14 @@ def flash_backward(
     mask: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v for these keys."""
+    """Return the gradients of q, k and v for these keys."""
     given = (of.grad, of.q, k, v, of.out, of.lse)
     if of.q.device.type == "cpu":
         return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *given, 0.0, causal, attn_mask=_added(mask, of.q), scale=scale
         )
     lengths = (None, None, of.q.shape[2], k.shape[2])
-    # The state of a random generator, of which nothing is read without dropout.
+    # The state of a random generator, which is not read without dropout.
     state = torch.empty(2, dtype=torch.uint64, device=of.q.device)
     if window is None:
         return _aten._scaled_dot_product_flash_attention_backward(
@@ -238,5 +241,5 @@ def flash_backward(
 
 
 def _added(mask: Tensor | None, q: Tensor) -> Tensor | None:
-    """A bool mask as what is added to the scores."""
+    """Return a bool mask as an additive one."""
     return None if mask is None else torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, float("-inf"))

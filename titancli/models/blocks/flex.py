@@ -1,9 +1,9 @@
-"""Attention within documents on a GPU, without a mask of S x S: torch's flex attention.
+"""Attention within documents on a GPU without a mask of S x S: torch's flex attention.
 
-It stands for `titancli.models.blocks.attention` where a dense mask of documents would be needed, and is held
-against it. What any query sees, be it of its document, a window or a chunk, is one run of keys that ends with
-the query itself; where that run begins says all, which blocks of keys a block of queries needs included.
-Source: arXiv 2412.05496.
+It replaces `titancli.models.blocks.attention` where a dense document mask would be needed, and is tested
+against it. The keys that a query sees, be it of its document, a window or a chunk, are one run that ends with
+the query itself; so the run's start determines everything, including which blocks of keys a block of queries
+needs. Source: arXiv 2412.05496.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from torch.nn.functional import pad
 from titancli.models.blocks.reach import Piece, Reach, first_seen
 
 BLOCK = 128
-"""Queries, and keys, of a block."""
+"""Queries, and keys, per block."""
 LEAST = 16
-"""Width of heads that torch's kernels for GPUs take, at least."""
+"""Minimum width of heads that torch's GPU kernels support."""
 
-# On a GPU only compiled code has kernels; inside of a compiled block this is part of its graph.
+# Only compiled code has GPU kernels; inside a compiled block this is part of its graph.
 _compiled: Any = torch.compile(flex_attention)
 
 
 def document_block_mask(document_ids: Tensor, reach: Reach, piece: Piece | None = None) -> BlockMask:
-    """What `titancli.models.blocks.masks.document_mask` says, as blocks.
+    """Return `titancli.models.blocks.masks.document_mask` as a block mask.
 
     Args:
-        document_ids: [B, S] integers; a document lies in one piece.
-        piece: of these queries and keys alone.
+        document_ids: [B, S] integers; each document is contiguous.
+        piece: restrict the mask to these queries and keys.
     """
     length = document_ids.shape[1]
     queries, keys = piece or Piece(range(length), range(length))
-    # From here on both are counted from the piece's own first ones.
+    # From here on, both are counted from the piece's first query and key.
     ahead, first = queries.start - keys.start, first_seen(document_ids, reach)
     first = first[:, queries.start : queries.stop] - keys.start
 
@@ -45,11 +45,11 @@ def document_block_mask(document_ids: Tensor, reach: Reach, piece: Piece | None 
     begin = torch.arange(0, len(queries), BLOCK, device=first.device)[:, None]
     last = (begin + BLOCK - 1).clamp(max=len(queries) - 1)
     key = torch.arange(0, len(keys), BLOCK, device=first.device)
-    # Both grow with the query: the first one of a block sees farthest back, its last one least.
+    # Both grow with the query: a block's first query sees farthest back, its last one least.
     farthest, nearest = first[:, begin[:, 0], None], first[:, last[:, 0], None]
     some = (key <= last + ahead) & (key + BLOCK > farthest)
     every = (key + BLOCK <= begin + ahead + 1) & (key >= nearest)
-    # As torch has it, a short block is never whole.
+    # As in torch, a short block is never full.
     every &= (begin + BLOCK <= len(queries)) & (key + BLOCK <= len(keys))
     return BlockMask.from_kv_blocks(
         *_listed(some & ~every),
@@ -61,8 +61,8 @@ def document_block_mask(document_ids: Tensor, reach: Reach, piece: Piece | None 
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """[B, rows, columns] bool to how many there are in each row, and their columns, those first; with a
-    dimension for heads."""
+    """Turn [B, rows, columns] bool into the count per row, and the column indices, selected ones first;
+    with a dimension for heads."""
     numbers = blocks.int()
     columns = numbers.argsort(dim=-1, descending=True, stable=True)
     return numbers.sum(-1, dtype=torch.int32)[:, None], columns.int()[:, None]
@@ -79,11 +79,11 @@ def attend_in_blocks(
     sinks: Tensor | None,
     cap: float | None = None,
 ) -> Tensor:
-    """softmax(scale · q·kᵀ) · v of what the mask lets each query see.
+    """Return softmax(scale · q·kᵀ) · v over the keys that the mask allows for each query.
 
     Args:
         q, k, v, sinks: as in `titancli.models.blocks.attention.attend`.
-        cap: scores x become cap · tanh(x / cap); None: they stay as they are.
+        cap: scores x become cap · tanh(x / cap); None: no cap.
 
     Returns:
         [B, S, heads, value_dim].
@@ -102,5 +102,5 @@ def attend_in_blocks(
 
 
 def _filled(x: Tensor) -> Tensor:
-    """The same numbers with zeros after them, as far as a kernel needs: they change no product."""
+    """Pad heads with zeros to the kernels' minimum width, which changes no product."""
     return pad(x, (0, LEAST - x.shape[-1])) if x.shape[-1] < LEAST else x

@@ -1,8 +1,8 @@
-"""Products of groups of rows with one matrix each, as torch operators.
+"""Products of groups of rows with one matrix per group, as torch operators.
 
-torch's `grouped_mm` has no shapes for float32 on meta and fake tensors, so it cannot be traced, planned or
-counted there; its backward refuses gradients that are not contiguous. These operators call it, and have
-shapes for every dtype, gradients, and a count of their operations.
+torch's `grouped_mm` has no float32 shapes on meta and fake tensors, so it cannot be traced, planned or
+counted there; and its backward rejects gradients that are not contiguous. These operators call it, and add
+shapes for every dtype, gradients, and FLOP counts.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from torch.utils.flop_counter import register_flop_formula
 
 @torch.library.custom_op("titancli::grouped_linear", mutates_args=())
 def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Each group of rows times its own matrix, as `linear` has it.
+    """Multiply each group of rows by its own matrix, as `linear` does.
 
     Args:
         x: [N, in], group after group.
         weight: [E, out, in].
-        ends: [E] int32, where each group ends in x; a group may be empty.
+        ends: [E] int32, the end of each group in x; a group may be empty.
 
     Returns:
         [N, out].
     """
-    if not len(x):  # an empty tensor may have strides that grouped_mm refuses
+    if not len(x):  # an empty tensor may have strides that grouped_mm rejects
         return x.new_empty(0, weight.shape[1])
     return grouped_mm(x.contiguous(), weight.transpose(1, 2), offs=ends)
 
 
 @torch.library.custom_op("titancli::grouped_outer", mutates_args=())
 def grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-    """Each group's sum of outer products of its rows: [N, out], [N, in] -> [E, out, in]; 0 for empty ones."""
+    """Sum the outer products of rows per group: [N, out], [N, in] to [E, out, in]; 0 for empty groups."""
     if not len(left):
         return left.new_zeros(len(ends), left.shape[1], right.shape[1])
     out = grouped_mm(left.contiguous().t(), right.contiguous(), offs=ends)
@@ -46,8 +46,8 @@ def grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
 
 @cache
 def leaves_empty_groups(device: torch.device) -> bool:
-    """Return whether the kernel of a device writes nothing for a group without rows, where zeros belong: that
-    of GPUs from Blackwell on."""
+    """Return whether the device's kernel leaves the result of empty groups uninitialized instead of zero,
+    as on GPUs from Blackwell on."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (10, 0)
 
 
@@ -79,12 +79,12 @@ grouped_linear.register_autograd(_backward, setup_context=_keep)
 
 
 def add_bias(x: Tensor, bias: Tensor, ends: Tensor) -> Tensor:
-    """Each group of rows with its own bias added.
+    """Add each group's bias to its rows.
 
     Args:
         x: [N, out], group after group.
         bias: [E, out].
-        ends: [E] int32, where each group ends in x; a group may be empty.
+        ends: [E] int32, the end of each group in x; a group may be empty.
 
     Returns:
         [N, out].
@@ -93,8 +93,8 @@ def add_bias(x: Tensor, bias: Tensor, ends: Tensor) -> Tensor:
 
 
 class _AddBias(torch.autograd.Function):
-    """Plain operations forward, so that a compiler joins them with what comes after; backward is a product,
-    since adding rows up one by one is slow, and on a GPU in no fixed order."""
+    """Forward uses plain operations, so that a compiler fuses them with what follows; backward is a matrix
+    product, since summing rows one by one is slow, and nondeterministic on a GPU."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor, ends: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ class _AddBias(torch.autograd.Function):
 
 
 _ONES = 8
-"""Rows of ones where one would do: the products want multiples of eight."""
+"""Rows of ones where one would do: the products need multiples of eight."""
 
 
 @register_flop_formula(torch.ops.titancli.grouped_linear)

@@ -1,8 +1,8 @@
 """The output projection, with the loss inside its forward.
 
 Inside, FSDP2 has gathered the weight and will reduce its gradient; outside, it is a sharded DTensor that
-plain operations cannot use. Here too the parts come together again: of a vocabulary that is cut over ranks
-(tensor parallel), and of rows that are (context parallel).
+plain operations cannot use. This is also where shards are joined again: of a vocabulary split over ranks
+(tensor parallelism), and of split rows (context parallelism).
 """
 
 from __future__ import annotations
@@ -37,29 +37,29 @@ if TYPE_CHECKING:
 
 
 class Output(nn.Linear):
-    """Hidden states to logits, or straight to a loss.
+    """Maps hidden states to logits, or directly to a loss.
 
-    The batch is whole on every rank that has a part of its rows or of the vocabulary, and so is the loss.
+    Ranks that share rows or the vocabulary have the same whole batch, and get the same loss.
     """
 
     tensor_group: Group | None = None
-    """The ranks that have the other rows of the weight; hidden states come cut along the sequence."""
+    """The ranks that hold the other rows of the weight; hidden states come split along the sequence."""
     row_cut: RowCut | None = None
-    """How rows are cut over ranks: hidden states are those of this rank's part."""
+    """How rows are split over ranks: hidden states are this rank's part."""
     loss_backend: str | None = None
-    """What compiles the loss's arithmetic, if anything does."""
+    """Compiler backend for the loss's arithmetic; None: not compiled."""
     scale: float = 1.0
-    """What logits are multiplied by, the bias included."""
+    """Factor of logits, including the bias."""
     cap: float | None = None
-    """What scaled logits are capped at: x becomes cap · tanh(x / cap)."""
+    """Cap of scaled logits: x becomes cap · tanh(x / cap)."""
     mtp_loss_weight: float = 0.0
-    """What the mean of the losses of tokens ahead is multiplied by."""
+    """Factor of the mean loss of multi-token prediction."""
 
     def __init__(self, dim: int, vocab_size: int, *, bias: bool = False) -> None:
         super().__init__(dim, vocab_size, bias=bias)
 
     def tensor_parallel(self, group: Group, style: str | None) -> None:
-        """Called by the `decoder` plan; the style is "vocab"."""
+        """Shard the module; called by the `decoder` plan with the style "vocab"."""
         self.tensor_group = group
 
     def forward(  # type: ignore[override]
@@ -69,13 +69,13 @@ class Output(nn.Linear):
         loss: Loss | None = None,
         ahead: Sequence[Tensor] = (),
     ) -> Tensor | LossResult:
-        """[B, S, dim] -> logits [B, S, V], or a LossResult when a loss is given.
+        """Map [B, S, dim] to logits [B, S, V], or to a LossResult if a loss is given.
 
         `ahead`: hidden states that predict the second token from theirs on, the third, …
-        (`titancli.models.blocks.mtp`), whose loss adds to the gradients and not to the sum.
+        (`titancli.models.blocks.mtp`), whose loss adds to the gradients but not to the sum.
 
         Raises:
-            TitanError: there are some, and the loss does not say what each token weighs.
+            TitanError: `ahead` is given, and the loss has no token weights.
         """
         if ahead:
             _refuse_unweighted(loss, batch)
@@ -94,11 +94,11 @@ class Output(nn.Linear):
                 batch = _with_entropy(batch, entropy(logits, batch["targets"]))
             return loss(logits, batch)
         weights = with_defaults(LossDefaults, loss).token_weights(batch)
-        if weights is not None:  # what stands where there is no target may be NaN, also times 0
+        if weights is not None:  # values without a target may be NaN, which survives a product with 0
             weights = weights.masked_fill(batch["targets"] < 0, 0.0)
         if weights is None or wants_entropy:
             return self._from_log_probs(hidden, weight, batch, loss, weights, wants_entropy)
-        # The loss says what its parts weigh; its sum is known with its gradient already.
+        # The loss declares its token weights, so its sum is computed together with its gradient.
         targets, own = batch["targets"], weights
         if ahead:
             steps, share = range(1, len(ahead) + 1), self.mtp_loss_weight / len(ahead)
@@ -119,18 +119,18 @@ class Output(nn.Linear):
         if ahead:
             self._report_ahead(log_probs, targets, weights, len(own))
             log_probs = log_probs[: len(own)]
-            total = -(log_probs * own).sum() + (total - total.detach())  # that of next tokens alone
+            total = -(log_probs * own).sum() + (total - total.detach())  # the sum over next tokens alone
         report_by_dataset(log_probs, batch)
         return loss(log_probs, batch)._replace(sum=total)
 
     def _report_ahead(self, log_probs: Tensor, targets: Tensor, weights: Tensor, rows: int) -> None:
-        """Report the mean loss of tokens ahead, whose rows follow these many, as `mtp_loss`."""
+        """Report the mean loss of tokens further ahead, which follow the first `rows` rows, as `mtp_loss`."""
         weights = weights[rows:].masked_fill(targets[rows:] < 0, 0.0)
         report("mtp_loss", -(log_probs[rows:] * weights).sum(), count=weights.sum())
 
     def _factors(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Hidden states and a matrix whose product the logits are, before they are capped: a bias is one more
-        column, and zeros beside it keep the width a multiple of eight."""
+        """Return hidden states and a matrix whose product are the logits before capping: a bias becomes
+        one more column, padded with zeros to keep the width a multiple of eight."""
         weight = local(self.weight)
         if self.scale != 1.0:
             hidden = hidden * self.scale
@@ -149,7 +149,7 @@ class Output(nn.Linear):
         weights: Tensor | None,
         wants_entropy: bool,
     ) -> LossResult:
-        """The loss of log-probabilities that carry their gradient; with weights it is −Σ w·log p."""
+        """Compute the loss of differentiable log-probabilities; with weights it is −Σ w·log p."""
         targets = self._my_part(batch["targets"])
         given = (hidden, weight, targets, self.tensor_group, self.loss_backend, self.cap)
         if wants_entropy:
@@ -176,7 +176,7 @@ class Output(nn.Linear):
         return x if self.row_cut is None else self.row_cut.cut(x, 1)
 
     def _whole_rows(self, x: Tensor) -> Tensor:
-        """[B, S / cp, …] -> [B, S, …], in document order."""
+        """Join [B, S / cp, …] to [B, S, …], in document order."""
         return x if self.row_cut is None else self.row_cut.join(x, 1)
 
 
@@ -198,8 +198,8 @@ def _refuse_unweighted(loss: Any, batch: Any) -> None:
     own = with_defaults(LossDefaults, loss)
     if loss.output == "model" or own.entropy or own.token_weights(batch) is None:
         raise TitanError(
-            f"model.n_mtp_layers: the loss {type(loss).__name__} is not a weighted sum over tokens, which "
-            f"alone can be trained on tokens further ahead",
+            f"model.n_mtp_layers: the loss {type(loss).__name__} is not a weighted sum over tokens, and only "
+            f"such losses can be trained on tokens further ahead",
             hint="set model.n_mtp_layers = 0, or use the loss cross_entropy or sft",
         )
 

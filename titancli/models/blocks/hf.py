@@ -22,10 +22,10 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 class DecoderHF:
-    """A model of transformers' names, with experts that are stacked here and may be apart there.
+    """A model with transformers' parameter names; experts are stacked here and may be separate there.
 
-    Where its folders have no place for the biases that balance experts, these are lost; where they always
-    have one, a model that is not balanced reads and writes zeros there.
+    Folders that have no place for the experts' balancing biases lose them; where folders always have one, a
+    model without balancing reads and writes zeros.
     """
 
     def __init__(self, config: Sizes) -> None:
@@ -36,12 +36,12 @@ class DecoderHF:
             ours: Source(theirs) if isinstance(theirs, str) else theirs for ours, theirs in names.items()
         }
         self._top = {ours: self._layer.pop(ours).theirs for ours in TOP}
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
     # ------------------------------------------------------------------------------------------ tensors
 
     def source(self, name: str) -> Source:
-        """What a parameter is made from, its name within the model and theirs within the folder's."""
+        """Return the source of a parameter: its name in the folder, and the steps that convert it."""
         if name in self._top:
             return Source(self._top[name])
         _, layer, rest = name.split(".", 2)
@@ -60,13 +60,13 @@ class DecoderHF:
     def to_hf(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
         if self._loses(name):
             if not tensor.is_meta and bool(tensor.any()):
-                self._tell(
+                self._warn(
                     "a Hugging Face folder cannot hold the biases that balance the experts: without them, "
                     "tokens near the border between two experts may be routed to the other one"
                 )
             return []
         if name.endswith(EXPERT_BIAS):
-            tensor = tensor.float()  # its steps are too small for less
+            tensor = tensor.float()  # its updates are too small for lower precision
         source = self.source(name)
         for step in reversed(source.steps):
             tensor = _swapped(tensor, step) if isinstance(step, Swap) else _to_pairs(tensor, step)
@@ -103,7 +103,7 @@ class DecoderHF:
             return hf_name.startswith(self.config.other_parts)
         if self._mtp_layers is None:
             return False
-        self._tell(
+        self._warn(
             f"the layers beyond the {self.config.n_layers + self._mtp_layers} of the model, which predict "
             f"further tokens, are left out: model.n_mtp_layers is {self._mtp_layers}"
         )
@@ -125,11 +125,11 @@ class DecoderHF:
 
     @property
     def _mtp_layers(self) -> int | None:
-        """None: the family has none."""
+        """Number of multi-token prediction layers; None: the family has none."""
         return getattr(self.config, "n_mtp_layers", None)
 
     def _copies(self, name: str) -> list[str]:
-        """Where else a folder has a parameter: in each layer that predicts further tokens."""
+        """Return further names of a parameter in the folder: each multi-token prediction layer has a copy."""
         ends = [end for end, of in MTP_COPIES.items() if self._stored(of) == name]
         first, count = self.config.n_layers, self._mtp_layers or 0
         return [f"model.layers.{number}.{end}" for number in range(first, first + count) for end in ends]
@@ -148,34 +148,34 @@ class DecoderHF:
         return None if original is None else self._top[self._stored(original)]
 
     def known_as(self, hf_name: str) -> str:
-        """The name in a folder of the text model alone."""
+        """Return a name as in a folder of the text model alone."""
         text = self.config.text_part
         if not hf_name.startswith(text):
             return hf_name
-        inner = "model." if text.startswith("model.") else ""  # what is in `model.` of both
+        inner = "model." if text.startswith("model.") else ""  # both have the prefix `model.`
         return inner + hf_name.removeprefix(text)
 
     # ------------------------------------------------------------------------------------------- biases
 
     @property
     def loses_biases(self) -> bool:
-        """Whether the biases that balance experts have no place."""
+        """Return whether the folder cannot store the balancing biases of experts."""
         return EXPERT_BIAS not in self._layer
 
     def _loses(self, name: str) -> bool:
         return self.loses_biases and name.endswith(EXPERT_BIAS)
 
     def _brings_bias(self, name: str) -> bool:
-        """Whether a gate stands for the bias as well: files that have one always do, a model that is not
-        balanced has none."""
+        """Return whether a gate also stands for the bias: folders that store one always do, but a model
+        without balancing has none."""
         return name.endswith(GATE) and not self.loses_biases and not self.config.moe.load_balance_coeff
 
     def _bias_of(self, gate: str) -> str:
         return self.source(gate.replace(GATE, EXPERT_BIAS)).theirs
 
-    def _tell(self, what: str) -> None:
-        if what not in self._told:
-            self._told.add(what)
+    def _warn(self, what: str) -> None:
+        if what not in self._warned:
+            self._warned.add(what)
             logger.warning(what)
 
     # ------------------------------------------------------------------------------------------- config
@@ -197,7 +197,7 @@ def _to_pairs(x: Tensor, step: Pairs) -> Tensor:
 
 
 def _turned(x: Tensor, step: Pairs, halves: tuple[int, int]) -> Tensor:
-    """`halves`: how the numbers are divided before the two change places."""
+    """Swap the two dimensions that `halves` unflattens pairs into."""
     dim, size = step.dim, step.group or x.shape[step.dim]
     groups, at = x.unflatten(dim, (-1, size)), dim + 1
     kept, turned = groups.split((size - (step.last or size), step.last or size), at)

@@ -1,10 +1,10 @@
 """Initial values that do not depend on the layout: each rank computes those of its shard.
 
-A value is a function of its parameter's generator and of its place in the whole parameter, a counter-based
-random number: SplitMix64 (Steele, Lea and Flood, 2014) of the generator's seed plus the place. What is
-computed of it is exact (integers, and +, ×, ÷ of float32), since logarithms and the like differ in the last
-bit between two CPUs, and on one CPU between the body and the end of an array. Therefore the values are the
-same bits on every layout, device and version of torch.
+A value is a counter-based random number, a function of its parameter's generator and of its position in the
+whole parameter: SplitMix64 (Steele, Lea and Flood, 2014) of the generator's seed plus the position.
+Everything derived from it is exact (integers, and +, ×, ÷ of float32), since logarithms and the like differ
+in the last bit between CPUs, and on one CPU between the body and the end of an array. So values are bitwise
+the same on every layout, device and version of torch.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from titancli.distributed.private import offsets_of
 
 _AT_A_TIME = 1 << 18
-"""Values that are computed together; that takes about 8 MiB, which a CPU mostly has in its cache."""
+"""Values computed together: about 8 MiB, which usually fits a CPU's cache."""
 
 _GAMMA, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-"""The constants of SplitMix64."""
+"""Constants of SplitMix64."""
 
-# Fitted to the least maximum error; from the highest power down. log2(1 + s) is s · _LOG(s), to 3e-7 for s in
-# [0, 1]. A normal distribution has the probability 1 - x beyond ±z where z is x · _OVER(w) / _UNDER(w) with
-# w = -log2(1 - x²), to 2e-6 of z, for z up to 6.5.
+# Fitted for the smallest maximum error; from the highest power down. log2(1 + s) is s · _LOG(s), to 3e-7 for
+# s in [0, 1]. A normal distribution has the probability 1 - x beyond ±z where z is x · _OVER(w) / _UNDER(w)
+# with w = -log2(1 - x²), to 2e-6 of z, for z up to 6.5.
 _LOG = (
     0.0155295996, -0.0795566335, 0.1942928414, -0.3259009894, 0.4735530797, -0.7205854172, 1.4426678265,
 )  # fmt: skip
@@ -35,23 +35,23 @@ _UNDER = (4.726614887e-05, 2.152879900e-03, 1.999247501e-02, 1.650359078e-01, 1.
 
 
 def normal_(parameter: Tensor, std: float, generator: torch.Generator) -> None:
-    """Normal with mean 0."""
+    """Fill with normal values of mean 0."""
     _draw(parameter, generator, lambda words: _normal(words, math.inf).mul_(std))
 
 
 def trunc_normal_(parameter: Tensor, std: float, generator: torch.Generator) -> None:
-    """Normal with mean 0, truncated at three standard deviations."""
+    """Fill with normal values of mean 0, truncated at three standard deviations."""
     _draw(parameter, generator, lambda words: _normal(words, 3.0).mul_(std))
 
 
 def uniform_(parameter: Tensor, bound: float, generator: torch.Generator) -> None:
-    """Uniform between -bound and bound."""
+    """Fill with uniform values between -bound and bound."""
     _draw(parameter, generator, lambda words: words.float().add_(0.5).mul_(2.0**-31).mul_(bound))
 
 
 @torch.no_grad()
 def constant_(parameter: Tensor, value: float) -> None:
-    """The same value everywhere."""
+    """Fill with one value."""
     _local(parameter).fill_(value)
 
 
@@ -65,16 +65,16 @@ def zeros_(parameter: Tensor) -> None:
 
 @torch.no_grad()
 def fill(parameter: Tensor, draw: Callable[[Tensor], object]) -> None:
-    """Let `draw` fill a whole fp32 tensor of the parameter's shape, and keep this rank's shard of it.
+    """Call `draw` to fill a whole fp32 tensor of the parameter's shape, and keep this rank's shard.
 
-    For values that the other functions do not give: every rank has memory for the whole, and draws all of
-    it. DTensor's own random operations are not used: on CPU they give each shard the same numbers and each
+    For distributions that the other functions do not provide: every rank allocates and draws the whole.
+    DTensor's own random operations are not used: on a CPU they give each shard the same numbers and each
     replica different ones.
     """
     whole = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
     draw(whole)
     if isinstance(parameter, DTensor):
-        # src_data_rank=None: all ranks have drawn the same values, and each takes its shard.
+        # src_data_rank=None: all ranks have drawn the same values, and each keeps its shard.
         whole = distribute_tensor(
             whole, parameter.device_mesh, parameter.placements, src_data_rank=None
         ).to_local()
@@ -83,7 +83,7 @@ def fill(parameter: Tensor, draw: Callable[[Tensor], object]) -> None:
 
 @torch.no_grad()
 def _draw(parameter: Tensor, generator: torch.Generator, values: Callable[[Tensor], Tensor]) -> None:
-    """Fill this rank's shard with `values` of random words, int32. The generator then has another seed."""
+    """Fill this rank's shard with `values` of random words, int32. Changes the generator's seed."""
     seed = generator.initial_seed()
     generator.manual_seed(_mixed(seed + 2 * _GAMMA) >> 1)
     shape = parameter.shape
@@ -111,18 +111,18 @@ def _boxes(local: Tensor, first: int, steps: Sequence[int]) -> Iterator[tuple[Te
 
 
 def _words(counters: Tensor) -> Tensor:
-    """The upper half of SplitMix64 of each counter, int32; in place."""
+    """Return the upper half of SplitMix64 of each counter, int32; in place."""
     shifted = torch.empty_like(counters)
     for shift, factor in ((30, _FIRST), (27, _SECOND)):
         torch.bitwise_right_shift(counters, shift, out=shifted)
         counters.bitwise_xor_(shifted.bitwise_and_((1 << 64 - shift) - 1)).mul_(_int64(factor))
-    # The last step, x ^ x >> 31, of which the upper half is wanted.
+    # The last step is x ^ x >> 31, and only its upper half is needed.
     torch.bitwise_right_shift(counters, 31, out=shifted)
     return counters.bitwise_xor_(shifted.bitwise_and_((1 << 33) - 1)).bitwise_right_shift_(32).int()
 
 
 def _normal(words: Tensor, largest: float) -> Tensor:
-    """The normal distribution between ±largest of words that are uniform; fp32, up to 6.4."""
+    """Map uniform words to the normal distribution within ±largest; fp32, up to 6.4."""
     signs = words >> 31  # 0 or -1
     tails = (words ^ signs).float().add_(0.5).mul_(2.0**-31)  # uniform in (0, 1): the probability beyond ±z
     if beyond := math.erfc(largest / math.sqrt(2)):
@@ -143,7 +143,7 @@ def _polynomial(coefficients: Sequence[float], x: Tensor) -> Tensor:
 
 
 def _mixed(number: int) -> int:
-    """SplitMix64 of a number."""
+    """Return SplitMix64 of a number."""
     for shift, factor in ((30, _FIRST), (27, _SECOND), (31, 1)):
         number %= 1 << 64
         number = (number ^ number >> shift) * factor
@@ -151,7 +151,7 @@ def _mixed(number: int) -> int:
 
 
 def _int64(number: int) -> int:
-    """The int64 that has a number's last 64 bits."""
+    """Return the int64 with a number's last 64 bits."""
     return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 

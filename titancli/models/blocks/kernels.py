@@ -1,4 +1,4 @@
-"""Which of torch's attention kernels a GPU runs: cuDNN's where they lead, else flash attention."""
+"""The choice of torch's attention kernels on a GPU: cuDNN's where they are fastest, else flash attention."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.backends.cuda import (
 )
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from titancli.models.blocks.attention import Asked, Attention, kernel_of
+from titancli.models.blocks.attention import Attention, AttentionCall, kernel_of
 from titancli.models.blocks.latent import LatentAttention
 
 logger = logging.getLogger(__name__)
@@ -29,14 +29,14 @@ NAMES = {
     SDPBackend.MATH: "plain matrix products",
 }
 OWN: dict[str, str] = {"flash": NAMES[SDPBackend.FLASH_ATTENTION], "flex": "flex attention"}
-"""Of what titan calls itself, by `kernel_of`."""
+"""Names of titan's own kernels, by `kernel_of`."""
 
-# Kept for the life of the process: closed, or collected, it would put torch's own order back.
+# Kept for the life of the process: closing or collecting it would restore torch's own order.
 _preference: AbstractContextManager[Any] | None = None
 
 
 def order(capability: tuple[int, int]) -> list[SDPBackend]:
-    """The backends, best first: cuDNN's lead from Hopper on, flash attention before."""
+    """Return the backends, best first: cuDNN leads from Hopper on, flash attention before."""
     first, second = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION
     if capability < HOPPER:
         first, second = second, first
@@ -44,10 +44,11 @@ def order(capability: tuple[int, int]) -> list[SDPBackend]:
 
 
 def prefer_fast_kernels(model: nn.Module, device: torch.device, dtype: torch.dtype, seq_len: int) -> None:
-    """On a GPU let attention try the fastest kernels first, and log what a decoder's rows will run on.
+    """On a GPU, let attention try the fastest kernels first, and log which kernels a decoder's rows will run
+    on.
 
-    The order is the process's and is set before anything is traced, so compiled blocks follow it as well.
-    Elsewhere nothing is done: a CPU has one fast kernel.
+    The order is global to the process and is set before anything is traced, so compiled blocks use it too. On
+    a CPU, which has one fast kernel, nothing is done.
     """
     global _preference
     if device.type != "cuda":
@@ -60,7 +61,7 @@ def prefer_fast_kernels(model: nn.Module, device: torch.device, dtype: torch.dty
         if isinstance(module, LatentAttention):
             module.fills = not takes_narrow_values(module, device, dtype, seq_len, backends)
     layers = [module for module in model.modules() if isinstance(module, Attention)]
-    if layers:  # else a plugin's own: what shapes it will have is not known
+    if layers:  # otherwise a plugin's own attention, whose shapes are unknown
         names = dict.fromkeys(runs_on(layer, device, dtype, seq_len, backends) for layer in layers)
         logger.info("attention runs on %s", ", ".join(names))
 
@@ -68,9 +69,9 @@ def prefer_fast_kernels(model: nn.Module, device: torch.device, dtype: torch.dty
 def runs_on(
     attention: Attention, device: torch.device, dtype: torch.dtype, seq_len: int, backends: list[SDPBackend]
 ) -> str:
-    """Return the name of what computes a layer's attention over rows of one document."""
+    """Return the name of the kernel that computes a layer's attention over rows of one document."""
     limited = attention.reach.limits(seq_len)
-    asked = Asked(
+    call = AttentionCall(
         device=device.type,
         dtype=dtype,
         head_dim=attention.head_dim,
@@ -80,7 +81,7 @@ def runs_on(
         sinks=attention.sinks is not None,
         cap=attention.cap is not None,
     )
-    kernel = kernel_of(asked)
+    kernel = kernel_of(call)
     if kernel in OWN:
         return OWN[kernel]
     heads, kv_heads = (w.shape[0] // attention.head_dim for w in (attention.wq.weight, attention.wk.weight))
@@ -97,8 +98,8 @@ def takes_narrow_values(
     seq_len: int,
     backends: list[SDPBackend],
 ) -> bool:
-    """Return whether the first of the backends is cuDNN's and takes values narrower than keys, as DeepSeek's
-    of 128 beside 192 from Hopper on; filled up, none of its kernels has heads so wide."""
+    """Return whether the preferred backend is cuDNN and supports values narrower than keys, such as
+    DeepSeek's 128 beside 192 from Hopper on; it has no kernels for padded values that wide."""
     if backends[0] != SDPBackend.CUDNN_ATTENTION:
         return False
     widths = (attention.head_dim, attention.head_dim, attention.value_dim)
@@ -110,7 +111,7 @@ def takes_narrow_values(
 
 
 def first_usable(backends: list[SDPBackend], params: SDPAParams) -> SDPBackend:
-    """The backend that torch will take for such an input."""
+    """Return the backend that torch will choose for such an input."""
     usable = {
         SDPBackend.CUDNN_ATTENTION: can_use_cudnn_attention,
         SDPBackend.FLASH_ATTENTION: can_use_flash_attention,

@@ -1,4 +1,4 @@
-"""Multi-head latent attention: keys and values of all heads are made from one narrow vector of each token.
+"""Multi-head latent attention: keys and values of all heads are projected from one narrow vector per token.
 
 Source: DeepSeek-V2 (arXiv 2405.04434, section 2.1).
 """
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 class LatentAttention(nn.Module):
-    """Queries and keys of a head have a part without positions and a rotated one; all heads share the keys'
+    """A head's queries and keys have a part without positions and a rotated part; all heads share the keys'
     rotated part.
 
-    A cache holds keys and values of every head, as those of other attention do, not the latent: a token then
-    costs no more the longer its row is, and the row more memory.
+    A cache holds the keys and values of every head, as for other attention, not the latent: that takes more
+    memory, but a token then need not project the latents of its whole row again.
     """
 
     reach = WHOLE
@@ -35,7 +35,7 @@ class LatentAttention(nn.Module):
         "wo": "row",
     }
     fills = True
-    """Whether values are filled up to the width of keys: `titancli.models.blocks.kernels` knows better."""
+    """Whether values are padded to the width of keys; set by `titancli.models.blocks.kernels`."""
 
     def __init__(self, spec: Latent) -> None:
         super().__init__()
@@ -58,9 +58,9 @@ class LatentAttention(nn.Module):
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: LayerCache | None = None
     ) -> Tensor:
-        """[B, S, dim] -> [B, S, dim]; cos and sin [B or 1, S, 1, rope_dim / 2].
+        """Map [B, S, dim] to [B, S, dim]; cos and sin are [B or 1, S, 1, rope_dim / 2].
 
-        With a cache, S tokens attend to the T that it then holds, and the mask is [B or 1, 1, S, T].
+        With a cache, S tokens attend to all T tokens in it, and the mask is [B or 1, 1, S, T].
         """
         rows, length, _ = x.shape
         q = self._queries(x, cos, sin)
@@ -73,13 +73,13 @@ class LatentAttention(nn.Module):
     def core_attention(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool = True
     ) -> Tensor:
-        """q [B, S, heads, head_dim], k [B, T, heads, head_dim], v [B, T, heads, value_dim] ->
-        [B, S, heads, value_dim]; see `titancli.models.blocks.attention.Attention.core_attention`."""
+        """Attend with q [B, S, heads, head_dim], k [B, T, heads, head_dim] and v [B, T, heads, value_dim];
+        return [B, S, heads, value_dim]. See `titancli.models.blocks.attention.Attention.core_attention`."""
         return attend(q, k, v, mask, causal=causal, scale=self.scale, fill=self.fills)
 
     def _queries(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         q = self.wq_b(self.q_norm(self.wq_a(x))) if self.from_latent else self.wq(x)
-        # Head counts are read off the result, so that the same code works on a tensor-parallel shard.
+        # Head counts are inferred, so that the same code works on a tensor-parallel shard.
         nope, rope = q.view(*x.shape[:2], -1, self.head_dim).split(self.widths, -1)
         return torch.cat((nope, rotate(rope, cos, sin)), -1)
 

@@ -1,4 +1,4 @@
-"""The masks of attention: which keys a query sees of its document."""
+"""Attention masks: which keys of its document a query sees."""
 
 from __future__ import annotations
 
@@ -14,36 +14,38 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 Mask = Union[Tensor, "BlockMask", tuple["Tensor | BlockMask", ...]]
-"""[B or 1, 1, S, T], bool or as blocks (`titancli.models.blocks.flex`); a tuple of them: `document_masks`."""
+"""[B or 1, 1, S, T], bool or a block mask (`titancli.models.blocks.flex`); or a tuple of them, see
+`document_masks`."""
 MaskOf = Callable[["Reach | None"], "Mask | None"]
-"""The mask of layers that see so far; None: none is needed beside the reach itself. Of layers that go through
-rows in order (`IN_ORDER`): [B, S] bool, the tokens with which a document begins, of whole rows."""
+"""Maps a layer's reach to its mask; None: the reach itself is enough. For recurrent layers (`IN_ORDER`)
+the mask is [B, S] bool over whole rows, marking the first token of each document."""
 
 
 def document_mask(document_ids: Tensor, reach: Reach = WHOLE, piece: Piece | None = None) -> Tensor:
-    """[B, 1, S, S] bool: a token sees those before it, and itself, within its document and its reach.
+    """Return [B, 1, S, S] bool: a token sees itself and the tokens before it, within its document and its
+    reach.
 
     Args:
-        document_ids: [B, S] integers; a document lies in one piece.
-        piece: of these queries and keys alone, [B, 1, queries, keys].
+        document_ids: [B, S] integers; each document is contiguous.
+        piece: restrict the mask to these queries and keys, [B, 1, queries, keys].
     """
     length = document_ids.shape[1]
     queries, keys = piece or Piece(range(length), range(length))
     query = torch.arange(queries.start, queries.stop, device=document_ids.device)[:, None]
     key = torch.arange(keys.start, keys.stop, device=document_ids.device)
-    # Documents lie in one piece: where the keys of a query begin says all.
+    # Documents are contiguous, so a query's first key determines the rest.
     first = first_seen(document_ids, reach)[:, queries.start : queries.stop, None]
     return ((key >= first) & (key <= query))[:, None]
 
 
 def document_masks(document_ids: Tensor | None, pieces: Sequence[range] | None = None) -> MaskOf:
-    """The masks of one forward; each is made once, whatever layers ask for it. On a GPU they are blocks,
-    which are quicker and take no S x S.
+    """Return the masks of one forward pass; each is made once, however many layers use it. On a GPU they are
+    block masks, which are faster and never S x S.
 
     Args:
         document_ids: [B, S], whole rows.
-        pieces: the queries that are here, where context parallel has others elsewhere. A mask is then a
-            tuple, for each of the pieces one of its queries and of the keys that `Piece.of` says.
+        pieces: this rank's queries, under context parallelism. A mask is then a tuple with one mask per
+            piece, of its queries and the keys given by `Piece.of`.
     """
     made: dict[Reach | None, Mask] = {}
 
@@ -64,11 +66,11 @@ def document_masks(document_ids: Tensor | None, pieces: Sequence[range] | None =
 
 
 def begins(document_ids: Tensor) -> Tensor:
-    """[B, S] bool: the tokens with which a document begins."""
+    """Return the first tokens of documents, [B, S] bool."""
     return torch.cat((torch.ones_like(document_ids[:, :1]), document_ids.diff(dim=1)), 1) != 0
 
 
 def _block_mask(document_ids: Tensor, reach: Reach, piece: Piece | None = None) -> BlockMask:
-    from titancli.models.blocks.flex import document_block_mask  # brings torch's compiler
+    from titancli.models.blocks.flex import document_block_mask  # imports torch's compiler
 
     return document_block_mask(document_ids, reach, piece)

@@ -1,9 +1,9 @@
 """Mixture of experts: a router (`titancli.models.blocks.router`), the experts it chooses from, and a bias
-that evens out its choices.
+that balances its choices.
 
 Source: the sparsely gated layer (arXiv 1701.06538), shared experts and limited groups (DeepSeek-V2, arXiv
-2405.04434), balancing without a loss (arXiv 2408.15664). Single-device code: `Experts.over_experts` is where
-`titancli.parallel.expert` sends tokens to the ranks that have their experts.
+2405.04434), balancing without a loss (arXiv 2408.15664). Single-device code: `titancli.parallel.expert`
+replaces `Experts.over_experts` to send tokens to the ranks that hold their experts.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ __all__ = ["Experts", "MoE", "Rearrange", "Router", "Routes", "moe_layers"]
 
 
 class Experts(nn.Module):
-    """SwiGLU experts, their matrices stacked: `w2(silu(w1 x) * w3 x)`."""
+    """SwiGLU experts with stacked matrices: `w2(silu(w1 x) * w3 x)`."""
 
     is_transposed = False
-    """Whether matrices are stored [in, out]."""
+    """Whether matrices are stored as [in, out]."""
 
     @property
     def styles(self) -> dict[str, str]:
-        """All are sharded over mesh.ep."""
+        """Tensor-parallel styles: all parameters are sharded over mesh.ep."""
         return dict.fromkeys(self._parameters, "expert")
 
     def __init__(self, spec: shape.Experts) -> None:
@@ -46,15 +46,16 @@ class Experts(nn.Module):
 
     @staticmethod
     def shapes(dim: int, hidden_dim: int) -> dict[str, tuple[int, ...]]:
-        """The parameters of one expert, by the names under which `compute` gets those of several."""
+        """Return the shapes of one expert's parameters, by the names under which `compute` gets those of
+        several."""
         return {"w1": (hidden_dim, dim), "w2": (dim, hidden_dim), "w3": (hidden_dim, dim)}
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
-        """What the experts make of tokens.
+        """Apply the experts to tokens.
 
         Args:
             x: [N, dim], all tokens of the first expert, then all of the second, …
-            counts: [E] integers, how many each expert has.
+            counts: [E] integers, tokens per expert.
 
         Returns:
             [N, dim], in the same order.
@@ -62,25 +63,27 @@ class Experts(nn.Module):
         return self.over_experts(x, counts)
 
     def over_experts(self, x: Tensor, counts: Tensor) -> Tensor:
-        """`forward` itself; a plan puts a method in its place that sends tokens to other ranks' experts."""
-        # As attributes: a plan may have them computed with in another dtype than they are stored in.
+        """Implement `forward`; a plan replaces this method by one that sends tokens to other ranks'
+        experts."""
+        # By attribute: a plan may compute with another dtype than the stored one.
         return self.compute(x, counts, {name: getattr(self, name) for name in self._parameters})
 
     def compute(self, x: Tensor, counts: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
-        """`forward` with the weights of some of the experts, by their names here; `counts` is of those."""
+        """Implement `forward` for some of the experts, with their weights by name; `counts` has only these
+        experts."""
         ends = counts.cumsum(0).int()
         gate = self.product(x, "w1", weights, ends)
         up = self.product(x, "w3", weights, ends)
         return self.product(silu(gate) * up, "w2", weights, ends)
 
     def product(self, x: Tensor, name: str, weights: Mapping[str, Tensor], ends: Tensor) -> Tensor:
-        """Each expert's tokens times its own matrix of a stack; a converter may put more beside it.
+        """Multiply each expert's tokens by its matrix of a stack; a converter may add to the product.
 
         Args:
             x: [N, in], as in `forward`.
-            name: of the stack, [E, out, in], or where `is_transposed` [E, in, out].
+            name: name of the stack, [E, out, in], or [E, in, out] if `is_transposed`.
             weights: as in `compute`.
-            ends: [E] int32, where each expert's tokens end.
+            ends: [E] int32, the end of each expert's tokens.
 
         Returns:
             [N, out].
@@ -90,7 +93,7 @@ class Experts(nn.Module):
 
 
 class JoinedExperts(Experts):
-    """SwiGLU experts whose first two matrices are one: the gate's rows first."""
+    """SwiGLU experts with gate and up projection in one matrix, gate first."""
 
     @staticmethod
     def shapes(dim: int, hidden_dim: int) -> dict[str, tuple[int, ...]]:
@@ -117,21 +120,21 @@ class MoE(nn.Module):
         self.shared_experts = None if spec.shared is None else spec.shared.build()
         self.shared_gate = nn.Linear(spec.dim, 1, bias=False) if spec.shared_gate else None
         balanced = bool(config.load_balance_coeff)
-        # A buffer: it moves without gradients, and is no parameter that an optimizer might decay.
+        # A buffer: it is updated without gradients, and optimizers must not decay it.
         self.register_buffer("expert_bias", torch.zeros(config.num_experts) if balanced else None)
         self.holds_bias = config.freeze_expert_bias
-        """Whether the bias stays as it is, whatever the counts."""
+        """Whether the bias is frozen."""
         self._counts: Tensor | None = None
         self.load: Tensor | None = None
-        """[E], `share_of` all tokens of the call that is under way; None: those of this forward are all."""
+        """[E], `share_of` all tokens of the current call; None: of this forward pass only."""
         self.per_token: Tensor | None = None
-        """What a sum over tokens is multiplied by, so that where the loss is divided by its own weight it
-        becomes a mean over all tokens of the call; None: it stays a sum."""
+        """Factor that turns sums over tokens into means over all tokens of the call, if the loss is
+        divided by its own weight; None: sums stay sums."""
         self.counting: Tensor | None = None
-        """[E] int64: what each forward adds its tokens to, where somebody counts."""
+        """[E] int64: accumulates the tokens of each forward pass while tokens are being counted."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, S, dim] -> [B, S, dim]."""
+        """Map [B, S, dim] to [B, S, dim]."""
         tokens = x.flatten(0, -2)
         routes = self.router(tokens, self.expert_bias)
         if self.counting is not None:
@@ -161,22 +164,24 @@ class MoE(nn.Module):
         return torch.bmm(scores[:, None], by_token)[:, 0]
 
     def force_load_balance(self) -> None:
-        """Deal the experts out in turn instead of choosing, so that all get as many tokens and every number
-        of them is known beforehand: for measuring and for dry runs, not for training."""
+        """Assign experts in turn instead of choosing, so that all get equally many tokens and counts are
+        known in advance: for measuring and dry runs, not for training."""
         self.router.force_load_balance = self.experts.force_load_balance = True
 
     def parts(self) -> list[tuple[nn.Module, str]]:
-        """The methods that cost most, without what is between them: it orders tokens, and may send them
-        away."""
+        """Return the most expensive methods, without the code between them, which reorders tokens and may
+        send them to other ranks."""
         found: list[tuple[nn.Module, str]] = [(self.router, "forward"), (self.experts, "compute")]
         return found if self.shared_experts is None else [*found, (self.shared_experts, "forward")]
 
     # ---------------------------------------------------------------------------------------- balancing
 
     def _count(self, routes: Routes) -> None:
-        """Count the tokens when their gradient comes back: once also where forward is run again for it, and
-        never in an evaluation."""
-        counts = routes.counts  # alone: a hook that held the scores would keep them, and their graph, alive
+        """Count tokens when their gradient arrives: once even if forward is recomputed, and never in an
+        evaluation."""
+        counts = (
+            routes.counts
+        )  # not routes: a hook that held the scores would keep them and their graph alive
         if routes.scores.requires_grad:
             routes.scores.register_hook(lambda _: self._add(counts))
 
@@ -184,51 +189,51 @@ class MoE(nn.Module):
         self._counts = counts.clone() if self._counts is None else self._counts.add_(counts)
 
     def token_counts(self) -> Tensor:
-        """[E] int64: tokens that each expert was trained on here since `forget_counts`."""
+        """Return the tokens per expert trained on here since `forget_counts`, [E] int64."""
         if self._counts is None:
             return torch.zeros(self.config.num_experts, dtype=torch.int64, device=self.device)
         return self._counts
 
     @property
     def active_share(self) -> float:
-        """The share of the routed experts' parameters that take part in one token."""
+        """Fraction of the routed experts' parameters that are active for one token."""
         return self.config.top_k / self.config.num_experts
 
     @property
     def device(self) -> torch.device:
-        """Where tokens are counted."""
+        """Device on which tokens are counted."""
         return (next(self.experts.parameters()) if self.expert_bias is None else self.expert_bias).device
 
     def share_of(self, counts: Tensor) -> Tensor:
-        """The share of tokens that visit each expert: [E] fp32, which add up to top_k."""
+        """Return the share of tokens per expert, [E] fp32, which add up to top_k."""
         return counts.float() * (self.config.top_k / counts.sum().clamp(min=1))
 
     def mean_of(self, gradient: Tensor) -> Tensor:
-        """The gradient of a sum over tokens as that of their mean, where it is known what makes one of it."""
+        """Turn the gradient of a sum over tokens into that of their mean, if `per_token` is set."""
         return gradient if self.per_token is None else gradient * self.per_token
 
     def forget_counts(self) -> None:
-        """Begin to count anew."""
+        """Reset the token counts."""
         self._counts = None
 
     def clear_bias(self) -> None:
-        """Begin to balance anew."""
+        """Reset the balancing bias."""
         if self.expert_bias is not None:
             self.expert_bias.zero_()
 
     @torch.no_grad()
     def balance(self, counts: Tensor) -> None:
-        """Make experts that were chosen too often less likely, and the others more.
+        """Make overloaded experts less likely, and underloaded ones more.
 
         Args:
-            counts: [E], how many tokens each had in the step, on all ranks together.
+            counts: [E], tokens per expert in the step, on all ranks together.
         """
         if self.expert_bias is not None and self.config.load_balance_coeff and not self.holds_bias:
             counts = counts.float()
             self.expert_bias += self.config.load_balance_coeff * (counts.mean() - counts).sign()
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """The bias stays fp32: its steps are too small for less."""
+        """Keep the bias in fp32: its updates are too small for lower precision."""
         super()._apply(fn, recurse)
         if self.expert_bias is not None:
             self.expert_bias = self.expert_bias.float()
@@ -236,13 +241,13 @@ class MoE(nn.Module):
 
 
 class _RouterLosses(torch.autograd.Function):
-    """Scores as they are, which in backward give two losses their gradients: the load-balancing loss, by the
-    probabilities, coeff · E · Σ f_e p_e over all tokens, f_e being the share of them that visit an expert;
-    and the z-loss, by the logits, coeff · Σ logsumexp².
+    """Passes scores through, and in backward adds the gradients of two losses: the load-balancing loss, via
+    the probabilities, coeff · E · Σ f_e p_e over all tokens, where f_e is the share of them that visit an
+    expert; and the z-loss, via the logits, coeff · Σ logsumexp².
 
-    Sums over tokens, as every loss here is: it does not matter which ranks and micro-batches the tokens are
-    on, nor whether forward runs again. The shares, and what makes means of the sums, are looked up in
-    backward, when they are known.
+    Both are sums over tokens, as every loss here: they do not depend on which ranks and micro-batches tokens
+    are on, nor on recomputation. The shares, and the factor that turns sums into means, are read in backward,
+    when they are known.
     Source: Switch Transformer (arXiv 2101.03961, equation 4); ST-MoE (arXiv 2202.08906, equation 5).
     """
 
@@ -275,10 +280,10 @@ class _RouterLosses(torch.autograd.Function):
 
 
 class Rearrange(torch.autograd.Function):
-    """Rows in another order, each `copies` times: [N, dim] -> [N · copies, dim].
+    """Reorders rows, each repeated `copies` times: [N, dim] to [N · copies, dim].
 
-    Row i of the result is row `order[i] // copies`; `place` is the inverse of `order`. Both ways are plain
-    look-ups, so no two ranks or runs add up in another order.
+    Row i of the result is row `order[i] // copies`; `place` is the inverse of `order`. Forward and backward
+    are plain look-ups, so sums have the same order on every rank and in every run.
     """
 
     @staticmethod
@@ -297,9 +302,9 @@ class Rearrange(torch.autograd.Function):
 
 
 def moe_layers(model: nn.Module) -> dict[str, MoE]:
-    """A model's mixture-of-experts layers by name."""
+    """Return a model's mixture-of-experts layers by name."""
     modules = [model]
-    for module in modules:  # asked for at each step: where there are none, a walk without names is quicker
+    for module in modules:  # called at each step: without any layer, a walk without names is faster
         if isinstance(module, MoE):
             break
         modules += [child for child in module._modules.values() if child is not None]

@@ -1,8 +1,8 @@
-"""Multi-token prediction: blocks beyond the last, each of which predicts one token further.
+"""Multi-token prediction: blocks after the last, each of which predicts one token further ahead.
 
-Source: DeepSeek-V3 (arXiv 2412.19437, section 2.2); where that leaves it open, as in vLLM, SGLang and
-Megatron-LM, which agree: hidden states come *after* the main model's final norm, or that of the block before,
-and the embedding stands first in the product's input. Embedding and output are those of the main model.
+Source: DeepSeek-V3 (arXiv 2412.19437, section 2.2). Where that is ambiguous, as in vLLM, SGLang and
+Megatron-LM, which agree: hidden states are taken *after* the main model's final norm, or that of the previous
+block, and the embedding comes first in the projection's input. Embedding and output are the main model's.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class MTPBlock(Block):
-    """A block over hidden states and the embeddings of tokens ahead, followed by a norm of its own."""
+    """A block over hidden states and the embeddings of tokens ahead, followed by its own norm."""
 
     styles: ClassVar = {"eh_proj": "replicate"}
 
@@ -37,24 +37,24 @@ class MTPBlock(Block):
     def forward(  # type: ignore[override]
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, *, embedded: Tensor
     ) -> Tensor:
-        """Hidden states [B, S, dim], normed, to those that predict one token further, normed.
+        """Map normalized hidden states [B, S, dim] to normalized ones that predict one token further ahead.
 
         Args:
-            embedded: [B, S, dim], the token that the hidden states were to predict.
+            embedded: [B, S, dim], embedding of the token that the hidden states predict.
         """
         x = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(x)), -1))
         return self.head_norm(super().forward(x, cos, sin, mask))
 
 
 def further(x: Tensor, steps: int, fill: int) -> Tensor:
-    """Return what stands so many places further along rows [B, S], and `fill` where they have ended."""
+    """Return rows [B, S] shifted `steps` positions to the left, padded with `fill` at the end."""
     return pad(x, (0, steps), value=fill)[:, steps:]
 
 
 def targets_ahead(batch: Batch, steps: int) -> Tensor:
-    """Return the targets of the block that looks so many tokens further: [B, S] int64, none where the row has
-    ended, or where a token on the way or the target is of another document (the one after a row is not known
-    to be)."""
+    """Return the targets of the block that predicts `steps` tokens further ahead: [B, S] int64, and no
+    target past the end of the row, or where the target or a token in between is of another document (or
+    possibly so, after the row)."""
     targets = further(batch["targets"], steps, IGNORE)
     if "document_ids" in batch:
         ids = batch["document_ids"]

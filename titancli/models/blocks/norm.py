@@ -1,4 +1,4 @@
-"""Norms, from their spec."""
+"""Norms, built from their specs."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ if TYPE_CHECKING:
 
 
 def norm_of(spec: Norm, width: int) -> nn.Module:
-    """Return the module of a norm over so many numbers."""
+    """Return a norm over `width` features."""
     if spec.kind == "layer":
         return LayerNorm(width, spec.eps, bias=spec.bias)
     return (ZeroCentredRMSNorm if spec.zero_centred else nn.RMSNorm)(width, eps=spec.eps)
 
 
 class ZeroCentredRMSNorm(nn.RMSNorm):
-    """RMSNorm by 1 + weight, so that weight decay draws towards no change; in fp32 or more."""
+    """RMSNorm with the factor 1 + weight, so that weight decay draws it towards 1; computed in fp32 or
+    more."""
 
     takes_local_parameters = True
 
@@ -32,11 +33,11 @@ class ZeroCentredRMSNorm(nn.RMSNorm):
         super().__init__(dim, eps=eps, **options)
 
     def init_own(self, generator_for: Callable[[str], torch.Generator]) -> None:
-        """Begin as a norm that multiplies by 1."""
+        """Initialize to a factor of 1."""
         zeros_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., dim] -> [..., dim] in the same dtype."""
+        """Normalize [..., dim], in the same dtype."""
         wide = torch.promote_types(x.dtype, torch.float32)
         return rms_norm(x.to(wide), self.normalized_shape, 1 + local(self.weight).to(wide), self.eps).to(
             x.dtype
@@ -44,11 +45,11 @@ class ZeroCentredRMSNorm(nn.RMSNorm):
 
 
 class LayerNorm(nn.LayerNorm):
-    """LayerNorm with parameters that may be DTensors, as under tensor parallelism."""
+    """LayerNorm whose parameters may be DTensors, as under tensor parallelism."""
 
     takes_local_parameters = True
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., dim] -> [..., dim] in the same dtype."""
+        """Normalize [..., dim], in the same dtype."""
         bias = None if self.bias is None else local(self.bias)
         return layer_norm(x, self.normalized_shape, local(self.weight), bias, self.eps)

@@ -9,29 +9,30 @@ from torch import Tensor
 
 
 class Reach(NamedTuple):
-    """How far back a token sees within its document. Both limits may hold at once."""
+    """How far back a token sees within its document. Both limits may apply at once."""
 
     window: int | None = None
-    """Tokens at most, itself included (sliding window); None: all before it."""
+    """Maximum number of tokens, itself included (sliding window); None: all before it."""
     chunk: int | None = None
-    """Only tokens of its own chunk of so many, counted from its document's beginning; None: no chunks."""
+    """Restricts a token to its own chunk of this many tokens, counted from its document's beginning; None:
+    no chunks."""
 
     @property
     def most(self) -> int | None:
-        """Tokens that any token sees at most; None: there is no such number."""
+        """Maximum number of tokens that a token sees; None: unlimited."""
         limits = [limit for limit in self if limit is not None]
         return min(limits) if limits else None
 
     def limits(self, length: int) -> bool:
-        """Whether a token of a row so long may not see all that is before it."""
+        """Return whether a token in a row of this length may not see all tokens before it."""
         return self.most is not None and self.most < length
 
     def first(self, position: int) -> int:
-        """A key before which none is seen by this query or by one that comes after it."""
+        """Return the first key that this query, or any later one, may see."""
         return 0 if self.most is None else max(0, position - self.most + 1)
 
     def seen(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """Bool: which keys each query sees, for positions that broadcast with each other."""
+        """Return which keys each query sees, bool, for positions that broadcast with each other."""
         found = keys <= queries
         if self.window is not None:
             found = found & (keys > queries - self.window)
@@ -40,20 +41,20 @@ class Reach(NamedTuple):
         return found
 
     def mask(self, queries: range, keys: range, device: torch.device) -> Tensor:
-        """[queries, keys] bool, of one document that begins at position 0."""
+        """Return the mask of one document that begins at position 0, [queries, keys] bool."""
         q = torch.arange(queries.start, queries.stop, device=device)
         k = torch.arange(keys.start, keys.stop, device=device)
         return self.seen(q[:, None], k)
 
 
 WHOLE = Reach()
-"""All that is before a token, and itself."""
+"""A token sees itself and everything before it."""
 IN_ORDER = None
-"""The reach of a layer that does not look back but goes through a row token by token."""
+"""The reach of a recurrent layer."""
 
 
 def document_positions(document_ids: Tensor) -> Tensor:
-    """[B, S] int64: how many tokens of its document are before each token; a document lies in one piece."""
+    """Return each token's position in its document, [B, S] int64; each document is contiguous."""
     index = torch.arange(document_ids.shape[1], device=document_ids.device).expand(document_ids.shape)
     begins = torch.ones_like(document_ids, dtype=torch.bool)
     begins[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
@@ -61,7 +62,7 @@ def document_positions(document_ids: Tensor) -> Tensor:
 
 
 def first_seen(document_ids: Tensor, reach: Reach) -> Tensor:
-    """[B, S] int64: the first key in its row that each query sees; it never falls from one to the next."""
+    """Return the first key in its row that each query sees, [B, S] int64; it never decreases along a row."""
     position = document_positions(document_ids)
     query = torch.arange(document_ids.shape[1], device=document_ids.device)
     document = query - position

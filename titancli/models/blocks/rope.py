@@ -1,8 +1,8 @@
-"""Rotary position embedding, with Llama 3.1's and YaRN's ways beyond the context of the first training.
+"""Rotary position embedding, with Llama 3.1's and YaRN's scaling beyond the original context.
 
 Source: RoFormer (arXiv 2104.09864); scaling as in Meta's Llama 3.1 release; YaRN (arXiv 2309.00071). Pairs
-are (i, i + head_dim/2), the order of most Hugging Face checkpoints, so that no permutation of q and k is
-needed on the way in or out.
+are (i, i + head_dim/2), the order of most Hugging Face checkpoints, so that q and k need no permutation on
+import or export.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def frequencies(rope: Rope) -> Tensor:
-    """[dim / 2] fp32 on the CPU: radians per position of each pair."""
+    """Return the frequencies, [dim / 2] fp32 on the CPU, in radians per position of each pair."""
     if isinstance(rope.scaling, Yarn):
         return yarn_frequencies(rope.dim, rope.theta, rope.scaling)
     if isinstance(rope.scaling, LinearScaling):
@@ -30,7 +30,7 @@ def frequencies(rope: Rope) -> Tensor:
 
 
 def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
-    """[head_dim / 2] fp32 on the CPU: radians per position of each pair."""
+    """Return the frequencies, [head_dim / 2] fp32 on the CPU, in radians per position of each pair."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device="cpu").float() / head_dim
     frequencies = 1.0 / (theta**exponents)
     if scaling is None:
@@ -38,7 +38,8 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None
     wavelengths = 2 * math.pi / frequencies
     low = scaling.original_max_position / scaling.low_freq_factor
     high = scaling.original_max_position / scaling.high_freq_factor
-    # 0 for wavelengths longer than `low` (stretched), 1 for those shorter than `high` (kept), linear between.
+    # 0 for wavelengths longer than `low` (interpolated), 1 for those shorter than `high` (kept), linear
+    # between.
     keep = (scaling.original_max_position / wavelengths - scaling.low_freq_factor) / (
         scaling.high_freq_factor - scaling.low_freq_factor
     )
@@ -48,15 +49,15 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None
 
 
 def yarn_frequencies(head_dim: int, theta: float, yarn: Yarn) -> Tensor:
-    """[head_dim / 2] fp32 on the CPU: radians per position of each pair, stretched as YaRN does.
+    """Return the frequencies scaled as in YaRN, [head_dim / 2] fp32 on the CPU, in radians per position.
 
-    Pairs that turn more than `beta_fast` times in the original context stay, those that turn less than
-    `beta_slow` times are stretched whole, and between the two it is a ramp over the pairs' numbers.
+    Pairs that turn more than `beta_fast` times in the original context are kept, those that turn less than
+    `beta_slow` times are fully interpolated, with a linear ramp over the pairs in between.
     """
     frequencies = inverse_frequencies(head_dim, theta, None)
 
     def pair(turns: float) -> float:
-        """The number of the pair that turns so often in the original context."""
+        """Return the index of the pair that turns this often in the original context."""
         wavelength = yarn.original_max_position / (turns * 2 * math.pi)
         return head_dim * math.log(wavelength) / (2 * math.log(theta))
 
@@ -70,7 +71,7 @@ def yarn_frequencies(head_dim: int, theta: float, yarn: Yarn) -> Tensor:
 
 
 def rotation(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of every angle.
+    """Return the cosine and sine of every angle.
 
     Args:
         positions: [B, S] or [1, S] int64.
@@ -84,8 +85,8 @@ def rotation(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate [B, S, heads, head_dim], computed in fp32, returned in x's dtype. Numbers of a head beyond those
-    that there are angles for stay as they are."""
+    """Rotate [B, S, heads, head_dim], computed in fp32, returned in x's dtype. Dimensions of a head beyond
+    those with angles are unchanged."""
     width = 2 * cos.shape[-1]
     if x.shape[-1] > width:
         return torch.cat((rotate(x[..., :width], cos, sin), x[..., width:]), dim=-1)

@@ -1,4 +1,4 @@
-"""The router of a mixture of experts: which experts each token visits, and what each of them counts for."""
+"""The router of a mixture of experts: which experts each token visits, and their weights."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ if TYPE_CHECKING:
 
 
 class Routes(NamedTuple):
-    """Where N tokens go."""
+    """The routes of N tokens."""
 
     experts: Tensor
     """[N, top_k] int64."""
     scores: Tensor
     """[N, top_k] fp32."""
     counts: Tensor
-    """[E] int64: how many of them each expert gets."""
+    """[E] int64: tokens per expert."""
     probabilities: Tensor | None = None
-    """[N, E] fp32, rows that add up to 1: what the load-balancing loss is a function of; None without."""
+    """[N, E] fp32, rows that add up to 1: input of the load-balancing loss; None without it."""
     logits: Tensor | None = None
-    """[N, E] fp32: what the z-loss is a function of; None without."""
+    """[N, E] fp32: input of the z-loss; None without it."""
 
 
 class Router(nn.Module):
-    """Chooses the experts of each token, and what each of them counts for."""
+    """Chooses each token's experts and their weights."""
 
     styles: ClassVar = {"gate": "replicate"}
     roles: ClassVar = {"gate": "router"}
@@ -42,7 +42,7 @@ class Router(nn.Module):
         self.force_load_balance = False
 
     def forward(self, x: Tensor, expert_bias: Tensor | None) -> Routes:
-        """Routes of tokens [N, dim]; `expert_bias` [E] has a say in the choice, none in the scores."""
+        """Route tokens [N, dim]; `expert_bias` [E] affects the choice but not the scores."""
         config = self.config
         logits = self.gate(x).float()
         scores = logits.softmax(-1) if config.score_func == "softmax" else logits.sigmoid()
@@ -51,7 +51,7 @@ class Router(nn.Module):
         if config.route_norm:
             chosen = chosen / chosen.sum(-1, keepdim=True).clamp(min=1e-20)
         flat = experts.flatten()
-        # Not bincount: that has no shape before it has run.
+        # Not bincount: its shape is unknown before it runs.
         counts = flat.new_zeros(config.num_experts).scatter_add(0, flat, torch.ones_like(flat))
         shares = scores / scores.sum(-1, keepdim=True).clamp(min=1e-20) if config.aux_loss_coeff else None
         kept = logits if config.z_loss_coeff else None
@@ -74,23 +74,23 @@ class Router(nn.Module):
 
 
 class Gate(nn.Linear):
-    """The router's product, in fp32 whatever it is given: rounded to bf16, two logits of hundreds are often
-    the same or change places, and a token would go to other experts.
+    """The router's projection, always in fp32: rounded to bf16, two logits of several hundred are often equal
+    or swapped, and a token would go to other experts.
 
-    Source: Switch Transformer (arXiv 2101.03961, section 2.4). What is rounded before it, a token and under
-    mixed precision the weight, stays so.
+    Source: Switch Transformer (arXiv 2101.03961, section 2.4). Its inputs may already be rounded: tokens and,
+    under mixed precision, the weight.
     """
 
     takes_local_parameters = True
 
     def forward(self, x: Tensor) -> Tensor:
-        """[N, dim] -> [N, E] fp32."""
+        """Map [N, dim] to [N, E] fp32."""
         return _Product.apply(x, local(self.weight), None if self.bias is None else local(self.bias))
 
 
 class _Product(torch.autograd.Function):
-    """x · weightᵀ + bias, in fp32 or more. It keeps what comes in: autograd would keep the casts, which for
-    tokens in bf16 take twice as much."""
+    """x · weightᵀ + bias, in fp32 or more. Keeps its inputs for backward: autograd would keep the casts,
+    which for bf16 tokens take twice as much memory."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
