@@ -13,7 +13,9 @@ import importlib
 from typing import Any
 
 _HOME = {
+    "LOCK": "format.manifest",
     "Manifest": "format.manifest",
+    "faults": "format.manifest",
     "read_manifest": "format.manifest",
     "newest": "format.manifest",
     "newest_good": "format.manifest",
@@ -26,8 +28,6 @@ _HOME = {
     "load_hf_weights": "hf.load",
     "reader_of": "hf.likeness",
     "STEP_NAME": "format.manifest",
-    "Comparison": "compare",
-    "compare_checkpoints": "compare",
     "open_weights": "base",
 }
 __all__ = list(_HOME)

@@ -11,7 +11,6 @@ from titancli.run.code_drift import (
 )
 from titancli.run.drift import Change, changes
 from titancli.run.inputs import require_inputs
-from titancli.run.origin import checkpoint_before, origin_of
 
 __all__ = [
     "NO_EFFECT",
@@ -20,8 +19,6 @@ __all__ = [
     "Effect",
     "changed",
     "changes",
-    "checkpoint_before",
-    "origin_of",
     "plugin_changes",
     "require_inputs",
     "software_changes",

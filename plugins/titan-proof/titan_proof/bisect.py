@@ -16,7 +16,7 @@ from titancli.observe.events import plain
 from titancli.runs import RunFolder
 
 if TYPE_CHECKING:
-    from titancli.checkpoint import Comparison
+    from titan_proof.checkpoints import Comparison
 
 Result = Literal["equal", "within_envelope", "parts", "not_comparable"]
 BEFORE = "weights before it"
@@ -253,7 +253,7 @@ def _around(one: Side, other: Side, step: int | None) -> list[Compared]:
     chosen = before[-1:] + [number for number in both if number not in before][:1]
     if not chosen:
         return []
-    from titancli.checkpoint import compare_checkpoints
+    from titan_proof.checkpoints import compare_checkpoints
 
     found: list[tuple[int, Comparison]] = [
         (number, compare_checkpoints(one.checkpoint(number), other.checkpoint(number))) for number in chosen

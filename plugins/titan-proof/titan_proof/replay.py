@@ -14,12 +14,13 @@ from statistics import median
 from typing import Any
 
 from titan_proof import Probe
+from titan_proof.origin import checkpoint_before, origin_of
 from titan_proof.reproduce import environment, with_what_helps
 from titan_proof.reproduction import Reproduction, collect
 from titan_proof.verdict import ENVELOPE, WIDEST
 from titancli.checkpoint import read_manifest
 from titancli.commands.evaluation import launch
-from titancli.commands.recorded import checkpoint_before, origin_of, require_inputs
+from titancli.commands.recorded import require_inputs
 from titancli.errors import EnvironmentProblem, TitanError, UsageError
 from titancli.files import read_json
 from titancli.observe.digests import StepDigest, differences, read_digests

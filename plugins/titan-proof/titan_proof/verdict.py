@@ -137,7 +137,7 @@ def _of_weights(before: Reproduction, after: Reproduction, compared: Sequence[st
     sides = [RunFolder(path).checkpoints / f"step-{both[-1]}" for path in folders if path and both]
     if len(sides) < 2 or both[-1] in compared or not all(side.is_dir() for side in sides):
         return []
-    from titancli.checkpoint import compare_checkpoints
+    from titan_proof.checkpoints import compare_checkpoints
 
     found = compare_checkpoints(*sides).unequal
     weights = [one for one in found if one.name.startswith("model.")]

@@ -92,8 +92,8 @@ def _repeated(
     sides: tuple[Side, Side], found: Bisection, folder: Path, common: Common, *, quiet: bool
 ) -> dict[str, Any]:
     """The step once more from each run, what it agrees with, and the tensors of both repetitions."""
+    from titan_proof.checkpoints import compare_checkpoints
     from titan_proof.repeat import repeat
-    from titancli.checkpoint import compare_checkpoints
     from titancli.observe.digests import differences
 
     made: dict[str, Repetition] = {}

@@ -9,8 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from titancli.checkpoint.format.manifest import read_manifest
-from titancli.checkpoint.load import CheckpointReader
+from titancli.checkpoint import CheckpointReader, read_manifest
 
 
 @dataclass(frozen=True)

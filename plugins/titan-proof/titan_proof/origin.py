@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from titancli.checkpoint.format.manifest import LOCK, faults, read_manifest
+from titancli.checkpoint import LOCK, STEP_NAME, faults, read_manifest
 from titancli.errors import EnvironmentProblem
-from titancli.runs import STEP_NAME, RunFolder, read_lock
+from titancli.runs import RunFolder, read_lock
 
 
 class Origin(NamedTuple):
