@@ -12,9 +12,10 @@ import torch
 from tests.engine import cases
 from tests.engine.cases import Layout
 from tests.ranks import Ranks
+from titan_proof.digests import StepDigest, differences, named, read_digests
 from titancli.engine import Engine, digest
 from titancli.engine.digest import Digests, row_hashes, sums
-from titancli.observe.digests import DigestWriter, StepDigest, differences, named, read_digests
+from titancli.observe.digests import DigestWriter
 from titancli.protocols.batch import IGNORE, Batch
 
 WORD = 2**64

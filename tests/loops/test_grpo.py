@@ -14,13 +14,13 @@ import torch.distributed as dist
 
 from tests.ranks import Ranks
 from tests.run.conftest import Finished, here, train, train_on
+from titan_proof.digests import read_digests
 from titan_testing import run_cli
 from titancli.cli import main
 from titancli.errors import RecipeError
 from titancli.loops import Grpo
 from titancli.loops.grpo_failures import Failures
 from titancli.loops.grpo_steps import check_fits
-from titancli.observe.digests import read_digests
 from titancli.observe.events import read_events
 from titancli.rl import Digit, ExactMatch
 from titancli.rl.scoring import Scorer

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from titan_proof.digests import differences, read_digests, read_starts
 from titancli.errors import EnvironmentProblem
-from titancli.observe.digests import RECORD, DigestWriter, differences, path_of, read_digests, read_starts
+from titancli.observe.digests import RECORD, DigestWriter, path_of
 
 NAMES = ["a", "b", "c"]
 

@@ -15,7 +15,7 @@ import pytest
 from tests.cli.run_folders import attempt, began, ended, make
 from tests.cli.run_folders import step as done_step
 from tests.run.conftest import Finished, losses
-from titancli.observe.digests import read_digests
+from titan_proof.digests import read_digests
 from titancli.observe.events import read_events
 from titancli.runs import RunFolder
 

@@ -71,7 +71,7 @@ DOORS = [
     Door("locks", "runs", LINKS, LISTED, "run.lock ranks.lock slurm/lock"),
     Door(
         "digests",
-        "observe.digests",
+        "observe.digests titan_proof.digests",
         LINKS,
         f"{SEC}test_seals.py::test_each_bit_of_the_digests",
         "digests/*/*.bin",

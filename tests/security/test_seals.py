@@ -12,10 +12,11 @@ import pytest
 from tests.cli import run_folders
 from tests.observe.test_digests import fill, writer
 from tests.run.conftest import Finished, trained
+from titan_proof.digests import read_digests
 from titancli.cli import main
 from titancli.errors import TitanError
 from titancli.observe import notes
-from titancli.observe.digests import path_of, read_digests
+from titancli.observe.digests import path_of
 from titancli.observe.summary import summarize
 from titancli.recipe import load_recipe
 from titancli.recipe.load import lock_text

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from tests.security.test_run_folders import deep, device, endless, fifo, folder, garbage
+from titan_proof.digests import read_digests
 from titan_report import view
 from titan_slurm.jobs import SlurmFiles
 from titan_sweep import sweep
 from titancli.errors import TitanError
 from titancli.launchers import meeting
 from titancli.observe import failures, notes, profile_request
-from titancli.observe.digests import read_digests
 from titancli.observe.summary import Summary
 from titancli.recipe import load_recipe
 from titancli.rl import rollouts

@@ -2,7 +2,8 @@
 
 `digests/ATTEMPT.RESTART/rank-N.bin` begins with one line of JSON (`Header`), and goes on with one `RECORD` a
 step, each at its own place: what a disk that was full for a while left out is a hole, and what a killed
-process has cut off ends the file. A resumed run begins new files; `read_digests` puts them together.
+process has cut off ends the file. A resumed run begins new files.
+`titan_proof.digests` reads and compares them.
 """
 
 from __future__ import annotations
@@ -12,21 +13,17 @@ import logging
 import os
 import zlib
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from titancli.errors import EnvironmentProblem
-from titancli.files import parse_json, read_bytes, regular
+from titancli.files import regular
 from titancli.seal import Seal
 
 FORMAT = 2
 FOLDER = "digests"
-LARGEST = 1 << 32
-"""Bytes of a file: a hundred million steps."""
 SEAL = Seal('{"xxh3_64":"', '",')
 """Start of the header."""
 RECORD = np.dtype(
@@ -43,7 +40,7 @@ RECORD = np.dtype(
 )
 """44 bytes, their checksum last: a record of which only a part was written has none. `rows` is of this
 rank's rows, whatever their order; `gradients` (before clipping) and `weights` (after the step) are of what
-lies on this rank, each two sums over its tensors: see `named`."""
+lies on this rank: of its tensors' hashes h_1, h_2, … the sums of h_i and of i·h_i, modulo 2^32."""
 
 logger = logging.getLogger(__name__)
 
@@ -127,213 +124,9 @@ class DigestWriter:
         self._file = -1
 
 
-@dataclass(frozen=True)
-class StepDigest:
-    """One step of a run, all ranks together."""
-
-    step: int
-    loss: float
-    grad_norm: float
-    """Before clipping."""
-    skipped: bool
-    rows: int
-    """Of all rows of the step; the same for the same rows on any layout."""
-    ranks: dict[int, tuple[tuple[int, int], tuple[int, int]]]
-    """By rank, `gradients` and `weights` of its `RECORD`."""
-    layout: Layout = field(repr=False)
-    attempt: int = field(compare=False)
-    """The number of the run's attempt, from 1, that did it."""
-
-
-@dataclass(frozen=True)
-class Layout:
-    """The properties that must be equal for hashes to be comparable."""
-
-    world: int
-    mesh: dict[str, int]
-    names: dict[int, list[str]] = field(repr=False)
-    """By rank, the parameters that were hashed."""
-    sampled: bool = field(default=True, compare=False)
-    """See `Header`."""
-
-
-@dataclass(frozen=True)
-class Start:
-    """The weights that an attempt began with."""
-
-    ranks: dict[int, tuple[int, int]]
-    """By rank, `Header.weights`."""
-    layout: Layout = field(repr=False)
-
-
-def read_digests(folder: Path, first: int = 1, last: int | None = None) -> dict[int, StepDigest]:
-    """Return the digests of a run by step: of a step that was repeated, the last time. Steps that some rank
-    has not written are left out.
-
-    Args:
-        folder: the run folder.
-        first: the first step, and `last` the last one, that are returned; None: there is no last.
-
-    Raises:
-        EnvironmentProblem: a file cannot be read, or is of another version of titan.
-    """
-    steps: dict[int, StepDigest] = {}
-    for _, files in sorted(_by_attempt(folder).items(), key=lambda item: item[0]):
-        start = min(header.start for header, _ in files)
-        steps = {step: digest for step, digest in steps.items() if step <= start}
-        steps |= _joined(files, first, last)
-    return steps
-
-
-def read_starts(folder: Path) -> dict[int, Start]:
-    """Return by step the weights that attempts began with: of several from one step the last attempt's.
-
-    Raises:
-        EnvironmentProblem: as for `read_digests`.
-    """
-    found: dict[int, Start] = {}
-    for _, files in sorted(_by_attempt(folder).items(), key=lambda item: item[0]):
-        headers = {header.rank: header for header, _ in files}
-        first = files[0][0]
-        known = {rank: header.weights for rank, header in sorted(headers.items()) if header.weights}
-        if len(known) == first.world and len({header.start for header in headers.values()}) == 1:
-            layout = _layout([header for header, _ in files])
-            found = {step: start for step, start in found.items() if step < first.start}
-            found[first.start] = Start({rank: (pair[0], pair[1]) for rank, pair in known.items()}, layout)
-    return found
-
-
-def _by_attempt(folder: Path) -> dict[tuple[int, int], list[tuple[Header, np.ndarray]]]:
-    found: dict[tuple[int, int], list[tuple[Header, np.ndarray]]] = {}
-    for path in (folder / FOLDER).glob("*/rank-*.bin"):
-        if (one := _read(path)) is not None:
-            found.setdefault((one[0].attempt, one[0].restart), []).append(one)
-    return found
-
-
-def _layout(headers: Sequence[Header]) -> Layout:
-    names = {header.rank: header.names for header in sorted(headers, key=lambda header: header.rank)}
-    return Layout(headers[0].world, headers[0].mesh, names, any(header.sampled for header in headers))
-
-
-def _joined(files: list[tuple[Header, np.ndarray]], begin: int, end: int | None) -> dict[int, StepDigest]:
-    files.sort(key=lambda item: item[0].rank)
-    first = files[0][0]
-    if len(files) < first.world:
-        return {}
-    layout = _layout([header for header, _ in files])
-    tables = []
-    for _, records in files:
-        chosen = records[(records["step"] >= begin) & (records["step"] <= (2**32 if end is None else end))]
-        tables.append({int(record["step"]): record for record in chosen})
-    once = {header.dp_rank: index for index, (header, _) in reversed(list(enumerate(files)))}
-    found = {}
-    for step in sorted(set.intersection(*(set(table) for table in tables))):
-        own = [table[step] for table in tables]
-        found[step] = StepDigest(
-            step=step,
-            loss=float(own[0]["loss"]),
-            grad_norm=float(own[0]["grad_norm"]),
-            skipped=bool(own[0]["skipped"]),
-            rows=sum(int(own[index]["rows"]) for index in once.values()) % 2**64,
-            ranks={
-                header.rank: (_pair(record["gradients"]), _pair(record["weights"]))
-                for (header, _), record in zip(files, own, strict=True)
-            },
-            layout=layout,
-            attempt=first.attempt,
-        )
-    return found
-
-
-def differences(a: StepDigest, b: StepDigest) -> list[str]:
-    """Return the differences between two digests of a step: of "rows", "loss", "gradient norm", and on the
-    same layout "gradients" and "weights", each with the parameter if it is a single one of a rank.
-
-    On another layout, losses and norms that are not bitwise equal may still be so up to rounding.
-    """
-    found = ["rows"] if a.rows != b.rows else []
-    names = {"loss": "loss", "gradient norm": "grad_norm"}
-    found += [label for label, name in names.items() if not _same(getattr(a, name), getattr(b, name))]
-    if a.skipped != b.skipped:
-        found.append("whether it was skipped")
-    if a.layout == b.layout:
-        found += [
-            f"{label}{_where([(rank, a.ranks[rank][i], b.ranks[rank][i]) for rank in a.ranks], a.layout)}"
-            for i, label in enumerate(("gradients", "weights"))
-            if any(a.ranks[rank][i] != b.ranks[rank][i] for rank in a.ranks)
-        ]
-    return found
-
-
-def named(names: Sequence[str], a: tuple[int, int], b: tuple[int, int]) -> str | None:
-    """Return the one tensor in which two hashes differ; None if there are several.
-
-    Of the tensors' hashes h_i the sums of h_i and of (i + 1)·h_i are kept, modulo 2^32: if only one h_i
-    differs, the second sum differs by i + 1 times as much as the first.
-    """
-    first, second = (a[0] - b[0]) % 2**32, (a[1] - b[1]) % 2**32
-    found = [name for i, name in enumerate(names) if (i + 1) * first % 2**32 == second]
-    return found[0] if first and len(found) == 1 else None
-
-
 def path_of(folder: Path, attempt: int, restart: int, rank: int) -> Path:
     """Return the file of a rank's digests in a run folder."""
     return folder / FOLDER / f"{attempt}.{restart}" / f"rank-{rank}.bin"
-
-
-def _where(pairs: list[tuple[int, tuple[int, int], tuple[int, int]]], layout: Layout) -> str:
-    other = [(rank, named(layout.names[rank], a, b)) for rank, a, b in pairs if a != b]
-    places = [f"{name or 'several tensors'}{f' on rank {rank}' * (layout.world > 1)}" for rank, name in other]
-    return f" ({', '.join(places[:3])}{f' and {len(places) - 3} more ranks' * (len(places) > 3)})"
-
-
-def _same(a: float, b: float) -> bool:
-    return a == b or (a != a and b != b)
-
-
-def _pair(numbers: np.ndarray) -> tuple[int, int]:
-    return int(numbers[0]), int(numbers[1])
-
-
-def _read(path: Path) -> tuple[Header, np.ndarray] | None:
-    """Return the header and the complete records of a file; None if a killed process has not even left the
-    header."""
-    try:
-        data = read_bytes(path, LARGEST)
-    except OSError as error:
-        raise EnvironmentProblem(f"cannot read {path}: {error.strerror}") from error
-    line, newline, rest = data.partition(b"\n")
-    try:
-        if not newline:
-            with suppress(ValueError):
-                if json.JSONDecoder().raw_decode(data.decode("latin-1"))[1] == len(data):
-                    return None
-                raise EnvironmentProblem(f"{path} is damaged: its first line has no end", hint="delete it")
-            return None
-        head = parse_json(line)
-        if head.get("format") != FORMAT:
-            raise ValueError(f"format {head.get('format')!r}")
-        if not SEAL.holds(line):
-            raise ValueError("its first line is damaged")
-        del head["xxh3_64"]
-        header = Header(**head)
-    except (ValueError, AttributeError, TypeError) as error:
-        raise EnvironmentProblem(
-            f"{path} has no digests that this version of titan reads ({error})",
-            hint="use the version of titan that wrote it, or delete the file",
-        ) from error
-    records = np.frombuffer(rest, RECORD, count=len(rest) // RECORD.itemsize)
-    size = RECORD.itemsize
-    sums = np.array([checksum_of(rest[at : at + size]) for at in range(0, len(records) * size, size)], "<u4")
-    written = records["crc32"] != 0
-    if (wrong := np.flatnonzero(written & (records["crc32"] != sums))).size:
-        raise EnvironmentProblem(
-            f"{path} is damaged: the checksum of step {header.start + 1 + int(wrong[0])} does not match",
-            hint="restore the file, or delete it",
-        )
-    expected = header.start + 1 + np.arange(len(records))
-    return header, records[written & (records["step"] == expected)]
 
 
 def checksum_of(record: bytes) -> int:

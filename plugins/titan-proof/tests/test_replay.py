@@ -21,11 +21,12 @@ from torch.nn.functional import cross_entropy
 from tests.ranks import Ranks
 from tests.run.conftest import Finished, furnish, in_this_process, on_pool, train_here
 from titan_proof import Probe
+from titan_proof.digests import read_digests
 from titan_proof.replay import RESULT, find_source, suspect, verdict
 from titan_proof.watching import added, numbers_of, watched
 from titancli.engine import Engine
 from titancli.errors import RecipeError
-from titancli.observe.digests import RECORD, checksum_of, path_of, read_digests
+from titancli.observe.digests import RECORD, checksum_of, path_of
 from titancli.recipe import load_recipe
 from titancli.registry.component import build
 from titancli.worker.data import open_dataset

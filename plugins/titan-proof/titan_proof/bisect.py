@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from titan_proof.differences import Difference, differences, unknown
+from titan_proof.digests import Start, StepDigest, named, read_digests, read_starts
+from titan_proof.digests import differences as digest_differences
 from titan_proof.reproduction import COMPARED, Reproduction, folder_of
 from titan_proof.verdict import Deviation, compare
 from titancli.errors import EnvironmentProblem
-from titancli.observe.digests import Start, StepDigest, named, read_digests, read_starts
-from titancli.observe.digests import differences as digest_differences
 from titancli.observe.events import plain
 from titancli.runs import RunFolder
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from titan_proof import reproduce
 from titan_proof.bisect import Side
+from titan_proof.digests import StepDigest, read_digests
 from titan_proof.origin import checkpoint_before, origin_of
 from titan_proof.reproduction import Reproduction
 from titancli.checkpoint import read_manifest
 from titancli.commands.starting import Plan, Request, make_plan
 from titancli.errors import EnvironmentProblem, TitanError
-from titancli.observe.digests import StepDigest, read_digests
 from titancli.runs import RunFolder
 
 

@@ -14,6 +14,7 @@ from statistics import median
 from typing import Any
 
 from titan_proof import Probe
+from titan_proof.digests import StepDigest, differences, read_digests
 from titan_proof.origin import checkpoint_before, origin_of
 from titan_proof.reproduce import environment, with_what_helps
 from titan_proof.reproduction import Reproduction, collect
@@ -23,7 +24,6 @@ from titancli.commands.evaluation import launch
 from titancli.commands.recorded import require_inputs
 from titancli.errors import EnvironmentProblem, TitanError, UsageError
 from titancli.files import read_json
-from titancli.observe.digests import StepDigest, differences, read_digests
 from titancli.observe.events import plain, read_events
 from titancli.recipe import LOCK_HEADER, Loaded, load_recipe
 from titancli.runs import STEP_NAME, RunFolder

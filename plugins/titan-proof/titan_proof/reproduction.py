@@ -18,10 +18,10 @@ from typing import Any
 
 import xxhash
 
+from titan_proof.digests import read_starts
 from titancli.checkpoint import STEP_NAME, read_manifest
 from titancli.errors import EnvironmentProblem, TitanError
 from titancli.observe.curves import curve
-from titancli.observe.digests import read_starts
 from titancli.observe.events import plain
 from titancli.observe.summary import Summary, summarize
 from titancli.provenance import PATCH_NAME, file_hash, kept_source

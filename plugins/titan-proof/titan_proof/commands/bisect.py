@@ -93,8 +93,8 @@ def _repeated(
 ) -> dict[str, Any]:
     """The step once more from each run, what it agrees with, and the tensors of both repetitions."""
     from titan_proof.checkpoints import compare_checkpoints
+    from titan_proof.digests import differences
     from titan_proof.repeat import repeat
-    from titancli.observe.digests import differences
 
     made: dict[str, Repetition] = {}
     told: dict[str, Any] = {}
