@@ -1,5 +1,11 @@
 """The records of a run, for commands that compare runs or rerun a part of one."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from titancli.observe.machine import machine
+from titancli.provenance import PATCH_NAME, file_hash, kept_source, provenance
 from titancli.run.code_drift import (
     NO_EFFECT,
     Difference,
@@ -12,15 +18,36 @@ from titancli.run.code_drift import (
 from titancli.run.drift import Change, changes
 from titancli.run.inputs import require_inputs
 
+if TYPE_CHECKING:
+    from titancli.recipe.schema import Recipe
+
 __all__ = [
     "NO_EFFECT",
+    "PATCH_NAME",
     "Change",
     "Difference",
     "Effect",
     "changed",
     "changes",
+    "data_identity",
+    "file_hash",
+    "kept_source",
+    "machine",
     "plugin_changes",
+    "provenance",
     "require_inputs",
     "software_changes",
     "used_plugins",
 ]
+
+
+def data_identity(recipe: Recipe) -> dict[str, Any] | None:
+    """Return what a run records of its data, to tell them from others; None where they cannot be told. They
+    are opened, but not read further; imports torch.
+
+    Raises:
+        TitanError: they are not there.
+    """
+    from titancli.worker.data import read_identity
+
+    return read_identity(recipe)

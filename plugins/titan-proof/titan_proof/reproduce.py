@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from titan_proof.reproduction import Reproduction
+from titancli import __version__
+from titancli.commands.recorded import data_identity, machine, provenance
 from titancli.commands.starting import LaunchRequest, Plan, Request, count_processes, make_plan, start
 from titancli.errors import EnvironmentProblem, PluginError, RecipeError, TitanError, UsageError
 from titancli.launchers.devices import visible_gpus
-from titancli.provenance import code_hashes, file_hash, git_state, versions
 from titancli.recipe import ALLOWED, lock_text
 from titancli.runs import LOCK_NAME, RunFolder
 
@@ -122,7 +123,7 @@ def with_what_helps(error: TitanError, run: Reproduction, plugin_files: Sequence
             f"the run was started with {flags}; without it: {error.message}",
             hint=f"add {flags}; `titan reproduce {run.run['path']} --extract DIR` writes the recorded text",
         )
-    made, here = (run.made_by.get("versions") or {}).get("titancli"), versions().get("titancli")
+    made, here = (run.made_by.get("versions") or {}).get("titancli"), __version__
     if isinstance(error, RecipeError) and made != here:
         return RecipeError(
             f"the run was made by titan {made}, and titan {here} does not accept its recipe: {error.message}",
@@ -208,15 +209,10 @@ def here(
 
     The data are opened, but not read further than to tell them from others.
     """
-    from titancli.observe.machine import machine
-
     problems: list[str] = []
-    before = run.made_by
+    before, now = run.made_by, provenance(list(plugin_files))
     found: dict[str, Any] = {
-        "versions": versions(),
-        "code": code_hashes(),
-        "git": git_state(Path.cwd()),
-        "plugin_files": [{"path": str(file), "sha256": file_hash(file)} for file in plugin_files],
+        **{name: now[name] for name in ("versions", "code", "git", "plugin_files")},
         "device": _device(),
         "machine": machine(),
         "data": None,
@@ -235,9 +231,7 @@ def here(
         ranks = count_processes(made, nproc or run.launch.get("nproc"))
         found["world"], found["mesh"] = ranks, vars(made.loaded.recipe.degrees(ranks))
         if not made.missing:
-            from titancli.worker.data import read_identity
-
-            found["data"] = read_identity(made.loaded.recipe)
+            found["data"] = data_identity(made.loaded.recipe)
     except TitanError as error:
         problems.append(f"{error.message}" + (f" ({error.hint})" if error.hint else ""))
     return Reproduction(run.name, {"path": None, "state": None}, recipe, found, {}), problems

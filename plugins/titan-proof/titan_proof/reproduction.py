@@ -20,11 +20,11 @@ import xxhash
 
 from titan_proof.digests import read_starts
 from titancli.checkpoint import STEP_NAME, read_manifest
+from titancli.commands.recorded import PATCH_NAME, file_hash, kept_source
 from titancli.errors import EnvironmentProblem, TitanError
 from titancli.observe.curves import curve
 from titancli.observe.events import plain
 from titancli.observe.summary import Summary, summarize
-from titancli.provenance import PATCH_NAME, file_hash, kept_source
 from titancli.recipe import find_recipe
 from titancli.runs import LOCK_NAME, RunFolder, read_lock, write_atomically
 

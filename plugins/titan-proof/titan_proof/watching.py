@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from titancli.errors import UsageError
 
 if TYPE_CHECKING:
-    from titancli.engine import Engine
+    from titancli import Engine
 
 
 def modules_of(engine: Engine, patterns: Sequence[str]) -> list[str]:

@@ -8,8 +8,8 @@ import shutil
 from dataclasses import dataclass, replace
 
 from titan_proof.prove.shrink import ROWS
+from titancli import Recipe
 from titancli.layout.stages import SCHEDULES
-from titancli.recipe.schema import Recipe
 from titancli.registry.defaults import LossConfigDefaults, ModelConfigDefaults, with_defaults
 
 TITLES = {

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from titan_proof.prove.measure import STEPS, Results, gradients_of
-from titancli.recipe.schema import Recipe
+from titancli import Recipe
 
 FLOOR, FACTOR, MEANINGLESS = 1e-5, 5.0, 0.3
 """The least that is tolerated, ‖Δ‖ / ‖reference‖ per tensor; how many times what a nudge of the weights

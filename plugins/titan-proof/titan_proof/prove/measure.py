@@ -14,13 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from titancli import IGNORE, Batch
+from titancli import IGNORE, Batch, Engine, Recipe, build
 from titancli.distributed.local import offsets_of
-from titancli.engine import Engine
 from titancli.errors import TitanError
 from titancli.protocols import LossDefaults, ModelDefaults
-from titancli.recipe.schema import Recipe, needs_dataset, needs_tokenizer
-from titancli.registry.component import build
+from titancli.recipe.schema import needs_dataset, needs_tokenizer
 from titancli.registry.defaults import (
     DatasetConfigDefaults,
     LossConfigDefaults,

@@ -12,10 +12,10 @@ from typing import Any
 from titan_proof.prove.cases import TITLES, Case, cases
 from titan_proof.prove.pool import SECONDS, Pool
 from titan_proof.prove.shrink import Small, largest_sizes, shrink
+from titancli import Recipe
 from titancli.errors import EnvironmentProblem, RecipeError, TitanError
 from titancli.launchers.devices import visible_gpus
 from titancli.recipe import Loaded, load_recipe
-from titancli.recipe.schema import Recipe
 
 Progress = Callable[[int, int, str], None]
 """Called with how many cases are done, of how many, and the one that comes next."""

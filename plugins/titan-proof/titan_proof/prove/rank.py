@@ -32,13 +32,11 @@ from titan_proof.prove.compare import (
 )
 from titan_proof.prove.measure import Refusal, engine_of, measure
 from titan_proof.prove.uses import exported, generated
-from titancli import registry
+from titancli import Recipe, load_recipe, registry
 from titancli.distributed import process_group
-from titancli.engine.build import on_meta
+from titancli.engine import on_meta
 from titancli.errors import RankFailure, TitanError
 from titancli.process import die_with_parent, quiet
-from titancli.recipe import load_recipe
-from titancli.recipe.schema import Recipe
 from titancli.registry.plugins import own_traceback
 
 NUDGE = 1e-6

@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titancli.data import PythonStdlib
+from titancli import Recipe
 from titancli.errors import RecipeError
 from titancli.layout.stages import SCHEDULES
-from titancli.loops import Pretrain
 from titancli.recipe import DEFAULT, LOCK_HEADER, Loaded, Node, load_recipe, resolved_data
-from titancli.recipe.schema import Recipe, needs_dataset, needs_tokenizer
+from titancli.recipe.schema import needs_dataset, needs_tokenizer
 from titancli.registry import current
 from titancli.registry.defaults import (
     ConfigDefaults,
@@ -139,8 +138,8 @@ def _plain_settings(loaded: Loaded, device: str) -> tuple[dict[str, Any], list[s
     data["checkpoint"] = {"enable": False}
     data["launcher"] = {"type": "titan/local"}
     if not needs_dataset(recipe.loop):  # a loop that makes its rows has settings of its own for how many
-        data["loop"] = _as_data(Pretrain())
-        data["dataset"] = _as_data(PythonStdlib())
+        data["loop"] = {"type": "titan/pretrain"}
+        data["dataset"] = {"type": "titan/python_stdlib"}
     _steady(data["optimizer"])
     needs_gpu = with_defaults(ConfigDefaults, recipe.parallelize).needs_gpu()
     for key, why in needs_gpu if device == "cpu" else ():

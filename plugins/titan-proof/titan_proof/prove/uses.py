@@ -17,12 +17,11 @@ from torch import Tensor, nn
 
 from titan_proof.prove.compare import FACTOR, FLOOR, Reference, compared, distance, finite, reference_of
 from titan_proof.prove.measure import Record, Refusal, Results, batches_of, engine_of, mine
+from titancli import Engine, Recipe
 from titancli.checkpoint import export_hf, open_weights
-from titancli.engine import Engine
 from titancli.errors import TitanError
 from titancli.models.blocks.moe import moe_layers
 from titancli.protocols import HFFormDefaults
-from titancli.recipe.schema import Recipe
 from titancli.registry.defaults import with_defaults
 
 GROWN = 5.0
