@@ -19,7 +19,7 @@ from tests.checkpoint.tensors import bits
 from titancli.checkpoint.hf.folder import read_hf
 from titancli.checkpoint.hf.load import load_hf_weights
 from titancli.checkpoint.hf.which import hf_form
-from titancli.checkpoint.load import everywhere
+from titancli.distributed.together import Ranks
 from titancli.errors import EnvironmentProblem
 from titancli.models.deepseek_v3 import DeepSeekV3
 from titancli.models.gpt_oss import GptOss
@@ -154,7 +154,7 @@ def failing(path: str, case: str, dim: int) -> str:
 
         os.preadv = fails  # type: ignore[assignment]
     try:
-        everywhere(f"loading {path}", lambda: load_hf_weights(Path(path), make(), mine, together=True))
+        Ranks().each(f"loading {path}", lambda: load_hf_weights(Path(path), make(), mine, together=True))
     except EnvironmentProblem as error:
         return error.message
     finally:

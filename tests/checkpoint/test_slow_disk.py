@@ -69,8 +69,8 @@ def work_of_rank_zero_alone(folder: str, error: bool) -> list[str]:
     process_group.PATIENCE, checkpointer.SIGN_SECONDS = datetime.timedelta(seconds=4), 0.3
     made = checkpointer.Checkpointer(Path(folder), Checkpoint(), lock_text="", run_id="run")
     try:
-        made.on_main(work)
-        made.on_main(lambda: done.append(f"again on {dist.get_rank()}"))
+        made.on_main("working", work)
+        made.on_main("working", lambda: done.append(f"again on {dist.get_rank()}"))
     except TitanError as caught:
         done.append(caught.message)
     finally:

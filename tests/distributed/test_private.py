@@ -16,7 +16,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -60,22 +59,6 @@ def a_store() -> None:
 
 def a_flight_record() -> None:
     assert isinstance(private.flight_record(), bytes)
-
-
-def ranks_together() -> None:
-    """What one rank raises is raised on all, with its rank; results come by rank."""
-    ranks = private.RanksTogether(None, True, 0)
-    assert ranks.all_gather("step", ranks.get_rank) == [0, 1] and ranks.get_world_size() == 2
-
-    def fails() -> int:
-        if ranks.get_rank() == 1:
-            raise ZeroDivisionError
-        return 1
-
-    for call in (lambda: ranks.all_reduce("step", fails, sum), lambda: ranks.all_gather("step", fails)):
-        with pytest.raises(CheckpointException) as caught:
-            call()
-        assert list(caught.value.failures) == [1]
 
 
 # ------------------------------------------------------------------------------------------------- DTensor
@@ -194,7 +177,6 @@ CASES: list[Callable[[], None]] = [
     collectives,
     a_store,
     a_flight_record,
-    ranks_together,
     offsets,
     boxes,
     meshes,

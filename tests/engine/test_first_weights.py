@@ -16,8 +16,8 @@ from tests.ranks.layouts import MIXTRAL
 from titan_testing.behaviour.engines import weights
 from titancli.checkpoint.hf.likeness import refuse_other_model
 from titancli.checkpoint.hf.which import hf_form
-from titancli.checkpoint.load import everywhere
 from titancli.checkpoint.start_from import start_from
+from titancli.distributed.together import Ranks
 from titancli.engine import Engine
 from titancli.engine.first_weights import _same_on_all, load_weights
 from titancli.errors import EnvironmentProblem, RecipeError, TitanError
@@ -90,7 +90,7 @@ def refused(path: str) -> list[str]:
     made = dataclasses.replace(recipe(Layout()), weights=Path(path) / str(rank))
     with pytest.raises(EnvironmentProblem) as caught:
         load_weights(made, start_from(made), DecoderHF(made.model), {}, [], None)
-    return [caught.value.message, *everywhere("gathering", lambda: str(rank))]
+    return [caught.value.message, *Ranks().each("gathering", lambda: str(rank))]
 
 
 @pytest.mark.ranks

@@ -20,7 +20,7 @@ from titancli.checkpoint.hf.likeness import complaint
 from titancli.checkpoint.hf.load import load_hf_weights
 from titancli.checkpoint.hf.quantise import quantisation
 from titancli.checkpoint.hf.which import hf_form
-from titancli.checkpoint.load import CheckpointReader
+from titancli.checkpoint.reader import CheckpointReader
 from titancli.checkpoint.start_from import start_from
 from titancli.engine.first_weights import load_weights
 from titancli.errors import TitanError

@@ -21,7 +21,7 @@ _HOME = {
     "newest_good": "format.manifest",
     "save_checkpoint": "save",
     "load_checkpoint": "load",
-    "CheckpointReader": "load",
+    "CheckpointReader": "reader",
     "Checkpointer": "checkpointer",
     "export_hf": "hf.folder",
     "read_hf": "hf.folder",

@@ -16,7 +16,7 @@ from titancli.checkpoint.format.tensors import Tensors
 from titancli.checkpoint.hf.folder import read_hf
 from titancli.checkpoint.hf.likeness import left_out
 from titancli.checkpoint.hf.which import hf_form, parameter_shapes
-from titancli.checkpoint.load import CheckpointReader
+from titancli.checkpoint.reader import CheckpointReader
 from titancli.converters.lora import adapters_of as adapters_beside
 from titancli.converters.lora import merge, weights_of
 from titancli.errors import EnvironmentProblem, TitanError

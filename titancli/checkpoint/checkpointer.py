@@ -15,12 +15,13 @@ from torch import Tensor
 
 from titancli.checkpoint.format.manifest import remove, steps
 from titancli.checkpoint.format.plan import SavePlan
-from titancli.checkpoint.format.storage import Pieces, pieces_of, several_ranks
+from titancli.checkpoint.format.storage import Pieces, pieces_of
 from titancli.checkpoint.peers.copies import Copies
 from titancli.checkpoint.remote.uploads import Uploads
 from titancli.checkpoint.save import Draft, mesh_of, run_save
 from titancli.checkpoint.staging import Staging
-from titancli.distributed.process_group import all_gather, new_patient_group
+from titancli.distributed.process_group import new_patient_group
+from titancli.distributed.together import Ranks
 from titancli.errors import EnvironmentProblem, TitanError
 from titancli.recipe.schema import Checkpoint
 from titancli.runs import Claim
@@ -67,7 +68,7 @@ class Checkpointer:
         self._mesh, self._kept, self._uploads = mesh, kept or {}, uploads
         self._claim, self._spared = claim, spared
         self._group: dist.ProcessGroup | None = None
-        self._main = not several_ranks(None) or dist.get_rank() == 0
+        self._main = Ranks().rank == 0
         self._plan = SavePlan()
         self._staging = Staging(pinned=section.async_mode == "async_with_pinned_mem")
         self._writing: Writing | None = None
@@ -102,7 +103,7 @@ class Checkpointer:
         """Whether some rank still writes what was asked for before: training does not wait for it with a
         copy."""
         busy = self._writing is not None and not self._writing.done
-        return any(all_gather(busy)) if self._section.async_mode != "disabled" else False
+        return any(Ranks().gather(busy)) if self._section.async_mode != "disabled" else False
 
     def reserve(self, tensors: Mapping[str, Tensor]) -> None:
         """Ensure that there is memory for copies of such tensors. What asynchronous saves stage them in is
@@ -170,34 +171,32 @@ class Checkpointer:
         self._meet()
         run_save(pieces_of(tensors), self._draft(path, tensors, {}), self._group)
 
-    def on_main(self, function: Callable[[], None]) -> None:
-        """Call on rank 0, for as long as it takes; a TitanError there is raised on every rank."""
+    def on_main(self, doing: str, function: Callable[[], None]) -> None:
+        """Call on rank 0, for as long as it takes; what it raises there is raised on every rank."""
         self._meet()
-        if self._group is None:
+        ranks = Ranks(self._group)
+        if ranks.size == 1:
             function()
             return
-        told: list[Any] = [AT_WORK]
+        error: BaseException | None = None
         if self._main:
-            with self._signs_of_life():
+            with self._signs_of_life(ranks, doing):
                 try:
                     function()
-                    told[0] = None
-                except TitanError as error:
-                    told[0] = error
-            dist.broadcast_object_list(told, src=0, group=self._group)
-        while told[0] == AT_WORK:
-            dist.broadcast_object_list(told, src=0, group=self._group)
-        if told[0] is not None:
-            raise told[0]
+                except BaseException as raised:
+                    error = raised
+            _tell(ranks, doing, error)
+        while not self._main and _tell(ranks, doing) == AT_WORK:
+            pass
 
     @contextmanager
-    def _signs_of_life(self) -> Iterator[None]:
+    def _signs_of_life(self, ranks: Ranks, doing: str) -> Iterator[None]:
         """Say again and again to the other ranks that rank 0 is at work, so that they wait on."""
         ended = threading.Event()
 
         def say() -> None:
             while not ended.wait(SIGN_SECONDS):
-                dist.broadcast_object_list([AT_WORK], src=0, group=self._group)
+                _tell(ranks, doing, told=AT_WORK)
 
         # Where that fails, a rank has ended: the work is done all the same, and what is said last fails, too.
         with ThreadPoolExecutor(1, thread_name_prefix="titan-at-work") as thread:
@@ -216,11 +215,14 @@ class Checkpointer:
         """
         there: list[bool] = []
         if self._section.remote is not None:
-            self.on_main(lambda: there.append(self._uploads is None or self._uploads.finish()))
+            self.on_main(
+                "uploading checkpoints",
+                lambda: there.append(self._uploads is None or self._uploads.finish()),
+            )
         return all(there)
 
     def _meet(self) -> None:
-        if self._group is None and several_ranks(None):
+        if self._group is None and Ranks().size > 1:
             # Soon: making a group takes the rendezvous store; who has lost that must still be able to save.
             self._group = new_patient_group()
 
@@ -281,6 +283,19 @@ class Checkpointer:
                 error.message if isinstance(error, TitanError) else f"{type(error).__name__}: {error}",
                 exc_info=logger.isEnabledFor(logging.DEBUG),
             )
+
+
+def _tell(
+    ranks: Ranks, doing: str, error: BaseException | None = None, told: str | None = None
+) -> str | None:
+    """Return on every rank what rank 0 is told to say, or raise what it has."""
+
+    def word() -> str | None:
+        if error is not None:
+            raise error
+        return told
+
+    return ranks.one(doing, word)
 
 
 class Writing:

@@ -1,11 +1,9 @@
-"""Loading: into tensors of any layout, or whole tensors one at a time without torch.distributed."""
+"""Loading a checkpoint into tensors of any layout."""
 
 from __future__ import annotations
 
-import math
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -16,13 +14,12 @@ import torch
 import torch.distributed as dist
 import xxhash
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 
 from titancli.checkpoint.exclude import NOTHING, Exclusion
 from titancli.checkpoint.format.columns import Columns, shared_by_columns
 from titancli.checkpoint.format.files import look_again, waiting_for_late_files
 from titancli.checkpoint.format.hashed import Digest
-from titancli.checkpoint.format.layout import FILE_NAME, Box, Chunk
+from titancli.checkpoint.format.layout import FILE_NAME, Box
 from titancli.checkpoint.format.manifest import (
     DamagedCheckpoint,
     Manifest,
@@ -34,13 +31,11 @@ from titancli.checkpoint.format.manifest import (
 from titancli.checkpoint.format.metadata import PART_NAME, Described, Metadata, open_metadata
 from titancli.checkpoint.format.reader import Part, Reader, parts_of
 from titancli.checkpoint.format.replicas import shared_among_replicas
-from titancli.checkpoint.format.storage import several_ranks
-from titancli.checkpoint.format.tensors import TORCH_DTYPE, TensorFiles
+from titancli.checkpoint.format.tensors import TORCH_DTYPE
 from titancli.checkpoint.peers.sources import Range, Sources, sources_of
-from titancli.checkpoint.save import raise_failure
 from titancli.distributed import shared_folder
-from titancli.distributed.private import RanksTogether
 from titancli.distributed.process_group import patient_group
+from titancli.distributed.together import Ranks
 from titancli.errors import EnvironmentProblem, TitanError
 
 T = TypeVar("T")
@@ -72,11 +67,11 @@ def load_checkpoint(
         TitanError: names, shapes or dtypes differ; names them all. Or `exclude` names what is not there.
             The tensors are as they were.
     """
-    group = patient_group() if group is None else group
-    manifest, metadata = _open_together(folder, verify, group)
+    ranks = Ranks(patient_group() if group is None else group)
+    manifest, metadata = _open_together(folder, verify, ranks)
     exclude.check(metadata.tensors)
     tensors = {name: tensor for name, tensor in tensors.items() if not exclude.has(name)}
-    asked, alike = _asked_together(tensors, group)
+    asked, alike = _asked_together(tensors, ranks)
     parts = {name.partition(".")[0] for name in asked}
     there = {
         name: tensor
@@ -96,8 +91,8 @@ def load_checkpoint(
     data = {name: digest for name, digest in manifest.files.items() if FILE_NAME.match(name)}
     if sources_of(folder) is not None:
         verify = "full"  # what was not sent reads as zeros
-    with waiting_for_late_files(_patience(group)):
-        _fill(folder, metadata, tensors, data if verify == "full" else None, group, alike)
+    with waiting_for_late_files(_patience(ranks)):
+        _fill(folder, metadata, tensors, data if verify == "full" else None, ranks, alike)
     return manifest.state
 
 
@@ -106,7 +101,7 @@ def _fill(
     metadata: Metadata,
     tensors: Mapping[str, Tensor],
     digests: Mapping[str, Digest] | None,
-    group: dist.ProcessGroup | None,
+    ranks: Ranks,
     alike: list[str],
 ) -> None:
     """Read tensors that are known to be in the checkpoint, cast to the dtypes they have; collective.
@@ -115,8 +110,7 @@ def _fill(
     it, and send each other the columns; replicas read a part each, and when all ranks have found what they
     read to be good, give it to each other.
     """
-    ranks = RanksTogether(group, several_ranks(group), 0)
-    all_ranks = ranks.use_dist and ranks.get_world_size() == dist.get_world_size()
+    all_ranks = ranks.size > 1 and ranks.size == dist.get_world_size()
     shared = shared_among_replicas(tensors, alike) if all_ranks else {}
     mine = {name: tensor for name, tensor in tensors.items() if name not in shared or shared[name].mine}
 
@@ -124,7 +118,7 @@ def _fill(
         columns = shared_by_columns(mine, alike, metadata) if all_ranks else {}
         return columns, parts_of({name: tensor for name, tensor in mine.items() if name not in columns})
 
-    columns, parts = _together(ranks, folder, divided)
+    columns, parts = _on_each(ranks, folder, divided)
     rows = [columns[name].part(name, mine[name]) for name in sorted(columns)]
     wanted: dict[str, list[Box]] = {name: [] for name in mine}
     for part in (*parts, *rows):
@@ -139,20 +133,20 @@ def _fill(
             reading = reader()
             reading.fill(parts)
             if digests is not None and sources is None:
-                reading.check_headers(metadata.headers(ranks.get_rank(), ranks.get_world_size()))
+                reading.check_headers(metadata.headers(ranks.rank, ranks.size))
         for part in rows:
             memory = torch.empty(part.memory.shape, dtype=part.memory.dtype)
             if not failures:
                 with _kept(failures):
                     reading.fill([part._replace(memory=memory)])
             # Whatever has failed here: the others wait.
-            columns[part.name].exchange(partial(_rows, memory), memory.dtype, mine[part.name], group)
+            columns[part.name].exchange(partial(_rows, memory), memory.dtype, mine[part.name], ranks.group)
         if failures:
             raise failures[0]
 
     sources = sources_of(folder)
     if sources is None:
-        _together(ranks, folder, read)
+        _on_each(ranks, folder, read)
     else:
         _fill_from(
             sources,
@@ -181,7 +175,7 @@ def _kept(failures: list[Exception]) -> Iterator[None]:
 
 def _fill_from(
     sources: Sources,
-    ranks: RanksTogether,
+    ranks: Ranks,
     folder: Path,
     parts: Callable[[], list[str]],
     ranges: Callable[[], Iterable[Range]],
@@ -197,80 +191,45 @@ def _fill_from(
             bad.append(error.file)
             raise
 
-    sources.take(_together(ranks, folder, lambda: sources.whole(parts())))
+    sources.take(_on_each(ranks, folder, lambda: sources.whole(parts())))
     while True:
-        sources.take(_together(ranks, folder, lambda: list(ranges())))
+        sources.take(_on_each(ranks, folder, lambda: list(ranges())))
         try:
-            return _together(ranks, folder, guarded)
+            return _on_each(ranks, folder, guarded)
         except DamagedCheckpoint:
             if not sources.refuse(bad.pop() if bad else None):
                 raise
 
 
-def _together(ranks: RanksTogether, folder: Path, function: Callable[[], T]) -> T:
-    """Return what a function returns on this rank; what is wrong on any rank is raised on all of them."""
-    mine: list[T] = []
+def _on_each(ranks: Ranks, folder: Path, function: Callable[[], T]) -> T:
+    """Return what a function returns on this rank; what is wrong with the checkpoint on any rank is raised on
+    all of them."""
     try:
-        ranks.all_reduce("read", lambda: mine.append(function()), lambda done: None)
-    except CheckpointException as error:
-        try:
-            raise_failure(error, f"loading {folder}")
-        except EnvironmentProblem as cause:
-            if isinstance(cause, DamagedCheckpoint):
-                raise
-            raise DamagedCheckpoint(folder, cause.message) from cause
-    return mine[0]
-
-
-def everywhere(doing: str, function: Callable[[], T]) -> list[T]:
-    """Return what a function returns on each rank; what is wrong on any rank is raised on all of them.
-    Collective.
-
-    Raises:
-        TitanError: the first failing rank's own, or one that names the rank and the cause.
-    """
-    group = patient_group()
-    try:
-        return RanksTogether(group, several_ranks(group), 0).all_gather("read", function)
-    except CheckpointException as error:
-        raise_failure(error, doing)
-
-
-def on_every_rank(doing: str, function: Callable[[], T]) -> T:
-    """Return what a function returns on this rank; otherwise as `everywhere`."""
-    mine: list[T] = []
-    everywhere(doing, lambda: mine.append(function()))
-    return mine[0]
+        return ranks.local(f"loading {folder}", function)
+    except DamagedCheckpoint:
+        raise
+    except EnvironmentProblem as cause:
+        raise DamagedCheckpoint(folder, cause.message) from cause
 
 
 Asked = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
-def _asked_together(
-    tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None
-) -> tuple[Asked, list[str]]:
+def _asked_together(tensors: Mapping[str, Tensor], ranks: Ranks) -> tuple[Asked, list[str]]:
     """Shapes and dtypes of what any rank asks for: under a pipeline each asks for its own stages alone. And a
     checksum of what each rank asks for; most ask for the same, which is sent once."""
     asked = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in sorted(tensors.items())}
-    checksum = xxhash.xxh3_128(repr(asked).encode()).hexdigest()
-    if not several_ranks(group):
-        return asked, [checksum]
-    alike: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(alike, checksum, group=group)
+    alike = ranks.gather(xxhash.xxh3_128(repr(asked).encode()).hexdigest())
     everyones: Asked = {}  # the same on all ranks, so that all find the same differences
     for sender in sorted({alike.index(found) for found in set(alike)}):
-        sent: list[Any] = [asked if dist.get_rank(group) == sender else None]
-        source = sender if group is None else dist.get_global_rank(group, sender)
-        dist.broadcast_object_list(sent, src=source, group=group)
-        everyones |= {name: row for name, row in sent[0].items() if everyones.get(name, row) == row}
-        if twice := [name for name, row in sent[0].items() if everyones[name] != row]:
+        sent = ranks.broadcast(asked, sender)
+        everyones |= {name: row for name, row in sent.items() if everyones.get(name, row) == row}
+        if twice := [name for name, row in sent.items() if everyones[name] != row]:
             raise TitanError(f"{min(twice)} has different dtypes or shapes on the ranks and cannot be loaded")
     return everyones, alike
 
 
-def _open_together(
-    folder: Path, verify: Verify, group: dist.ProcessGroup | None
-) -> tuple[Manifest, Metadata]:
+def _open_together(folder: Path, verify: Verify, ranks: Ranks) -> tuple[Manifest, Metadata]:
     """Open a checkpoint on all ranks, or raise the first rank's error on all of them.
 
     A node's view of a shared disk may be stale: what the ranks read must be one and the same, and what the
@@ -278,37 +237,29 @@ def _open_together(
     """
     opened: tuple[Manifest, Metadata] | None = None
     failure: TitanError | None = None
-    first = not several_ranks(group) or dist.get_rank(group) == 0
-    if first:
-        opened, failure = _try_to_open(folder, verify, files=True, late=_patience(group))
-    if several_ranks(group):
-        seen: list[Any] = [opened and _identity(opened[0])]
-        dist.broadcast_object_list(
-            seen, src=0 if group is None else dist.get_global_rank(group, 0), group=group
-        )
-        if not first:
-            with waiting_for_late_files(_patience(group) if seen[0] is not None else 0.0):
+    if ranks.rank == 0:
+        opened, failure = _try_to_open(folder, verify, files=True, late=_patience(ranks))
+    seen = ranks.broadcast(opened and _identity(opened[0]))
+    if ranks.rank > 0:
+        with waiting_for_late_files(_patience(ranks) if seen is not None else 0.0):
+            opened, failure = _try_to_open(folder, verify, files=False)
+            while seen != (opened and _identity(opened[0])) and look_again():
                 opened, failure = _try_to_open(folder, verify, files=False)
-                while seen[0] != (opened and _identity(opened[0])) and look_again():
-                    opened, failure = _try_to_open(folder, verify, files=False)
-    everywhere: list[Any] = [(failure, opened and _identity(opened[0]), socket.gethostname())]
-    if several_ranks(group):
-        mine, everywhere = everywhere[0], [None] * dist.get_world_size(group)
-        dist.all_gather_object(everywhere, mine, group=group)
-    failed = [(rank, found, host) for rank, (found, _, host) in enumerate(everywhere) if found is not None]
+    everyones = ranks.gather((failure, opened and _identity(opened[0]), socket.gethostname()))
+    failed = [(rank, found, host) for rank, (found, _, host) in enumerate(everyones) if found is not None]
     if failed:
         rank, found, host = failed[0]
-        if len(failed) == len(everywhere) or isinstance(found, DamagedCheckpoint):
+        if len(failed) == len(everyones) or isinstance(found, DamagedCheckpoint):
             raise found
         raise EnvironmentProblem(
             f"the ranks read different checkpoints: rank {rank} on {host} alone: {found.message}",
             hint="put the folder on storage that all nodes share; if it is, a node's view of it is stale",
         )
-    for rank, (_, identity, host) in enumerate(everywhere):
-        if identity != everywhere[0][1]:
+    for rank, (_, identity, host) in enumerate(everyones):
+        if identity != everyones[0][1]:
             raise EnvironmentProblem(
                 f"the ranks read different checkpoints: rank {rank} on {host} sees another {folder} than "
-                f"rank 0 on {everywhere[0][2]}",
+                f"rank 0 on {everyones[0][2]}",
                 hint="put the folder on storage that all nodes share; if it is, a node's view of it is stale",
             )
     if opened is None:
@@ -316,9 +267,9 @@ def _open_together(
     return opened
 
 
-def _patience(group: dist.ProcessGroup | None) -> float:
+def _patience(ranks: Ranks) -> float:
     """Return how long files are waited for that other nodes may have written."""
-    return shared_folder.PATIENCE if several_ranks(group) else 0.0
+    return shared_folder.PATIENCE if ranks.size > 1 else 0.0
 
 
 def _try_to_open(
@@ -395,85 +346,3 @@ def name_lists(groups: Mapping[str, Iterable[str]], limit: int = 6) -> str:
             more = f" and {len(names) - limit} more" if len(names) > limit else ""
             parts.append(f"{title}: {', '.join(names[:limit])}{more}")
     return "; ".join(parts)
-
-
-class CheckpointReader:
-    """A checkpoint's tensors, whole and one at a time, in one process without torch.distributed.
-
-    Raises:
-        EnvironmentProblem: it is no checkpoint, or damaged; names the file.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        verify: Verify = "full",
-        prefix: str = "",
-        reuse: bool = False,
-        exclude: Exclusion = NOTHING,
-    ) -> None:
-        """
-        Args:
-            prefix: only tensors whose name begins so, and named without it (`"model."`).
-            reuse: a tensor that lies in several pieces is put together in the memory of the one before:
-                fresh memory costs more than the copy.
-        """
-        self.folder = folder
-        self._room: Tensor | None = torch.empty(0, dtype=torch.uint8) if reuse else None
-        self.manifest, self._metadata = open_checkpoint(folder, verify=verify)
-        self._tensors = {
-            n.removeprefix(prefix): (n, tensor)
-            for n, tensor in self._metadata.tensors.items()
-            if n.startswith(prefix) and not exclude.has(n)
-        }
-        self._files = TensorFiles(folder)
-
-    def names(self) -> list[str]:
-        return list(self._tensors)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._described(name)[1].shape
-
-    def dtype(self, name: str) -> torch.dtype:
-        return TORCH_DTYPE[self._described(name)[1].dtype]
-
-    def read(self, name: str) -> Tensor:
-        """The whole tensor, on the CPU; where it lies in one piece, mapped and not yet read."""
-        stored, _ = self._described(name)
-        try:
-            layout = self._metadata.layouts({stored: None})[stored]
-        except EnvironmentProblem as error:
-            raise DamagedCheckpoint(self.folder, error.message) from error
-        # The pieces are looked up before the whole is allocated: a lying shape costs nothing.
-        pieces = [
-            self._files.read(chunk.file, chunk.key, layout.dtype, chunk.shape)
-            for chunk in layout.chunks
-            if math.prod(chunk.shape)
-        ]
-        if len(pieces) == 1:
-            return pieces[0]
-        whole = self._empty(layout.shape, TORCH_DTYPE[layout.dtype])
-
-        def put_in(chunk: Chunk, piece: Tensor) -> None:
-            box = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.shape, strict=True))
-            whole[box] = piece
-
-        filled = [chunk for chunk in layout.chunks if math.prod(chunk.shape)]
-        with ThreadPoolExecutor(2) as pool:  # one thread does not read a file as fast as it could be
-            list(pool.map(put_in, filled, pieces))
-        return whole
-
-    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        if self._room is None:
-            return torch.empty(shape, dtype=dtype)
-        size = math.prod(shape) * dtype.itemsize
-        if self._room.numel() < size:
-            self._room = torch.empty(0, dtype=torch.uint8)  # never both
-            self._room = torch.empty(size, dtype=torch.uint8)
-        return self._room[:size].view(dtype).view(shape)
-
-    def _described(self, name: str) -> tuple[str, Described]:
-        if name not in self._tensors:
-            raise TitanError(f"checkpoint {self.folder} has no tensor {name!r}")
-        return self._tensors[name]

@@ -11,13 +11,12 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import xxhash
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from titancli.checkpoint.format.disk import need, refusal, sync_folder, write_file
@@ -40,10 +39,10 @@ from titancli.checkpoint.format.manifest import (
 )
 from titancli.checkpoint.format.metadata import METADATA, Group, index_bytes
 from titancli.checkpoint.format.plan import SavePlan
-from titancli.checkpoint.format.storage import Pieces, pieces_of, several_ranks, write_pieces
+from titancli.checkpoint.format.storage import Pieces, pieces_of, write_pieces
 from titancli.checkpoint.hf.kept import PREFIX
 from titancli.distributed import shared_folder
-from titancli.distributed.private import RanksTogether
+from titancli.distributed.together import Ranks
 from titancli.errors import EnvironmentProblem, TitanError
 from titancli.runs import Claim
 from titancli.version import __version__
@@ -254,12 +253,11 @@ def run_save(
     pieces: Pieces, draft: Draft, group: dist.ProcessGroup | None, plan: SavePlan | None = None
 ) -> None:
     """The collective part of a save; see `save_checkpoint`. `plan` is that of the save before, if any."""
-    together = several_ranks(group)
-    ranks = RanksTogether(group, together, 0)
-    draft.ranks, plan = ranks.get_world_size(), plan or SavePlan()
+    ranks, doing = Ranks(group), f"saving {draft.folder}"
+    draft.ranks, plan = ranks.size, plan or SavePlan()
     try:
-        items = plan.agree(pieces.items, ranks)
-        folder, needed = ranks.broadcast("open", lambda: (draft.open(plan.needed), plan.needed))
+        items = plan.agree(doing, pieces.items, ranks)
+        folder, needed = ranks.one(doing, lambda: (draft.open(plan.needed), plan.needed))
 
         def write() -> dict[str, Digest]:
             try:
@@ -270,22 +268,10 @@ def run_save(
         def complete(written: list[dict[str, Digest]]) -> None:
             draft.complete(plan.groups, {name: digest for files in written for name, digest in files.items()})
 
-        ranks.all_reduce("write", write, complete)
-    except CheckpointException as error:
+        ranks.reduce(doing, write, complete)
+    except BaseException:
         draft.discard()
-        raise_failure(error, f"saving {draft.folder}")
-
-
-def raise_failure(error: CheckpointException, doing: str) -> NoReturn:
-    """Raise what went wrong on the first rank that failed; every rank raises the same.
-
-    Raises:
-        TitanError: the rank's own, or one that names the rank and the cause.
-    """
-    rank, (cause, _) = min(error.failures.items())
-    if isinstance(cause, TitanError | KeyboardInterrupt):
-        raise cause from None
-    raise TitanError(f"{doing} failed on rank {rank}: {type(cause).__name__}: {cause}") from cause
+        raise
 
 
 def _abandoned(folder: Path) -> bool:

@@ -19,19 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint.utils import _DistWrapper as RanksTogether
     from torch.distributed.device_mesh import DeviceMesh
-
-__all__ = ["RanksTogether"]
-
-
-def __getattr__(name: str) -> Any:
-    """Import DCP when it is first used: much of it is imported with it."""
-    if name == "RanksTogether":  # what one of the ranks raises is raised on all of them
-        from torch.distributed.checkpoint.utils import _DistWrapper
-
-        return _DistWrapper
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 # ----------------------------------------------------------------------------------------- process groups

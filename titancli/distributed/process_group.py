@@ -1,24 +1,22 @@
-"""The process group of a run: set up, compared, its time limits, its flight recorder."""
+"""The process group of a run: set up, its time limits, its flight recorder."""
 
 from __future__ import annotations
 
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from titancli.errors import EnvironmentProblem, RankFailure, TitanError, UsageError
+from titancli.errors import EnvironmentProblem, UsageError
 from titancli.files import regular
 from titancli.process import Place
 
 if TYPE_CHECKING:
     import torch
-
-T = TypeVar("T")
 
 
 def choose_device(local_rank: int) -> torch.device:
@@ -135,12 +133,14 @@ def tighten_timeouts(seconds: int) -> None:
     import torch
     import torch.distributed as dist
 
+    from titancli.distributed.together import Ranks
+
     if not dist.is_initialized():
         return
     # What was started under the old limit ends under it.
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    all_gather(None)
+    Ranks().gather(None)
     set_timeouts(seconds)
 
 
@@ -232,64 +232,6 @@ def wait(work: Any) -> None:
 
     limit = None if torch.cuda.is_available() else present_timeout()
     work.wait(limit) if limit else work.wait()
-
-
-def all_gather(value: T) -> list[T]:
-    """Return a small picklable value of every rank, by rank; over gloo."""
-    import torch.distributed as dist
-
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [value]
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, value)
-    return gathered
-
-
-def on_rank_zero(function: Callable[[], T], group: Any = None) -> T:
-    """Call on rank 0 and return its result on every rank; a TitanError there is raised on every rank, any
-    other error on rank 0, with a RankFailure that names it on the others. They wait as long as the group's
-    collectives may take (None: the default group)."""
-    import torch
-    import torch.distributed as dist
-
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return function()
-    result: list[Any] = [None, None]
-    own: Exception | None = None
-    if dist.get_rank() == 0:
-        try:
-            result[0] = function()
-        except TitanError as error:
-            result[1] = error
-        except Exception as error:
-            own, result[1] = error, RankFailure(f"rank 0 failed: {type(error).__name__}: {error}")
-    dist.broadcast_object_list(result, src=0, group=group, device=torch.device("cpu"))
-    if own is not None:
-        raise own
-    if result[1] is not None:
-        raise result[1]
-    return result[0]
-
-
-def require_same(what: str, value: str, host: str) -> None:
-    """Compare a value over all ranks.
-
-    Raises:
-        EnvironmentProblem: on every rank, naming the ranks that differ from rank 0.
-    """
-    everywhere = all_gather((value, host))
-    differing = [
-        (rank, other, where) for rank, (other, where) in enumerate(everywhere) if other != everywhere[0][0]
-    ]
-    if not differing:
-        return
-    listed = "\n".join(f"  rank {rank} on {where}: {other}" for rank, other, where in differing[:8])
-    more = f"\n  and {len(differing) - 8} more" if len(differing) > 8 else ""
-    raise EnvironmentProblem(
-        f"the ranks were started with different {what}\n"
-        f"  rank 0 on {everywhere[0][1]}: {everywhere[0][0]}\n{listed}{more}",
-        hint="run the same command, with the same files, on every node",
-    )
 
 
 # ---------------------------------------------------------------------------------------- of an engine

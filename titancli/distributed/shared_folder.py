@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from titancli.distributed.process_group import all_gather, on_rank_zero
+from titancli.distributed.together import Ranks
 from titancli.errors import EnvironmentProblem
 from titancli.files import regular
 
@@ -27,18 +27,15 @@ def require_shared(folder: Path, host: str, *, first_of_node: bool, patience: fl
     Raises:
         EnvironmentProblem: on every rank, naming the hosts that cannot write there, or see another folder.
     """
-    import torch.distributed as dist
-
-    writers = [
-        (rank, where) for rank, (first, where) in enumerate(all_gather((first_of_node, host))) if first
-    ]
+    ranks = Ranks()
+    everyones = ranks.gather((first_of_node, host))
+    writers = [(rank, where) for rank, (first, where) in enumerate(everyones) if first]
     if len(writers) < 2:
         return
-    token = on_rank_zero(lambda: secrets.token_hex(8))
-    rank = dist.get_rank()
+    token, rank = ranks.broadcast(secrets.token_hex(8)), ranks.rank
     own = folder / f".probe-{token}-{rank}"
     try:
-        refused = all_gather(_write(own, token) if first_of_node else None)
+        refused = ranks.gather(_write(own, token) if first_of_node else None)
         if wrong := [f"{where}: {why}" for rank, where in writers if (why := refused[rank])]:
             raise EnvironmentProblem(
                 f"the run folder {folder.parent} cannot be written on {'; '.join(wrong)}",
@@ -47,7 +44,7 @@ def require_shared(folder: Path, host: str, *, first_of_node: bool, patience: fl
         others = [writers[0]] if rank != writers[0][0] else writers[1:]
         limit = PATIENCE if patience is None else patience
         unseen = _unseen(folder, token, others, limit) if first_of_node else []
-        found = all_gather(unseen)
+        found = ranks.gather(unseen)
     finally:
         with suppress(OSError):  # the error itself matters more
             own.unlink(missing_ok=True)

@@ -10,12 +10,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import xxhash
 
-from titancli.distributed import process_group
-from titancli.engine.ranks import RankGroup, first_line, name_ranks
+from titancli.distributed.together import Disagreement, Report, by_rank, name_ranks
+from titancli.engine.ranks import RankGroup, first_line
 from titancli.errors import RankFailure, TitanError
 from titancli.observe.phases import phase
 
@@ -26,10 +26,6 @@ if TYPE_CHECKING:
     from titancli.protocols.batch import Batch
 
 FIRST = ("loss", "weight")
-
-
-class Disagreement(TitanError):
-    """Ranks call what does not go together; raised on all of them alike."""
 
 
 class Call:
@@ -98,13 +94,12 @@ class Call:
         alike, rows = _digest([self.verb, *self._alike]), _digest(self._same_rows)
         try:
             with phase("wait"):
-                table = ranks.gather([alike, rows, self.tokens, int(failure is not None)])
+                table = ranks.on_the_cpu.numbers([alike, rows, self.tokens, int(failure is not None)])
             same = len({row[0] for row in table}) == 1 and self._same_where_shared(table)
             if not same or any(row[3] for row in table):
                 words = f"{type(failure).__name__}: {first_line(failure)}" if failure else None
-                raise self._refusal(
-                    process_group.all_gather((self.verb, self._alike, self._same_rows, words))
-                )
+                mine = Report(self.verb, words, details=(self._alike, self._same_rows))
+                raise self._refusal(ranks.on_the_cpu.reports(mine))
         except TitanError:
             if failure is not None:
                 raise failure from None
@@ -129,31 +124,31 @@ class Call:
         degrees = self._degrees
         return 0 if degrees is None else rank // (degrees.cp * degrees.tp) % degrees.dp
 
-    def _refusal(self, everyone: list[Any]) -> TitanError:
-        failed = [(rank, verb, words) for rank, (verb, *_, words) in enumerate(everyone) if words is not None]
+    def _refusal(self, reports: list[Report]) -> TitanError:
+        failed = [(rank, report) for rank, report in enumerate(reports) if report.words is not None]
         if failed:
-            rank, verb, words = failed[0]
+            rank, report = failed[0]
             more = f", and {len(failed) - 1} more" if len(failed) > 1 else ""
-            return RankFailure(f"rank {rank}{more} failed in {verb}: {words}")
-        verbs = [verb for verb, *_ in everyone]
+            return RankFailure(f"rank {rank}{more} failed in {report.doing}: {report.words}")
+        verbs = [report.doing for report in reports]
         if len(set(verbs)) > 1:
             return Disagreement(
-                f"the ranks call different verbs: {_by_rank(verbs)}",
+                f"the ranks call different verbs: {by_rank(verbs)}",
                 hint="every rank must call the same verbs in the same order",
             )
-        for column in zip(*(alike for _, alike, _, _ in everyone), strict=False):
+        for column in zip(*(report.details[0] for report in reports), strict=False):
             if len(set(column)) > 1:
                 no_rows = "a rank without rows must pass a batch whose targets are all -100"
                 return Disagreement(
-                    f"the ranks call {self.verb} differently: {_by_rank(column)}",
+                    f"the ranks call {self.verb} differently: {by_rank(column)}",
                     hint=no_rows if "batch" in column[0] else None,
                 )
         for place in range(self._degrees.dp if self._degrees else 1):
-            peers = [rank for rank in range(len(everyone)) if self._place(rank) == place]
-            for column in zip(*(everyone[rank][2] for rank in peers), strict=False):
+            peers = [rank for rank in range(len(reports)) if self._place(rank) == place]
+            for column in zip(*(reports[rank].details[1] for rank in peers), strict=False):
                 if len(set(column)) > 1:
                     return Disagreement(
-                        f"the ranks call {self.verb} differently: {_by_rank(column, peers)}",
+                        f"the ranks call {self.verb} differently: {by_rank(column, peers)}",
                         hint="the ranks of mesh.tp, cp and pp must pass the same rows",
                     )
         return Disagreement(f"the ranks call {self.verb} differently")
@@ -190,9 +185,10 @@ class Call:
             Disagreement: a rank has one that another has not; on all ranks.
         """
         mine = sorted(names)
-        if not self._ranks.active or len({row[0] for row in self._ranks.gather([_digest(mine)])}) == 1:
+        ranks = self._ranks.on_the_cpu
+        if not self._ranks.active or len({row[0] for row in ranks.numbers([_digest(mine)])}) == 1:
             return mine
-        everyone = process_group.all_gather(mine)
+        everyone = ranks.gather(mine)
         for name in sorted({name for theirs in everyone for name in theirs}):
             there = [rank for rank, theirs in enumerate(everyone) if name in theirs]
             if len(there) < len(everyone):
@@ -225,11 +221,3 @@ def _checksum(tensor: Tensor) -> str:
 def _either(phrases: list[str]) -> str:
     """One phrase for all batches, or all of them."""
     return phrases[0] if len(set(phrases)) == 1 else "; ".join(phrases)
-
-
-def _by_rank(values: Sequence[str], ranks: Sequence[int] | None = None) -> str:
-    """`rank 0 with 2 batches, ranks 1, 2 with 1 batch`."""
-    found: dict[str, list[int]] = {}
-    for rank, value in zip(ranks or range(len(values)), values, strict=True):
-        found.setdefault(value, []).append(rank)
-    return ", ".join(f"{name_ranks(where)} {value}" for value, where in found.items())

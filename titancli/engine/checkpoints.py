@@ -13,7 +13,8 @@ from titancli.checkpoint import load_checkpoint
 from titancli.checkpoint.exclude import NOTHING, Exclusion
 from titancli.checkpoint.format.manifest import DamagedCheckpoint, names_and_sizes, read_manifest
 from titancli.checkpoint.hf.kept import kept_of
-from titancli.checkpoint.load import on_every_rank
+from titancli.distributed.process_group import patient_group
+from titancli.distributed.together import Ranks
 from titancli.engine import recipes
 from titancli.engine.optimizer_state import counters_of, optimizer_tensors
 from titancli.engine.step import PART
@@ -99,7 +100,7 @@ def _load_state(
         told_adapters(engine.adapters, folder, base=engine.base)
         return kept_of(folder), _states_of(engine, folder, exclude) if optimizer else {}
 
-    kept, states = on_every_rank(f"reading {folder}", look)
+    kept, states = Ranks(patient_group()).local(f"reading {folder}", look)
     anew = engine.hooks.lacking(states)
     if optimizer and anew and dist.get_rank() == 0:
         logger.warning("callbacks begin anew, since %s has no state of them: %s", folder, ", ".join(anew))

@@ -19,6 +19,8 @@ from titancli.checkpoint.format.manifest import is_checkpoint
 from titancli.checkpoint.hf.kept import kept_of
 from titancli.checkpoint.hf.likeness import left_out, refuse_other_model
 from titancli.checkpoint.start_from import StartFrom, start_from, still_needs_weights
+from titancli.distributed.process_group import patient_group
+from titancli.distributed.together import Ranks
 from titancli.engine.rng import generator_for
 from titancli.engine.weights import Known, adapters_of, all_known, base_parameters, told_adapters
 from titancli.errors import EnvironmentProblem, RecipeError
@@ -145,7 +147,6 @@ def load_weights(
         RecipeError: the model has no Hugging Face form.
     """
     from titancli.checkpoint.base import base_of, require_base
-    from titancli.checkpoint.load import on_every_rank
 
     def look() -> tuple[Path, dict[str, Any] | None, Path]:
         if not start.is_here:  # a run whose start needed none of it, and whose reference does
@@ -153,12 +154,13 @@ def load_weights(
         told = told_adapters(adapters, folder := start.folder)
         return folder, told, folder if told is None else require_base(told, folder)
 
-    folder, told, base = on_every_rank(f"reading {start.source}", look)
+    ranks = Ranks(patient_group())
+    folder, told, base = ranks.local(f"reading {start.source}", look)
     kept = _load_base(recipe, replace(start, source=base), form, tensors, known)
     first = FirstWeights(kept=kept, adapters_from=None if told is None else folder)
     if adapters is None:
         return first
-    own = on_every_rank(f"reading {base}", lambda: base_of(base))
+    own = ranks.local(f"reading {base}", lambda: base_of(base))
     return first._replace(base=own, begins_as_base=told is None)
 
 
@@ -168,10 +170,9 @@ def _load_base(
     """Fill the plain model's parameters; return what the folder has beside them. Collective: what is wrong on
     one rank is raised on all of them."""
     from titancli.checkpoint import load_checkpoint
-    from titancli.checkpoint.load import everywhere, on_every_rank
 
-    folder = start.folder
-    kinds = everywhere(f"reading {folder}", lambda: is_checkpoint(folder))
+    ranks, folder = Ranks(patient_group()), start.folder
+    kinds = ranks.each(f"reading {folder}", lambda: is_checkpoint(folder))
     _same_on_all(folder, kinds)
     if kinds[0]:
 
@@ -179,7 +180,7 @@ def _load_base(
             refuse_other_model(recipe, folder)
             return start.exclusion, tuple(left_out(recipe.model, folder)), kept_of(folder)
 
-        exclusion, further, beside = on_every_rank(f"reading {folder}", look)
+        exclusion, further, beside = ranks.local(f"reading {folder}", look)
         filled = {f"model.{name}": tensor for name, tensor in tensors.items()}
         if further:
             logger.warning(f"{folder}: {', '.join(further)} left out: model.n_mtp_layers is 0")
@@ -187,7 +188,7 @@ def _load_base(
         load_checkpoint(folder, filled, verify=recipe.checkpoint.verify, exclude=exclude)
         return beside
     # Apart from the load, in which ranks that are about to read wait for each other.
-    readable = on_every_rank(f"reading {folder}", lambda: _readable(recipe, start, form))
+    readable = ranks.local(f"reading {folder}", lambda: _readable(recipe, start, form))
     kept: dict[str, bytes] = {}
     shapes = {one.name: one.shape for one in known}
 
@@ -196,7 +197,7 @@ def _load_base(
         kept.update(kept_of(folder))
         return identity
 
-    _same_on_all(folder, everywhere(f"loading {folder}", load))
+    _same_on_all(folder, ranks.each(f"loading {folder}", load))
     return kept
 
 
@@ -242,13 +243,17 @@ def _load_hf(
     folder: Path, form: HFForm, tensors: dict[str, Tensor], shapes: dict[str, tuple[int, ...]]
 ) -> str:
     """Fill them from a Hugging Face folder; see `load_hf_weights` for what is returned."""
-    from titancli.checkpoint.format.storage import several_ranks
     from titancli.checkpoint.hf.load import load_hf_weights
 
-    together = several_ranks(None)
-    share = (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
+    ranks = Ranks()
     return load_hf_weights(
-        folder, form, tensors, shapes=shapes, share=share, together=together, progress=_seldom()
+        folder,
+        form,
+        tensors,
+        shapes=shapes,
+        share=(ranks.rank, ranks.size),
+        together=ranks.size > 1,
+        progress=_seldom(),
     )
 
 

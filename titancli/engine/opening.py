@@ -13,9 +13,9 @@ import torch
 from titancli.checkpoint.exclude import Exclusion
 from titancli.checkpoint.format.manifest import DamagedCheckpoint, names_and_sizes
 from titancli.checkpoint.hf.likeness import refuse_other_model
-from titancli.checkpoint.load import on_every_rank
 from titancli.checkpoint.start_from import start_from
 from titancli.distributed import process_group
+from titancli.distributed.together import Ranks
 from titancli.engine import recipes
 from titancli.engine.build import build_engine
 from titancli.engine.checkpoints import load
@@ -78,4 +78,5 @@ def take_over(engine: EngineCore, recipe: Recipe) -> None:
             refuse_other_model(recipe, start.folder)
             return start.exclusion
 
-        load(engine, start.folder, exclude=on_every_rank(f"reading {start.folder}", look))
+        exclude = Ranks(process_group.patient_group()).local(f"reading {start.folder}", look)
+        load(engine, start.folder, exclude=exclude)

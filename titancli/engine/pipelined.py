@@ -19,6 +19,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from titancli.distributed import process_group
+from titancli.distributed.together import Ranks
 from titancli.engine.inputs import checked
 from titancli.engine.runners import Sums, add_up, inputs_of
 from titancli.errors import TitanError
@@ -277,11 +278,7 @@ class PipelinedModel:
 
     def tell(self, value: Any) -> Any:
         """Broadcast the last stage's picklable value to every rank of the pipeline, over gloo."""
-        told = [value]
-        dist.broadcast_object_list(
-            told, group=self.group, group_src=self.placement.last, device=torch.device("cpu")
-        )
-        return told[0]
+        return Ranks(self.group).broadcast(value, self.placement.last)
 
 
 def _joined(batches: Sequence[Batch]) -> Batch:

@@ -13,14 +13,14 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 
 from titancli.distributed import process_group
 from titancli.distributed.private import collectives_begun, default_store, groups
+from titancli.distributed.together import Ranks, name_ranks
 from titancli.errors import RankFailure, TitanError, causes
 from titancli.observe.failures import is_communication
 
@@ -58,7 +58,7 @@ class RankGroup:
         self._failures = 0
         """That all ranks shared, and went on from."""
         self._later: int | None = None
-        self._gloo: dist.ProcessGroup | None = None
+        self._ranks: Ranks | None = None
         self._verbs = 0
 
     def enlist(self) -> int:
@@ -105,19 +105,15 @@ class RankGroup:
 
     # --------------------------------------------------------------------------------------- exchanges
 
-    def gather(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Return the numbers (below 2**63) of every rank, by rank."""
-        table = torch.zeros(self.world, len(numbers), dtype=torch.int64)
-        table[self.rank] = torch.tensor(numbers, dtype=torch.int64)
-        dist.all_reduce(table, group=self._for_the_cpu())
-        return table.tolist()
-
-    def _for_the_cpu(self) -> dist.ProcessGroup | None:
-        """The default group, or all its ranks in another one where it takes no tensors on the CPU."""
-        world: Any = dist.group.WORLD
-        if self._gloo is None and torch.device("cpu") not in world._device_types:
-            self._gloo = dist.new_group(backend="gloo", timeout=process_group.present_timeout())
-        return self._gloo
+    @property
+    def on_the_cpu(self) -> Ranks:
+        """The ranks of the default group, in another one where it takes no tensors on the CPU: what they
+        exchange there waits for no device."""
+        if self._ranks is None:
+            takes = not self.active or "cpu" in dist.get_backend_config()
+            limit = None if takes else process_group.present_timeout()
+            self._ranks = Ranks(None if takes else dist.new_group(backend="gloo", timeout=limit))
+        return self._ranks
 
     def fails(self, verb: str, error: BaseException, seconds: float) -> None:
         """Let the others know of an error in the middle of a verb, and find out whether they shared it.
@@ -239,10 +235,3 @@ def first_line(error: BaseException | None) -> str:
     """Return the first line of an error's message."""
     text = error.message if isinstance(error, TitanError) else str(error)
     return text.strip().partition("\n")[0]
-
-
-def name_ranks(ranks: Sequence[int]) -> str:
-    """Return `rank 0` or `ranks 0, 1`: at most eight of them."""
-    listed = ", ".join(map(str, ranks[:8]))
-    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {listed}{more}"

@@ -19,8 +19,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from titancli.distributed import process_group
-from titancli.engine.ranks import RankGroup, name_ranks, rank_group
+from titancli.distributed.together import name_ranks
+from titancli.engine.ranks import RankGroup, rank_group
 from titancli.errors import RecipeError, TitanError
 from titancli.observe.metrics import collector
 from titancli.observe.phases import phase
@@ -162,13 +162,12 @@ class Recheck:
         """
         mine = self.finding()
         stage = 0 if self._placement is None else self._placement.rank
-        table = [[mine.kind, mine.place, stage]]
-        if ranks.active:
-            table = ranks.gather(table[0])
+        everyone = ranks.on_the_cpu
+        table = everyone.numbers([mine.kind, mine.place, stage])
         if all(kind == SAME for kind, _, _ in table):
             return
         own = (mine.name, f"host {socket.gethostname()}, device {device}")
-        told = process_group.all_gather(own) if ranks.active else [own]
+        told = everyone.gather(own)
         raise _error(step, suspects(table), table, told)
 
 

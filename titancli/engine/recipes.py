@@ -15,6 +15,7 @@ import torch.distributed as dist
 from titancli.checkpoint.format.manifest import LOCK, is_checkpoint, names_and_sizes, newest_good
 from titancli.checkpoint.start_from import start_from
 from titancli.distributed import process_group
+from titancli.distributed.together import Ranks
 from titancli.engine.agreement import Call
 from titancli.engine.ranks import rank_group
 from titancli.errors import EnvironmentProblem, UsageError
@@ -157,7 +158,8 @@ def checkpoint_of(
             )
         return found
 
-    return process_group.on_rank_zero(look, process_group.patient_group()) or folder.absolute()
+    ranks = Ranks(process_group.patient_group())
+    return ranks.one(f"reading {folder}", look) or folder.absolute()
 
 
 def recipe_of(model: Any, parts: Parts, device: torch.device) -> Recipe:

@@ -17,6 +17,7 @@ from titancli.checkpoint.format.manifest import is_checkpoint, read_manifest
 from titancli.checkpoint.hf.virtual import put
 from titancli.checkpoint.load import name_lists
 from titancli.distributed import process_group
+from titancli.distributed.together import Ranks
 from titancli.errors import TitanError
 from titancli.models.blocks.state import named_state
 from titancli.parallel.alone import as_stored
@@ -107,8 +108,7 @@ def all_known(
         stage_of |= dict.fromkeys(
             [name for name, _ in (*part.named_parameters(), *part.named_buffers())], stage
         )
-    gathered: list[Any] = [None] * dist.get_world_size(mesh.pp_group)
-    dist.all_gather_object(gathered, [(stage_of[known.name], known) for known in mine], mesh.pp_group)
+    gathered = Ranks(mesh.pp_group).gather([(stage_of[known.name], known) for known in mine])
     found = sorted((entry for entries in gathered for entry in entries), key=lambda entry: entry[0])
     return [known for _, known in found]
 
@@ -197,19 +197,17 @@ Target = Loads | Callable[[str, Tensor], Any]
 
 def push(weights: Iterator[NamedTensor], target: Target) -> None:
     """See `Engine.push_weights`."""
-    failure: Exception | None = None
-    if dist.get_rank() == 0:
+    ranks = Ranks()
+
+    def hand_over() -> None:
         try:
-            _hand_over(weights, target)
-        except Exception as error:
-            failure = error
-    for _ in weights:  # other ranks, and what a target has left: the gathers are everyone's
-        pass
-    told = _from_rank_0(f"{type(failure).__name__}: {failure}" if failure else None)
-    if failure is not None:
-        raise failure
-    if told is not None:
-        raise TitanError(f"push_weights: the target failed on rank 0: {told}")
+            if ranks.rank == 0:
+                _hand_over(weights, target)
+        finally:
+            for _ in weights:  # other ranks, and what a target has left: the gathers are everyone's
+                pass
+
+    ranks.local("push_weights: handing over the weights", hand_over)
 
 
 def _hand_over(weights: Iterator[Any], target: Any) -> None:
@@ -311,28 +309,24 @@ class Intake:
 
 def _everywhere(weights: Iterator[Any], device: torch.device) -> Iterator[tuple[str, Tensor]]:
     """Rank 0's tensors on every rank, on the device; the ranks' own iterators are run in step."""
-    while True:
-        head, tensor, failure = None, None, None
-        try:
-            item = next(weights, None)
-            if item is not None and dist.get_rank() == 0:
-                name, tensor = item
-                head = (name, *_described(name, tensor))
-        except Exception as error:  # the others must hear of it before it is raised
-            failure = error
-        head, failed = _from_rank_0((head, failure is not None))
-        if failure is not None:
-            raise failure
-        if failed:
-            raise TitanError("load_weights: reading the weights failed on rank 0")
-        if head is None:
-            return
+    ranks, tensor = Ranks(), None
+
+    def take() -> tuple[str, tuple[int, ...], torch.dtype] | None:
+        nonlocal tensor
+        tensor = None
+        item = next(weights, None)
+        if item is None or ranks.rank > 0:
+            return None
+        name, tensor = item
+        return (name, *_described(name, tensor))
+
+    while (head := ranks.each("load_weights: reading the weights", take)[0]) is not None:
         name, shape, dtype = head
         if tensor is None:
             whole = torch.empty(shape, dtype=dtype, device=device)
         else:
             whole = tensor.detach().to(device).contiguous()
-        if dist.get_world_size() > 1:
+        if ranks.size > 1:
             dist.broadcast(whole, src=0)
         yield name, whole
 
@@ -346,12 +340,3 @@ def _described(name: str, tensor: Any) -> tuple[tuple[int, ...], torch.dtype]:
 def _nothing_given() -> Iterator[Any]:
     raise TitanError("load_weights: no weights were passed on rank 0")
     yield
-
-
-def _from_rank_0(value: Any) -> Any:
-    """Rank 0's picklable value on every rank; over gloo."""
-    if dist.get_world_size() == 1:
-        return value
-    told = [value]
-    dist.broadcast_object_list(told, src=0, device=torch.device("cpu"))
-    return told[0]

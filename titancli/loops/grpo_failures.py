@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch.distributed as dist
-
+from titancli.distributed.together import Ranks
 from titancli.errors import TitanError
 
 if TYPE_CHECKING:
@@ -32,8 +31,7 @@ class Failures:
         """Take note of what led to a step, and report what failed for the first time, on whatever rank, and
         where every reward of it failed. Collective."""
         if rollouts.failing - self._shared and self._mesh.degrees.dp > 1:
-            everyones: list[Any] = [None] * self._mesh.degrees.dp
-            dist.all_gather_object(everyones, dict(self._scorer.first_failures), self._mesh.dp_group)
+            everyones = Ranks(self._mesh.dp_group).gather(dict(self._scorer.first_failures))
             for name, why in (item for own in everyones for item in own.items()):
                 self._scorer.tell(name, why)
         self._shared |= rollouts.failing

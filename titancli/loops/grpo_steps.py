@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from titancli.distributed.together import Ranks
 from titancli.engine.rng import derive
 from titancli.errors import RecipeError, TitanError
 from titancli.loops.reference import Reference
@@ -210,10 +211,7 @@ class Rollouts:
     def save(self, recorder: Recorder, step: int, engine: Engine) -> None:
         """Those of all ranks, on rank 0. Collective."""
         mine = [self._row(step, number) for number in range(len(self.rewards))]
-        everyones: list[Any] = [mine]
-        if engine.mesh.degrees.dp > 1:
-            everyones = [None] * engine.mesh.degrees.dp
-            dist.all_gather_object(everyones, mine, engine.mesh.dp_group)
+        everyones = Ranks(engine.mesh.dp_group).gather(mine)
         if dist.get_rank() == 0:
             recorder.write(step, [row for rows in everyones for row in rows])
 

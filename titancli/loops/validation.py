@@ -15,7 +15,7 @@ import torch
 
 from titancli.data.loader import copied, state_of
 from titancli.data.packing import PackedDataset
-from titancli.distributed import process_group
+from titancli.distributed.together import Ranks
 from titancli.errors import EnvironmentProblem, TitanError
 from titancli.observe.metrics import collector
 from titancli.observe.phases import phase
@@ -106,7 +106,7 @@ class Validation:
             self._run(step, asked_to_stop)
             return
         passed = time.monotonic() - stopped_at
-        left = STOP_SECONDS - max(process_group.all_gather(passed))
+        left = STOP_SECONDS - max(Ranks().gather(passed))
         if self._seconds is None or self._seconds > left:
             took = "" if self._seconds is None else f", which took {self._seconds:.0f} s before"
             logger.info("stopped: no evaluation of step %d%s", step, took)
@@ -145,7 +145,7 @@ class Validation:
             counts = evaluation.counts(found, self._section.steps) if self._alone else {}
             metrics |= {f"validation/{name}/{key}": value for key, value in (found.metrics | counts).items()}
         seconds = time.perf_counter() - began
-        self._evaluated, self._seconds = step, max(process_group.all_gather(seconds))
+        self._evaluated, self._seconds = step, max(Ranks().gather(seconds))
         self._observers.validated(step, metrics, seconds)
         return True
 
@@ -224,22 +224,20 @@ class Evaluation:
         A rank whose data have ended passes batches without targets.
         """
         mine: list[Batch] = []
-        wrong: str | None = None
-        try:
-            mine = list(itertools.islice(batches, AT_ONCE))
-        except Exception as error:
-            # Told to the other ranks first: they wait for this one.
-            wrong, cause = str(error) or type(error).__name__, error
-        described = _described(mine[-1]) if mine else None
-        everywhere = process_group.all_gather((len(mine), described, wrong, cancelled()))
-        if reason := next((wrong for _, _, wrong, _ in everywhere if wrong), None):
-            hint = cause.hint if wrong and isinstance(cause, TitanError) else None
-            raise UnreadableData(f"{self._label}: {reason}", hint=hint) from (cause if wrong else None)
-        if any(ends for *_, ends in everywhere):
+
+        def take() -> tuple[int, Described | None, bool]:
+            try:
+                mine.extend(itertools.islice(batches, AT_ONCE))
+            except Exception as error:
+                hint = error.hint if isinstance(error, TitanError) else None
+                why = error.message if isinstance(error, TitanError) else str(error) or type(error).__name__
+                raise UnreadableData(f"{self._label}: {why}", hint=hint) from error
+            return len(mine), _described(mine[-1]) if mine else None, cancelled()
+
+        everyones = Ranks().each(f"evaluating {self._label}", take)
+        if any(ends for *_, ends in everyones):
             return [None]
-        most, like = max(
-            ((count, described) for count, described, _, _ in everywhere), key=lambda one: one[0]
-        )
+        most, like = max(((count, described) for count, described, _ in everyones), key=lambda one: one[0])
         if len(mine) < most and (like is None or "targets" not in like.tensors):
             raise UnreadableData(
                 f"{self._label} ends earlier on some ranks, and its batches have no targets to leave out",

@@ -136,16 +136,13 @@ def reduce_over_ranks(readings: Mapping[str, Reading]) -> dict[str, float]:
     Values must be floats by now. A collective on the CPU, where a process group is up with several ranks;
     the result is the same on every rank.
     """
-    import torch.distributed as dist
+    from titancli.distributed.together import Ranks
 
     local = {
         name: (reading.reduce, float(reading.value), float(reading.count))
         for name, reading in readings.items()
     }
-    gathered: list[Any] = [local]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        gathered = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, local)
+    gathered = Ranks().gather(local)
     merged: dict[str, list[tuple[Reduce, float, float]]] = {}
     for by_name in gathered:
         for name, reading in by_name.items():

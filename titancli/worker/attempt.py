@@ -46,11 +46,15 @@ def take_part(
         TakenOver: the same, while this one was running.
         EnvironmentProblem: another run holds the folder, or it cannot be written.
     """
-    from titancli.distributed.process_group import all_gather, on_rank_zero
+    from titancli.distributed.together import Ranks
 
     planned = RunFolder(own).record()
-    tokens = set(all_gather(planned["attempts"][-1]["token"]))
-    record, stale = on_rank_zero(lambda: _begin_or_continue(folder, planned, tokens, lock_text, stack, own))
+    ranks = Ranks()
+    tokens = set(ranks.gather(planned["attempts"][-1]["token"]))
+    record, stale = ranks.one(
+        f"beginning an attempt in {folder.path}",
+        lambda: _begin_or_continue(folder, planned, tokens, lock_text, stack, own),
+    )
     attempt = record["attempts"][-1]
     os.environ[ATTEMPT] = attempt["token"]
     if first_of_node:

@@ -98,8 +98,8 @@ class Continuing:
         Raises:
             EnvironmentProblem: nothing, though it has saved.
         """
-        from titancli.distributed import process_group
+        from titancli.distributed.together import Ranks
 
         if checkpoint is None:  # the ranks agree
-            process_group.on_rank_zero(lambda: remote.refuse_lost(self.folder, section))
+            Ranks().one("looking for checkpoints", lambda: remote.refuse_lost(self.folder, section))
         return checkpoint

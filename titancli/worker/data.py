@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from titancli.checkpoint.load import on_every_rank
 from titancli.checkpoint.start_from import start_from
 from titancli.data.loader import Loader
 from titancli.data.workers import Rebuild, Workers
+from titancli.distributed.process_group import patient_group
+from titancli.distributed.together import Ranks
 from titancli.errors import EnvironmentProblem, TitanError
 from titancli.loops.validation import Validation
 from titancli.losses.cross_entropy import CrossEntropy
@@ -74,7 +75,7 @@ def open_data(
     data, start = again(), start_from(recipe, checkpoint)
     if start.kind != "state":
         return data
-    exclude = on_every_rank(f"reading {start.folder}", lambda: start.exclusion)
+    exclude = Ranks(patient_group()).local(f"reading {start.folder}", lambda: start.exclusion)
     logger.info("loading %s", start.folder)
     state = engine.load(start.folder, verify=recipe.checkpoint.verify, exclude=exclude)
     if exclude.has("data"):

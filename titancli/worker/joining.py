@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titancli.distributed import process_group
+from titancli.distributed.together import require_same
 from titancli.process import Place, environment, leave_process_group, leaving_if_orphaned, loopback_only
 from titancli.provenance import file_hash, package_versions
 from titancli.registry.defaults import LoopConfigDefaults, with_defaults
@@ -50,9 +51,9 @@ def join(
             timeout_seconds=recipe.comm.init_timeout_seconds,
         )
     stack.push(leave_process_group)
-    process_group.require_same("resolved recipes", digest, socket.gethostname())
+    require_same("resolved recipes", digest, socket.gethostname())
     installed = ", ".join(f"{name} {version}" for name, version in package_versions().items())
-    process_group.require_same("versions", installed, socket.gethostname())
+    require_same("versions", installed, socket.gethostname())
     files = ", ".join(f"{path.name} (SHA-256 {file_hash(path)[:12]})" for path in plugin_files)
-    process_group.require_same("plugin files", files or "none", socket.gethostname())
+    require_same("plugin files", files or "none", socket.gethostname())
     return device

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from titancli.distributed import process_group
+from titancli.distributed.together import require_same
 from titancli.observe.events import EventLog, EventLogger, Listener, logs_as_events
 from titancli.observe.machine import machine
 from titancli.observe.observers import Observers
@@ -80,7 +80,7 @@ def observe(
         "restarts": restart,
     }
     identity = None if data is None else identity_of(data.state)
-    process_group.require_same("data", json.dumps(identity, sort_keys=True), socket.gethostname())
+    require_same("data", json.dumps(identity, sort_keys=True), socket.gethostname())
     if place.rank == 0:
         here = {"machine": machine(), "data": identity, "data_digest": digest_of(identity)}
         folder.update_attempt(**found, checkpoint=checkpoint, **here)

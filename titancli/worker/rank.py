@@ -129,6 +129,7 @@ class Rank:
     ) -> dict[str, Any]:
         """See `main`."""
         from titancli.distributed import process_group
+        from titancli.distributed.together import Ranks
         from titancli.recipe import load_recipe
         from titancli.worker import saving
         from titancli.worker.memory_advice import advised
@@ -141,10 +142,11 @@ class Rank:
         device = self._enter(recipe, lock_file, lock_text)
         continuing = self._continuing
         section = recipe.checkpoint
-        patient = process_group.patient_group() if section.remote else None  # it may be downloaded
-        checkpoint = process_group.on_rank_zero(lambda: continuing.checkpoint(checkpoint, section), patient)
+        patient = Ranks(process_group.patient_group() if section.remote else None)  # it may be downloaded
+        choosing = "choosing the checkpoint"
+        checkpoint = patient.one(choosing, lambda: continuing.checkpoint(checkpoint, section))
         # Asked of rank 0: on a shared disk the others may not see yet what it wrote.
-        record = process_group.on_rank_zero(continuing.record)
+        record = Ranks().one("reading run.json", continuing.record)
         loggers = open_loggers(
             recipe,
             self.folder,
@@ -164,9 +166,7 @@ class Rank:
         damaged: dict[Path, str] = {}
         try:
             while (outcome := self._train_unless_damaged(start, loggers, stop, damaged)) is None:
-                other = process_group.on_rank_zero(
-                    lambda: continuing.checkpoint(checkpoint, section, damaged), patient
-                )
+                other = patient.one(choosing, lambda: continuing.checkpoint(checkpoint, section, damaged))
                 if other is not None:
                     logger.warning("the run continues from %s", other.name)
                 start = replace(start, checkpoint=continuing.not_lost(other, section))
@@ -192,8 +192,8 @@ class Rank:
         Args:
             lock_file: the recipe of this node, where each starts by itself.
         """
-        from titancli.distributed import process_group
         from titancli.distributed.shared_folder import require_shared
+        from titancli.distributed.together import require_same
         from titancli.worker.joining import join
 
         self._stack.enter_context(determinism(recipe.debug.deterministic))
@@ -208,7 +208,7 @@ class Rank:
         )
         if lock_file is not None:
             code = ", ".join(f"{name} {digest[:12]}" for name, digest in code_hashes().items())
-            process_group.require_same("code of titan or its plugins", code, socket.gethostname())
+            require_same("code of titan or its plugins", code, socket.gethostname())
             own, first = lock_file.parent, self.place.local_rank == 0
             taken = take_part(self.folder, own, lock_text, self._stack, first_of_node=first)
             self._continuing.restart, self._continuing.plan_is_stale = taken

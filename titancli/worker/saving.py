@@ -159,7 +159,7 @@ def export(section: Checkpoint, engine: Engine, checkpointer: Checkpointer, run_
         checkpointer.save_apart(run_folder / "exports" / name, tensors)
         logger.info("weights only: exports/%s", name)
     if section.last_save_in_hf:
-        checkpointer.on_main(lambda: _to_hf(section, run_folder, name))
+        checkpointer.on_main(f"exporting {name}", lambda: _to_hf(section, run_folder, name))
 
 
 def _to_hf(section: Checkpoint, run_folder: Path, name: str) -> None:

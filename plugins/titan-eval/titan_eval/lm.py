@@ -15,7 +15,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from titancli.distributed import process_group
+from titancli.distributed.together import Ranks
 from titancli.errors import TitanError
 from titancli.protocols import TokenizerDefaults
 from titancli.registry.component import build
@@ -197,6 +197,6 @@ class TitanLM(TemplateLM):
 def _everyones(mine: dict[int, T], count: int) -> list[T]:
     """The answers of all ranks, in order."""
     found: dict[int, T] = {}
-    for theirs in process_group.all_gather(mine):
+    for theirs in Ranks().gather(mine):
         found |= theirs
     return [found[i] for i in range(count)]

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from titan_proof.replay import RESULT
 from titan_proof.watching import added, modules_of, numbers_of, watched
 from titancli import IGNORE, Batch, Engine, TitanError, build, load_recipe
+from titancli.distributed.together import Ranks
 from titancli.engine import norm_of
 from titancli.engine.step import PART, Backward, Step
 from titancli.errors import UsageError
@@ -80,8 +81,7 @@ class Probe:
             self._state = _state_of(engine)
         with watched(engine, self._names, plainly=bool(self._config.layers)) as activations:
             mine = [row for k, batch in enumerate(batches) for row in self._rows_of(engine, k, batch)]
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, (engine.mesh.dp_rank, mine, numbers_of(activations)))
+        gathered = Ranks().gather((engine.mesh.dp_rank, mine, numbers_of(activations)))
         by_rank = {dp_rank: rows for dp_rank, rows, _ in gathered}
         rows = [row for own in by_rank.values() for row in own]
         rows.sort(key=lambda row: (row["micro_batch"], row["dp_rank"], row["place"]))
@@ -166,9 +166,8 @@ class Probe:
         for name, parameter in engine.trained_parameters():
             gradient = float(norm_of([parameter.grad], engine.device)) / (weight or 1.0)
             mine[name] = [gradient, float(norm_of([parameter.detach()], engine.device))]
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, mine)
-        self.found["parameters"] = {name: norms for own in gathered for name, norms in own.items()}
+        everyones = Ranks().gather(mine)
+        self.found["parameters"] = {name: norms for own in everyones for name, norms in own.items()}
         self.found["guard"] = None if engine.guard is None else engine.guard.view()
 
     def step_applied(self, step: Step) -> None:

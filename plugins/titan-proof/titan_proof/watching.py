@@ -9,10 +9,10 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from titancli.distributed.together import Ranks
 from titancli.errors import UsageError
 
 if TYPE_CHECKING:
@@ -29,8 +29,7 @@ def modules_of(engine: Engine, patterns: Sequence[str]) -> list[str]:
     names = {name for part in engine.parts for name, _ in part.named_modules() if name}
     plain = {name for name in names if "." not in name and name != "layers"}
     plain |= {name for name in names if name.count(".") == 1 and name.startswith("layers.")}
-    known: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(known, names | {name for name, _ in engine.named_parameters()})
+    known = Ranks().gather(names | {name for name, _ in engine.named_parameters()})
     for pattern in patterns:
         if not any(matches(name, [pattern]) for own in known for name in own):
             raise UsageError(

@@ -7,11 +7,12 @@ for thousands of ranks in seconds, and once it has, the ranks tell one checksum 
 from __future__ import annotations
 
 import math
+import pickle
+import secrets
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch.distributed as dist
 import xxhash
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
@@ -19,7 +20,7 @@ from titancli.checkpoint.format.layout import tile
 from titancli.checkpoint.format.metadata import Cell, Group
 from titancli.checkpoint.format.tensorfile import ITEM_SIZE
 from titancli.checkpoint.format.tensors import dtype_name
-from titancli.distributed.private import RanksTogether
+from titancli.distributed.together import Ranks
 from titancli.errors import TitanError
 
 SHARED = 1 << 24
@@ -49,6 +50,30 @@ Task = tuple[int, tuple[str, ...] | tuple[int, int]]
 """The number of a box, and the tensors whose part in it a rank writes: by name, or by their positions."""
 
 
+class _Holding(NamedTuple):
+    """What a rank holds."""
+
+    told: Told
+    names: Names
+    checksum: str
+    """Of what is told."""
+
+    @classmethod
+    def of(cls, items: Sequence[WriteItem]) -> _Holding:
+        boxes: dict[Box, list[str]] = {}
+        for item in items:
+            box = _box(item)
+            if math.prod(box.sizes) or not math.prod(box.shape):
+                boxes.setdefault(box, []).append(item.index.fqn)
+        told: Told = []
+        names: Names = {}
+        for box, tensors in boxes.items():
+            checksum = xxhash.xxh3_128("\0".join(sorted(tensors)).encode()).hexdigest()
+            names[checksum] = tuple(sorted(tensors))
+            told.append((box, checksum))
+        return cls(told, names, xxhash.xxh3_128(repr(told).encode()).hexdigest())
+
+
 class SavePlan:
     """What each rank writes, agreed on by all of them; see `agree`."""
 
@@ -58,42 +83,52 @@ class SavePlan:
         self.needed = 0
         """On rank 0: bytes of data."""
         self._mine: set[tuple[str, tuple[int, ...]]] = set()
-        self._digest: str | None = None
-        """Of what this rank has told; None: nothing was agreed on."""
-        self._everyones: list[str | None] = []
+        self._told: str | None = None
+        """A checksum of what this rank has told; None: nothing was agreed on."""
+        self._name = ""
+        """The same on all ranks that have agreed."""
 
-    def agree(self, items: Sequence[WriteItem], ranks: RanksTogether) -> list[WriteItem]:
+    def agree(self, doing: str, items: Sequence[WriteItem], ranks: Ranks) -> list[WriteItem]:
         """Return those of this rank's items that it writes; collective.
 
         Raises:
-            CheckpointException: on all ranks, if an item of one of them is no tensor, or they contradict each
-                other.
+            TitanError: on all ranks, if an item of one of them is no tensor, or they contradict each other.
         """
-        boxes: dict[Box, list[str]] = {}
-        told: Told = []
-        names: Names = {}
+        mine: list[_Holding] = []
 
         def tell() -> str | None:
-            for item in items:
-                box = _box(item)
-                if math.prod(box.sizes) or not math.prod(box.shape):
-                    boxes.setdefault(box, []).append(item.index.fqn)
-            for box, tensors in boxes.items():
-                checksum = xxhash.xxh3_128("\0".join(sorted(tensors)).encode()).hexdigest()
-                names[checksum] = tuple(sorted(tensors))
-                told.append((box, checksum))
-            self._told = xxhash.xxh3_128(repr(told).encode()).hexdigest()
-            return self._told if self._told == self._digest else None
+            mine.append(_Holding.of(items))
+            return self._name if mine[0].checksum == self._told else None
 
-        if not ranks.all_reduce("plan", tell, lambda all_: None not in all_ and all_ == self._everyones):
-            self._digest, self._everyones = None, []
-            everyones = ranks.gather_object(told)
-            names = _everyones_names(everyones, names, ranks)
-            tasks = ranks.reduce_scatter("plan", lambda: None, lambda _: self._divide(everyones or [], names))
-            self._mine = set(_mine(tasks, told, names))
-            self._digest = self._told
-            self._everyones = ranks.gather_object(self._digest) or []
+        plans = ranks.each(doing, tell)
+        if plans[0] is None or len({*plans}) > 1:
+            self._told = None
+            self._plan(doing, mine[0], ranks)
         return [item for item in items if (item.index.fqn, _box(item).offsets) in self._mine]
+
+    def _plan(self, doing: str, mine: _Holding, ranks: Ranks) -> None:
+        """Have rank 0 divide what the ranks hold. The names behind a checksum are sent by the first rank that
+        has it: most ranks have the same."""
+        names = mine.names
+        everyones: list[Told] = []
+
+        def senders(found: list[Told]) -> list[int]:
+            everyones.extend(found)
+            first: dict[str, int] = {}
+            for rank, told in enumerate(found):
+                for _, checksum in told:
+                    first.setdefault(checksum, rank)
+            return sorted({*first.values()})
+
+        for sender in ranks.reduce(doing, lambda: mine.told, senders):
+            names = {**ranks.broadcast(names, sender), **names}
+
+        def divide() -> tuple[str, list[bytes]]:
+            return secrets.token_hex(8), [pickle.dumps(tasks) for tasks in self._divide(everyones, names)]
+
+        self._name, tasks = ranks.one(doing, divide)
+        self._mine = set(_mine(pickle.loads(tasks[ranks.rank]), mine.told, names))
+        self._told = mine.checksum
 
     def _divide(self, everyones: list[Told], names: Names) -> list[list[Task]]:
         """On rank 0: what each rank writes, replicas each a part of it. The index follows from it."""
@@ -139,24 +174,6 @@ def _box(item: WriteItem) -> Box:
         )
     dtype = dtype_name(item.index.fqn, data.properties.dtype)
     return Box(dtype, tuple(data.size), tuple(data.chunk.offsets), tuple(data.chunk.sizes))
-
-
-def _everyones_names(everyones: list[Told] | None, names: Names, ranks: RanksTogether) -> Names:
-    """The names behind all checksums, each sent by the first rank that has it: most ranks have the same."""
-    if not ranks.use_dist:
-        return names
-    first: dict[str, int] = {}
-    for rank, told in enumerate(everyones or ()):
-        for _, checksum in told:
-            first.setdefault(checksum, rank)
-    senders: list[Any] = [sorted({*first.values()})]
-    dist.broadcast_object_list(senders, src=ranks.global_coordinator_rank, group=ranks.group)
-    for sender in senders[0]:
-        sent: list[Any] = [names if sender == ranks.rank else None]
-        source = sender if ranks.group is None else dist.get_global_rank(ranks.group, sender)
-        dist.broadcast_object_list(sent, src=source, group=ranks.group)
-        names = {**sent[0], **names}
-    return names
 
 
 def _classes(sets: frozenset[str], names: Names) -> Iterable[tuple[tuple[str, ...], frozenset[str]]]:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
@@ -28,15 +27,6 @@ from titancli.checkpoint.format.metadata import part_bytes, part_name
 from titancli.checkpoint.format.tensorfile import Entry, TensorFileWriter, split
 from titancli.checkpoint.format.tensors import dtype_name, tensor_bytes
 from titancli.errors import TitanError
-
-
-def several_ranks(group: dist.ProcessGroup | None) -> bool:
-    """Whether there is somebody to plan with.
-
-    One rank alone plans without its process group: gloo copies large messages in a thread of its own, with
-    OpenMP threads of their own, and every training step after that is a third slower.
-    """
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from titancli.checkpoint.hf.which import (
     parameter_shapes,
     recipe_of,
 )
-from titancli.checkpoint.load import CheckpointReader
+from titancli.checkpoint.reader import CheckpointReader
 from titancli.checkpoint.save import Draft
 from titancli.errors import EnvironmentProblem, TitanError
 from titancli.protocols import HFFormDefaults, TokenizerDefaults

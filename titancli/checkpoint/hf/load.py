@@ -24,8 +24,8 @@ from titancli.checkpoint.format.tensors import TORCH_DTYPE
 from titancli.checkpoint.hf.folder import HFReader, read_hf
 from titancli.checkpoint.hf.stored import Stored
 from titancli.checkpoint.hf.virtual import Virtual, blocks, put
-from titancli.checkpoint.load import everywhere
 from titancli.distributed.process_group import patient_group
+from titancli.distributed.together import Ranks
 from titancli.protocols import HFForm
 
 WASTE = 1.1
@@ -65,7 +65,7 @@ def load_hf_weights(
 
     filled = set()
     if together:
-        alike = everywhere(f"loading {folder}", opened)
+        alike = Ranks(patient_group()).each(f"loading {folder}", opened)
         filled = _fill_together(parameters, found[0], alike)
     else:
         opened()

@@ -32,7 +32,7 @@ from titancli.checkpoint.hf.compare import (
 from titancli.checkpoint.hf.folder import cast_of, export_hf
 from titancli.checkpoint.hf.peft_names import Adapter, beside_experts, config_of, placed
 from titancli.checkpoint.hf.which import Say, find_checkpoint, hf_form, recipe_of
-from titancli.checkpoint.load import CheckpointReader
+from titancli.checkpoint.reader import CheckpointReader
 from titancli.converters.lora import adapters_of, weights_of
 from titancli.errors import EnvironmentProblem, UsageError
 from titancli.registry.defaults import ModelConfigDefaults, with_defaults

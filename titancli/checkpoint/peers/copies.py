@@ -31,10 +31,13 @@ from titancli.checkpoint.peers.memory import (
 from titancli.checkpoint.peers.nodes import Nodes, Team, Transfer, exchange, prepare
 from titancli.checkpoint.peers.sources import Sources
 from titancli.checkpoint.save import Draft
-from titancli.distributed.process_group import all_gather, on_rank_zero, patient_group
+from titancli.distributed.process_group import patient_group
+from titancli.distributed.together import Ranks
 from titancli.errors import EnvironmentProblem, TitanError
 
 logger = logging.getLogger(__name__)
+
+COPYING = "copying the state into memory"
 
 
 class Copies:
@@ -55,15 +58,12 @@ class Copies:
         Raises:
             EnvironmentProblem: the folder cannot be written on a node; on all ranks.
         """
-        found: list[EnvironmentProblem | str] = []
-        try:
+
+        def open_memory() -> str:
             self._memory = Memory(root, run_id, checkpoints.parent)
-            found = all_gather(self._memory.identity)
-        except EnvironmentProblem as error:
-            found = all_gather(error)
-        if refused := [one for one in found if isinstance(one, EnvironmentProblem)]:
-            raise refused[0]
-        self._nodes = Nodes.of([str(one) for one in found])
+            return self._memory.identity
+
+        self._nodes = Nodes.of(Ranks().each(f"opening {root}", open_memory))
         self._checkpoints, self._attempt = checkpoints, attempt
         self._serial: int | None = None
         """On rank 0: of the newest checkpoint on the disk; None: it is to be looked up."""
@@ -84,7 +84,7 @@ class Copies:
         """
         team = self._team(patient_group())
         try:
-            copy = on_rank_zero(lambda: self._counts(wanted), team.group)
+            copy = team.one("looking for a copy in memory", lambda: self._counts(wanted))
             if copy is not None:
                 self._sources, self._step = Sources(team, copy), copy.step
                 return self._sources.folder
@@ -117,7 +117,7 @@ class Copies:
     def discard(self) -> None:
         """Have no copy count any longer, and delete what this node has."""
         self._step = None
-        on_rank_zero(lambda: forget(self._checkpoints))
+        Ranks().one("discarding the copy in memory", lambda: forget(self._checkpoints))
         self._let_go()
 
     def _let_go(self) -> None:
@@ -130,7 +130,7 @@ class Copies:
     def end(self) -> None:
         """Delete everything: the run has saved its state on the disk."""
         self.discard()
-        all_gather(None)  # who shares this memory may be deleting in it
+        Ranks().gather(None)  # who shares this memory may be deleting in it
         if self._team(None).is_first:
             self._memory.remove()
 
@@ -150,8 +150,8 @@ class Copies:
             TitanError: an entry is no tensor.
         """
         team = self._team(group)
-        needed = self._needed(team.agree("copying", pieces.items, plan), team)
-        team.on_nodes("copying", lambda: self._memory.need(KEPT * needed[team.rank] - self._memory.used()))
+        needed = self._needed(plan.agree(COPYING, pieces.items, team), team)
+        team.on_nodes(COPYING, lambda: self._memory.need(KEPT * needed[team.rank] - self._memory.used()))
         if team.rank == 0:
             nodes = len(self._nodes.ranks)
             logger.info(
@@ -169,21 +169,21 @@ class Copies:
         team, began = self._team(group), time.perf_counter()
         if draft.step == self._step:
             return
-        draft.ranks = team.wrapper.get_world_size()
-        items = team.agree("copying", pieces.items, plan)
+        draft.ranks = team.size
+        items = plan.agree(COPYING, pieces.items, team)
         needed = self._needed(items, team)[team.rank]
-        name = team.together("copying", lambda: secrets.token_hex(4), lambda names: names[0])
+        name = team.one(COPYING, lambda: secrets.token_hex(4))
         hidden = self._memory.folder / f".step-{draft.step}.tmp-{name}"
         try:
-            team.on_nodes("copying", lambda: self._make_room(hidden, needed))
-            written, small = team.together(
-                "copying",
+            team.on_nodes(COPYING, lambda: self._make_room(hidden, needed))
+            written, small = team.reduce(
+                COPYING,
                 lambda: write_pieces(hidden, team.rank, items, pieces.resolve),
                 lambda written: (written, self._describe(written, draft, plan)),
             )
             self._send(hidden, written, team)
-            team.together(
-                "copying",
+            team.reduce(
+                COPYING,
                 lambda: self._complete(hidden, small, draft.folder.name) if team.is_first else None,
                 lambda done: self._name(draft, small[MANIFEST]),
             )
@@ -219,7 +219,7 @@ class Copies:
             for item in items
             if item.tensor_data is not None
         )
-        bytes_of = team.together("copying", lambda: mine, list)
+        bytes_of = team.gather(mine)
         return [sum(bytes_of[r] for r in self._nodes.written_for(rank)) for rank in range(len(bytes_of))]
 
     def _make_room(self, hidden: Path, needed: int) -> None:
@@ -247,9 +247,9 @@ class Copies:
         if not transfers:
             return
         prepared = []
-        team.together("copying", lambda: prepared.extend(prepare(hidden, transfers, team.rank)))
+        team.local(COPYING, lambda: prepared.extend(prepare(hidden, transfers, team.rank)))
         exchange(prepared, team.rank, team.group)
-        team.together("copying", lambda: _compare(hidden, written, transfers, team.rank))
+        team.local(COPYING, lambda: _compare(hidden, written, transfers, team.rank))
 
     def _complete(self, hidden: Path, small: dict[str, bytes], name: str) -> None:
         for file, data in small.items():

@@ -6,19 +6,16 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.planner import WriteItem
 
-from titancli.checkpoint.format.plan import SavePlan
-from titancli.checkpoint.format.storage import several_ranks
 from titancli.checkpoint.peers.memory import Memory
-from titancli.checkpoint.save import raise_failure
-from titancli.distributed.private import RanksTogether
+from titancli.distributed.together import Ranks
+
+T = TypeVar("T")
 
 _BLOCK = 1 << 28
 """Bytes of one message."""
@@ -55,53 +52,25 @@ class Nodes:
         return {*self.ranks[node], *self.ranks[node - 1]}
 
 
-class Team:
-    """All ranks, each with the memory of its node, and what they do together."""
+class Team(Ranks):
+    """All ranks, each with the memory of its node. Errors of the operating system are raised as
+    EnvironmentProblems."""
 
     def __init__(self, memory: Memory, nodes: Nodes, group: dist.ProcessGroup | None) -> None:
-        self.memory, self.nodes, self.group = memory, nodes, group
-        self.wrapper = RanksTogether(group, several_ranks(group), 0)
-        self.rank = self.wrapper.get_rank()
+        super().__init__(group)
+        self.memory, self.nodes = memory, nodes
         self.is_first = nodes.is_first(self.rank)
         """Whether this rank does what is done once on each node."""
 
-    def together(
-        self,
-        doing: str,
-        function: Callable[[], Any],
-        reduce: Callable[[list[Any]], Any] = lambda done: None,
-    ) -> Any:
-        """Call a function on every rank, and another on rank 0 with the results; return what that returns.
-
-        Raises:
-            TitanError: what was raised on any rank, on all of them. An error of the operating system is told
-                as an EnvironmentProblem.
-        """
-
-        def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
-            def call(*given: Any) -> Any:
-                try:
-                    return function(*given)
-                except OSError as error:
-                    raise self.memory.refusal(error) from error
-
-            return call
-
+    def _run(self, function: Callable[[], T]) -> T:
         try:
-            return self.wrapper.all_reduce("copy", guarded(function), guarded(reduce))
-        except CheckpointException as error:
-            raise_failure(error, doing)
-
-    def agree(self, doing: str, items: Sequence[WriteItem], plan: SavePlan) -> list[WriteItem]:
-        """Return which of its items this rank writes; raises like `together`."""
-        try:
-            return plan.agree(items, self.wrapper)
-        except CheckpointException as error:
-            raise_failure(error, doing)
+            return function()
+        except OSError as error:
+            raise self.memory.refusal(error) from error
 
     def on_nodes(self, doing: str, function: Callable[[], Any]) -> None:
-        """Call a function once on each node; see `together`."""
-        self.together(doing, lambda: function() if self.is_first else None)
+        """Call a function once on each node."""
+        self.local(doing, lambda: function() if self.is_first else None)
 
 
 class Transfer(NamedTuple):

@@ -50,7 +50,9 @@ class Sources:
         self._from: dict[tuple[int, str], int] = {}
         """The node that has sent a file, or a part of one, to a node."""
         host = socket.gethostname()
-        found = self._together(lambda: (*memory.held(copy), host) if team.is_first else ({}, [], host), list)
+        found = team.each(
+            self._doing, lambda: (*memory.held(copy), host) if team.is_first else ({}, [], host)
+        )
         self._hosts = [found[ranks[0]][2] for ranks in nodes.ranks]
         self._held = [found[ranks[0]][0] for ranks in nodes.ranks]
         wrong = [f"on {where}: {why}" for _, whys, where in found for why in whys]
@@ -60,14 +62,12 @@ class Sources:
         self._say(wrong)
         source = memory.folder / self.folder.name
 
-        def describe() -> tuple[dict[str, int], dict[str, bytes]] | None:
-            if team.rank != holders[0]:
-                return None
+        def describe() -> tuple[dict[str, int], dict[str, bytes]]:
             manifest = read_manifest(source)
             small = {n: (source / n).read_bytes() for n in (MANIFEST, *description(manifest))}
             return {name: digest.size for name, digest in manifest.files.items()}, small
 
-        self._sizes, small = self._together(describe, lambda found: found[holders[0]])
+        self._sizes, small = team.one(self._doing, describe, rank=holders[0])
         if missing := sorted(self._sizes.keys() - set().union(*self._held)):
             more = f" and {len(missing) - 1} more files" if len(missing) > 1 else ""
             raise EnvironmentProblem(f"{missing[0]}{more} were on nodes that are lost")
@@ -82,9 +82,6 @@ class Sources:
     @property
     def _doing(self) -> str:
         return f"reading {self.folder}"
-
-    def _together(self, *given: Any) -> Any:
-        return self._team.together(self._doing, *given)
 
     def take(self, wanted: Iterable[Range]) -> None:
         """Have what this rank is about to read sent to its node.
@@ -101,20 +98,20 @@ class Sources:
             prepared.extend(prepare(self.folder, transfers, rank))
 
         try:
-            transfers = self._together(lambda: lacking, self._transfers)
-            self._together(lambda: ready(transfers))
+            transfers = self._team.reduce(self._doing, lambda: lacking, self._transfers)
+            self._team.local(self._doing, lambda: ready(transfers))
         except EnvironmentProblem as error:
             raise DamagedCheckpoint(self.folder, error.message) from error
         exchange(prepared, rank, self._team.group)
         node = self._team.nodes.node
         self._from |= {(node(one.receiver), one.name): node(one.sender) for one in transfers}
         self.sent += sum(transfer.stop - transfer.start for transfer in transfers)
-        self._together(lambda: None)  # what another rank of this node has asked for is there, too
+        self._team.gather(None)  # what another rank of this node has asked for is there, too
 
     def refuse(self, file: str | None) -> bool:
         """Have a data file that this rank has found damaged come from another node the next time. Return
         whether there is one, for all files that any rank has found."""
-        found = [one for one in enumerate(self._together(lambda: file, list)) if one[1] is not None]
+        found = [(rank, name) for rank, name in enumerate(self._team.gather(file)) if name is not None]
         wrong = set()
         for rank, name in found:
             node = self._team.nodes.node(rank)

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from titancli import IGNORE, Batch, Engine, Recipe, build
 from titancli.distributed.local import offsets_of
+from titancli.distributed.together import Ranks
 from titancli.errors import TitanError
 from titancli.protocols import LossDefaults, ModelDefaults
 from titancli.recipe.schema import needs_dataset, needs_tokenizer
@@ -357,8 +358,7 @@ def part(tensor: Tensor) -> Part:
 def _assembled(parts: dict[str, Part], outputs: dict[str, list[Any]]) -> dict[str, Tensor]:
     """Tensors made whole from the parts of all ranks, on rank 0. Replicas must be the same on every rank:
     where they are not, there is NaN, so that the comparison finds it."""
-    everyones: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, (parts, outputs))
+    everyones: list[Any] = Ranks().gather((parts, outputs))
     if dist.get_rank() != 0:
         return {}
     found: dict[str, Tensor] = {}

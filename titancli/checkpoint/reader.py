@@ -1,0 +1,100 @@
+"""A checkpoint's tensors, whole and one at a time, without torch.distributed."""
+
+from __future__ import annotations
+
+import math
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from titancli.checkpoint.exclude import NOTHING, Exclusion
+from titancli.checkpoint.format.layout import Chunk
+from titancli.checkpoint.format.manifest import DamagedCheckpoint, Verify
+from titancli.checkpoint.format.metadata import Described
+from titancli.checkpoint.format.tensors import TORCH_DTYPE, TensorFiles
+from titancli.checkpoint.load import open_checkpoint
+from titancli.errors import EnvironmentProblem, TitanError
+
+
+class CheckpointReader:
+    """A checkpoint's tensors, whole and one at a time, in one process without torch.distributed.
+
+    Raises:
+        EnvironmentProblem: it is no checkpoint, or damaged; names the file.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        verify: Verify = "full",
+        prefix: str = "",
+        reuse: bool = False,
+        exclude: Exclusion = NOTHING,
+    ) -> None:
+        """
+        Args:
+            prefix: only tensors whose name begins so, and named without it (`"model."`).
+            reuse: a tensor that lies in several pieces is put together in the memory of the one before:
+                fresh memory costs more than the copy.
+        """
+        self.folder = folder
+        self._room: Tensor | None = torch.empty(0, dtype=torch.uint8) if reuse else None
+        self.manifest, self._metadata = open_checkpoint(folder, verify=verify)
+        self._tensors = {
+            n.removeprefix(prefix): (n, tensor)
+            for n, tensor in self._metadata.tensors.items()
+            if n.startswith(prefix) and not exclude.has(n)
+        }
+        self._files = TensorFiles(folder)
+
+    def names(self) -> list[str]:
+        return list(self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._described(name)[1].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        return TORCH_DTYPE[self._described(name)[1].dtype]
+
+    def read(self, name: str) -> Tensor:
+        """The whole tensor, on the CPU; where it lies in one piece, mapped and not yet read."""
+        stored, _ = self._described(name)
+        try:
+            layout = self._metadata.layouts({stored: None})[stored]
+        except EnvironmentProblem as error:
+            raise DamagedCheckpoint(self.folder, error.message) from error
+        # The pieces are looked up before the whole is allocated: a lying shape costs nothing.
+        pieces = [
+            self._files.read(chunk.file, chunk.key, layout.dtype, chunk.shape)
+            for chunk in layout.chunks
+            if math.prod(chunk.shape)
+        ]
+        if len(pieces) == 1:
+            return pieces[0]
+        whole = self._empty(layout.shape, TORCH_DTYPE[layout.dtype])
+
+        def put_in(chunk: Chunk, piece: Tensor) -> None:
+            box = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.shape, strict=True))
+            whole[box] = piece
+
+        filled = [chunk for chunk in layout.chunks if math.prod(chunk.shape)]
+        with ThreadPoolExecutor(2) as pool:  # one thread does not read a file as fast as it could be
+            list(pool.map(put_in, filled, pieces))
+        return whole
+
+    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        if self._room is None:
+            return torch.empty(shape, dtype=dtype)
+        size = math.prod(shape) * dtype.itemsize
+        if self._room.numel() < size:
+            self._room = torch.empty(0, dtype=torch.uint8)  # never both
+            self._room = torch.empty(size, dtype=torch.uint8)
+        return self._room[:size].view(dtype).view(shape)
+
+    def _described(self, name: str) -> tuple[str, Described]:
+        if name not in self._tensors:
+            raise TitanError(f"checkpoint {self.folder} has no tensor {name!r}")
+        return self._tensors[name]
