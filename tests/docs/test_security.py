@@ -37,10 +37,12 @@ def dangers(source: str) -> Iterator[tuple[int, str]]:
                     yield node.lineno, f"{keyword.arg}={given}"
 
 
-def test_nothing_unpickles_or_evaluates() -> None:
+def test_nothing_but_messages_of_ranks_is_unpickled_or_evaluated() -> None:
     assert len(SOURCES) > 100
-    found = {f"{path}:{line}": name for path in SOURCES for line, name in dangers(path.read_text())}
-    assert found == {}
+    found = {str(path.relative_to(ROOT)): name for path in SOURCES for _, name in dangers(path.read_text())}
+    assert found == {
+        "titancli/distributed/together.py": "pickle"
+    }  # what ranks send each other, see SECURITY.md
 
 
 @pytest.mark.parametrize(

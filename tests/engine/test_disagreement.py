@@ -329,7 +329,7 @@ def without_the_cpu(store: str) -> tuple[list[list[int]], float]:
     dist.init_process_group("cuda:gloo", **place)
     limit = process_group.present_timeout()
     assert limit is not None
-    return rank_group().gather([rank, 5]), limit.total_seconds()
+    return rank_group().on_the_cpu.numbers([rank, 5]), limit.total_seconds()
 
 
 def test_ranks_agree_in_a_group_that_takes_no_tensors_on_the_cpu(ranks, tmp_path) -> None:

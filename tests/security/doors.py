@@ -107,7 +107,7 @@ DOORS = [
     ),
     Door(
         "sockets and stores that ranks meet through",
-        "launchers.agent distributed.process_group engine.ranks data.workers"
+        "launchers.agent distributed.process_group distributed.together engine.ranks data.workers"
         " titan_proof.prove.rank titan_proof.prove.pool titan_ft.replicas",
         f"{RUN}test_listening.py::test_two_ranks_listen_to_this_machine_alone_also_after_a_restart",
         "tests/launchers/test_agent.py::test_a_program_at_the_endpoint_that_never_answers_is_not_waited_for",
@@ -203,7 +203,7 @@ DOORS = [
         "programs that titan starts, and what they answer",
         "doctor launchers.devices titan_slurm.jobs launchers.torchrun provenance"
         " titan_proof.prove.pool titan_sweep.jobs",
-        "tests/docs/test_security.py::test_nothing_unpickles_or_evaluates",
+        "tests/docs/test_security.py::test_nothing_but_messages_of_ranks_is_unpickled_or_evaluated",
         f"{RUN}test_failures.py::test_an_error_that_echoes_another_ranks_is_never_the_cause",
     ),
     Door(

@@ -6,8 +6,8 @@ for thousands of ranks in seconds, and once it has, the ranks tell one checksum 
 
 from __future__ import annotations
 
+import json
 import math
-import pickle
 import secrets
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -123,11 +123,11 @@ class SavePlan:
         for sender in ranks.reduce(doing, lambda: mine.told, senders):
             names = {**ranks.broadcast(names, sender), **names}
 
-        def divide() -> tuple[str, list[bytes]]:
-            return secrets.token_hex(8), [pickle.dumps(tasks) for tasks in self._divide(everyones, names)]
+        def divide() -> tuple[str, list[str]]:  # each rank reads its own tasks alone
+            return secrets.token_hex(8), [json.dumps(tasks) for tasks in self._divide(everyones, names)]
 
         self._name, tasks = ranks.one(doing, divide)
-        self._mine = set(_mine(pickle.loads(tasks[ranks.rank]), mine.told, names))
+        self._mine = set(_mine(json.loads(tasks[ranks.rank]), mine.told, names))
         self._told = mine.checksum
 
     def _divide(self, everyones: list[Told], names: Names) -> list[list[Task]]:
