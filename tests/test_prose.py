@@ -24,7 +24,10 @@ NOT_DONE = {
         ("checkpoint", "engine", "run", "worker"),
         "its code was being rewritten when the other folders were done",
     ),
-    "../plugins": "the packages come after titancli",
+    **dict.fromkeys(
+        (f"../plugins/titan-{name}" for name in ("proof",)),
+        "the packages come after titancli",
+    ),
 }
 """Folders of titancli that the next pass over the prose shortens, each with its reason."""
 

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from titancli.models.blocks import attention
-from titancli.models.blocks.attention import Asked, attend, kernel_of
+from titancli.models.blocks.attention import AttentionCall, attend, kernel_of
 from titancli.models.blocks.flash import (
     Queries,
     attention_forward,
@@ -115,44 +115,47 @@ def test_its_operations_are_counted() -> None:
 # --------------------------------------------------------------------------------- which kernel for what
 
 HALF, FULL = torch.bfloat16, torch.float32
-CHOSEN: dict[str, tuple[Asked, str]] = {
-    "causal": (Asked("cuda", HALF, 128, 128), "sdpa"),
-    "causal, fp32": (Asked("cuda", FULL, 128, 128), "sdpa"),
-    "narrow values (DeepSeek)": (Asked("cuda", HALF, 192, 128), "sdpa"),
-    "window": (Asked("cuda", HALF, 64, 64, window=True), "flash"),
-    "window, fp32": (Asked("cuda", FULL, 64, 64, window=True), "windows"),
-    "chunks (Llama 4)": (Asked("cuda", HALF, 128, 128, chunk=True), "chunks"),
-    "chunks in a window": (Asked("cuda", HALF, 128, 128, chunk=True, window=True), "masked"),
-    "sinks (gpt-oss)": (Asked("cuda", HALF, 64, 64, sinks=True), "flash"),
-    "sinks and window (gpt-oss)": (Asked("cuda", HALF, 64, 64, sinks=True, window=True), "flash"),
-    "sinks, fp32": (Asked("cuda", FULL, 64, 64, sinks=True), "flex"),
-    "sinks and window, fp32": (Asked("cuda", FULL, 64, 64, sinks=True, window=True), "flex"),
-    "documents": (Asked("cuda", HALF, 128, 128, mask="blocks"), "flex"),
-    "documents and sinks": (Asked("cuda", HALF, 64, 64, mask="blocks", sinks=True), "flex"),
-    "cp": (Asked("cuda", HALF, 128, 128, square=False), "flash"),
-    "cp, fp32": (Asked("cuda", FULL, 128, 128, square=False), "masked"),
-    "cp, narrow values (DeepSeek)": (Asked("cuda", HALF, 192, 128, square=False), "flash"),
-    "cp, wide values": (Asked("cuda", HALF, 64, 128, square=False), "masked"),
-    "cp, window": (Asked("cuda", HALF, 64, 64, square=False, window=True), "flash"),
-    "cp, sinks and window": (Asked("cuda", HALF, 64, 64, square=False, window=True, sinks=True), "flash"),
-    "cp, chunks": (Asked("cuda", HALF, 128, 128, square=False, chunk=True), "masked"),
-    "sampling": (Asked("cuda", HALF, 128, 128, mask="dense"), "sdpa"),
-    "sampling a token": (Asked("cuda", HALF, 128, 128, causal=False), "sdpa"),
-    "sampling with sinks": (Asked("cuda", HALF, 64, 64, mask="dense", sinks=True), "written out"),
-    "CPU": (Asked("cpu", FULL, 64, 64), "sdpa"),
-    "CPU, documents": (Asked("cpu", FULL, 64, 64, mask="dense"), "sdpa"),
-    "CPU, window": (Asked("cpu", HALF, 64, 64, window=True), "windows"),
-    "CPU, chunks": (Asked("cpu", FULL, 64, 64, chunk=True), "chunks"),
-    "CPU, sinks": (Asked("cpu", FULL, 64, 64, sinks=True), "flash"),
-    "CPU, sinks and documents": (Asked("cpu", FULL, 64, 64, mask="dense", sinks=True), "flash"),
-    "CPU, sinks and window": (Asked("cpu", FULL, 64, 64, window=True, sinks=True), "windows"),
-    "CPU, cp": (Asked("cpu", FULL, 64, 64, square=False), "masked"),
-    "CPU, sampling with sinks": (Asked("cpu", FULL, 64, 64, causal=False, sinks=True), "flash"),
+CHOSEN: dict[str, tuple[AttentionCall, str]] = {
+    "causal": (AttentionCall("cuda", HALF, 128, 128), "sdpa"),
+    "causal, fp32": (AttentionCall("cuda", FULL, 128, 128), "sdpa"),
+    "narrow values (DeepSeek)": (AttentionCall("cuda", HALF, 192, 128), "sdpa"),
+    "window": (AttentionCall("cuda", HALF, 64, 64, window=True), "flash"),
+    "window, fp32": (AttentionCall("cuda", FULL, 64, 64, window=True), "windows"),
+    "chunks (Llama 4)": (AttentionCall("cuda", HALF, 128, 128, chunk=True), "chunks"),
+    "chunks in a window": (AttentionCall("cuda", HALF, 128, 128, chunk=True, window=True), "masked"),
+    "sinks (gpt-oss)": (AttentionCall("cuda", HALF, 64, 64, sinks=True), "flash"),
+    "sinks and window (gpt-oss)": (AttentionCall("cuda", HALF, 64, 64, sinks=True, window=True), "flash"),
+    "sinks, fp32": (AttentionCall("cuda", FULL, 64, 64, sinks=True), "flex"),
+    "sinks and window, fp32": (AttentionCall("cuda", FULL, 64, 64, sinks=True, window=True), "flex"),
+    "documents": (AttentionCall("cuda", HALF, 128, 128, mask="blocks"), "flex"),
+    "documents and sinks": (AttentionCall("cuda", HALF, 64, 64, mask="blocks", sinks=True), "flex"),
+    "cp": (AttentionCall("cuda", HALF, 128, 128, square=False), "flash"),
+    "cp, fp32": (AttentionCall("cuda", FULL, 128, 128, square=False), "masked"),
+    "cp, narrow values (DeepSeek)": (AttentionCall("cuda", HALF, 192, 128, square=False), "flash"),
+    "cp, wide values": (AttentionCall("cuda", HALF, 64, 128, square=False), "masked"),
+    "cp, window": (AttentionCall("cuda", HALF, 64, 64, square=False, window=True), "flash"),
+    "cp, sinks and window": (
+        AttentionCall("cuda", HALF, 64, 64, square=False, window=True, sinks=True),
+        "flash",
+    ),
+    "cp, chunks": (AttentionCall("cuda", HALF, 128, 128, square=False, chunk=True), "masked"),
+    "sampling": (AttentionCall("cuda", HALF, 128, 128, mask="dense"), "sdpa"),
+    "sampling a token": (AttentionCall("cuda", HALF, 128, 128, causal=False), "sdpa"),
+    "sampling with sinks": (AttentionCall("cuda", HALF, 64, 64, mask="dense", sinks=True), "written out"),
+    "CPU": (AttentionCall("cpu", FULL, 64, 64), "sdpa"),
+    "CPU, documents": (AttentionCall("cpu", FULL, 64, 64, mask="dense"), "sdpa"),
+    "CPU, window": (AttentionCall("cpu", HALF, 64, 64, window=True), "windows"),
+    "CPU, chunks": (AttentionCall("cpu", FULL, 64, 64, chunk=True), "chunks"),
+    "CPU, sinks": (AttentionCall("cpu", FULL, 64, 64, sinks=True), "flash"),
+    "CPU, sinks and documents": (AttentionCall("cpu", FULL, 64, 64, mask="dense", sinks=True), "flash"),
+    "CPU, sinks and window": (AttentionCall("cpu", FULL, 64, 64, window=True, sinks=True), "windows"),
+    "CPU, cp": (AttentionCall("cpu", FULL, 64, 64, square=False), "masked"),
+    "CPU, sampling with sinks": (AttentionCall("cpu", FULL, 64, 64, causal=False, sinks=True), "flash"),
 }
 
 
 @pytest.mark.parametrize(("asked", "kernel"), CHOSEN.values(), ids=CHOSEN)
-def test_the_kernel_that_is_chosen(asked: Asked, kernel: str) -> None:
+def test_the_kernel_that_is_chosen(asked: AttentionCall, kernel: str) -> None:
     assert kernel_of(asked) == kernel
 
 

@@ -96,7 +96,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def answers(lm: Any, folder: Path, names: tuple[str, ...]) -> dict[str, list[Any]]:
-    """Of each task the answer to each request: log-likelihoods, or a text."""
+    """Return the answer to each request, by task: log-likelihoods, or a text."""
     tasks = TaskManager(include_defaults=False).load([str(folder / f"{name}.yaml") for name in names])
     for task in tasks["tasks"].values():
         task.set_config(key="num_fewshot", value=0)

@@ -14,28 +14,28 @@ from titancli import Command, component, hookimpl
 
 @component("loop", "lm_eval", target="titan_eval.loop:build")
 class LmEval:
-    """Tasks of lm-evaluation-harness, once, without an optimizer: what `titan lm-eval` runs."""
+    """Evaluate tasks of lm-evaluation-harness once, without an optimizer: run by `titan lm-eval`."""
 
     trains: ClassVar[bool] = False
 
     tasks: Annotated[list[Annotated[str, MinLen(1)]], MinLen(1)]
-    """Names of tasks or groups, or YAML files. A file that runs code is refused, unless the person who starts
-    the run says `titan lm-eval --trust-code`, or sets TITAN_EVAL_TRUST_CODE=1."""
+    """Names of tasks or groups, or YAML files. Files that run code are rejected, unless the user starts
+    the run with `titan lm-eval --trust-code`, or sets TITAN_EVAL_TRUST_CODE=1."""
     include_path: list[Path] = field(default_factory=list)
-    """Folders with the YAML files of further tasks."""
+    """Folders with YAML files of further tasks."""
     num_fewshot: Annotated[int, Ge(0)] | None = None
-    """Examples in front of each prompt; None: as the task says."""
+    """Examples before each prompt; None: as defined by the task."""
     limit: Annotated[int, Gt(0)] | None = None
-    """Documents of each task; None: all. For trying out."""
+    """Maximum number of documents per task, for trying out; None: all."""
     batch_size: Annotated[int, Gt(0)] = 8
     """Rows per forward pass on each data-parallel rank."""
     add_bos: bool | None = None
-    """Begin each text with the tokenizer's BOS; None: as the tokenizer's files say."""
+    """Begin each text with the tokenizer's BOS token; None: as defined by the tokenizer's files."""
     checkpoint: Path | None = None
     """Checkpoint to evaluate; None: the weights that the recipe starts from."""
 
     def check(self, recipe: Any) -> Iterator[tuple[str, str]]:
-        """Yield what files of tasks would run."""
+        """Yield the code that the tasks' files would run."""
         from titan_eval.trust import TRUST, code_of, trusted
 
         if not trusted():

@@ -74,7 +74,7 @@ def command(
             hint="titan lm-eval SRC --tasks TASK,... [KEY=VALUE]...",
         )
     if trust_code:
-        os.environ[TRUST] = "1"  # the ranks have it from here
+        os.environ[TRUST] = "1"  # passed on to the ranks
     source = find_source(Path(sources[0]), step, note)
     loop: dict[str, Any] = {"type": "titan-eval/lm_eval", "tasks": _named(tasks), "batch_size": batch_size}
     loop |= {"include_path": [str(path.absolute()) for path in include_path]}
@@ -110,10 +110,10 @@ def command(
 
 
 def _named(tasks: str) -> list[str]:
-    """The tasks, files with their whole paths.
+    """Return the tasks, with absolute paths for files.
 
     Raises:
-        UsageError: there is none, or a file that does not exist.
+        UsageError: no task is given, or a file does not exist.
     """
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     files = [name for name in names if name.endswith((".yaml", ".yml"))]
@@ -130,7 +130,7 @@ def _read(folder: RunFolder) -> dict[str, Any]:
 
 
 def _scores(found: dict[str, Any]) -> Iterator[tuple[str, dict[str, float]]]:
-    """Each task with its metrics: `acc`, or `exact_match,strict` of a filter with a name."""
+    """Yield each task with its metrics: `acc`, or `exact_match,strict` for a named filter."""
     for name, results in found["results"].items():
         metrics = {
             key.removesuffix(",none"): float(value)

@@ -1,7 +1,7 @@
 """`TitanLM`: an engine as a language model of lm-evaluation-harness.
 
-Every rank runs the harness on the same requests. Those of one kind are shared by the data-parallel ranks,
-which hand their answers to each other at the end; so every rank returns all of them, on any layout.
+Every rank runs the harness on the same requests. Requests of one kind are divided among the data-parallel
+ranks, which exchange their answers at the end; so every rank returns all of them, on any layout.
 """
 
 from __future__ import annotations
@@ -32,25 +32,26 @@ T = TypeVar("T")
 Scored = tuple[Any, list[int], list[int]]
 """A request's texts, and the token ids of context and continuation."""
 STRETCH = 64
-"""Rows are padded to a multiple of it, so that there are few shapes."""
+"""Rows are padded to a multiple of this, to limit the number of shapes."""
 MAX_NEW_TOKENS = 256
-"""Of a task that does not say how long its completions may be, as in the harness."""
+"""Maximum length of completions for tasks that do not define it, as in the harness."""
 
 
 class TitanLM(TemplateLM):
-    """Scores texts with `Engine.forward`, and samples with titan's own generator. Collective: every rank must
-    be asked for the same, in the same order."""
+    """Scores texts with `Engine.forward`, and samples with titan's own generator. Collective: every rank
+    must make the same calls, in the same order."""
 
     def __init__(
         self, engine: Engine, tokenizer: Tokenizer, *, batch_size: int = 8, add_bos: bool | None = None
     ) -> None:
-        """
+        """Create the model.
+
         Args:
             batch_size: rows per forward pass on each data-parallel rank.
-            add_bos: begin each text with BOS; None: as the tokenizer's files say.
+            add_bos: begin each text with BOS; None: as defined by the tokenizer's files.
 
         Raises:
-            TitanError: BOS is wanted, and the tokenizer has none.
+            TitanError: BOS is requested, but the tokenizer has none.
         """
         super().__init__()
         own = with_defaults(TokenizerDefaults, tokenizer)
@@ -70,12 +71,12 @@ class TitanLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What an empty context is: BOS, or the end marker where there is none, as in the harness's `hf`."""
+        """The token that an empty context becomes: BOS, or else the end marker, as in the harness's `hf`."""
         return self.eot_token_id if self._bos is None else self._bos
 
     @property
     def max_length(self) -> int:
-        """The longest row: training.seq_len."""
+        """Maximum length of a row: training.seq_len."""
         longest = self._engine.settings.limits.row_length
         if longest is None:
             raise TitanError("the engine does not say how long rows may be", hint="build it from a recipe")
@@ -97,7 +98,8 @@ class TitanLM(TemplateLM):
         return super().loglikelihood(requests, disable_tqdm=True)
 
     def _loglikelihood_tokens(self, requests: Sequence[Scored], **kwargs: Any) -> list[tuple[float, bool]]:
-        """log p of each continuation, and whether greedy decoding gives it. The longest come first."""
+        """Return the log-probability of each continuation, and whether it is the greedy one. The longest
+        come first."""
         order = sorted(range(len(requests)), key=lambda i: -len(requests[i][1]) - len(requests[i][2]))
         mesh, mine = self._engine.mesh, dict[int, tuple[float, bool]]()
         at_once = self._rows * mesh.degrees.dp
@@ -111,7 +113,8 @@ class TitanLM(TemplateLM):
         return _everyones(mine, len(requests))
 
     def _cut(self, context: list[int], continuation: list[int]) -> tuple[list[int], int]:
-        """A text's ids, of one that is too long the last, and how many of them are scored."""
+        """Return a text's ids, keeping the last ones if it is too long, and the number of ids that are
+        scored."""
         if not continuation or not context:
             raise TitanError("a request of the task has no context or no continuation")
         if len(context) + len(continuation) > self.max_length + 1 and not self._said:
@@ -122,7 +125,7 @@ class TitanLM(TemplateLM):
         return (context + continuation)[-self.max_length - 1 :], min(len(continuation), self.max_length)
 
     def _scores(self, texts: Sequence[tuple[list[int], int]], longest: int) -> list[tuple[float, bool]]:
-        """The scores of at most `batch_size` texts in rows of `longest` tokens, or more. Collective."""
+        """Score at most `batch_size` texts in rows of at least `longest` tokens. Collective."""
         multiple = self._engine.settings.limits.multiple
         stretch = STRETCH * multiple if STRETCH % multiple else STRETCH
         length = min(-(-longest // stretch) * stretch, self.max_length)
@@ -157,10 +160,10 @@ class TitanLM(TemplateLM):
     # ------------------------------------------------------------------------------------ generating
 
     def generate_until(self, requests: Any, disable_tqdm: bool = True) -> list[str]:
-        """Completions by titan's generator `local`.
+        """Return completions by titan's generator `local`.
 
         Raises:
-            TitanError: the layout shards the model otherwise than over data, or the model cannot generate.
+            TitanError: the layout shards the model other than over data, or the model cannot generate.
         """
         wanted = [request.args for request in requests]
         groups: dict[str, list[int]] = {}
@@ -195,7 +198,7 @@ class TitanLM(TemplateLM):
 
 
 def _everyones(mine: dict[int, T], count: int) -> list[T]:
-    """The answers of all ranks, in order."""
+    """Return the answers of all ranks, in order."""
     found: dict[int, T] = {}
     for theirs in Ranks().gather(mine):
         found |= theirs

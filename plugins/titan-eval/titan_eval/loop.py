@@ -1,4 +1,4 @@
-"""The loop `lm_eval`: the harness on the run's engine; rank 0 writes what it found."""
+"""The loop `lm_eval`: runs the harness on the run's engine; rank 0 writes the results."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ if TYPE_CHECKING:
     from titancli.loops.run import Run
 
 RESULTS = "lm_eval.json"
-"""In the run folder."""
+"""File in the run folder."""
 KEPT = ("results", "n-shot", "n-samples", "versions", "samples")
 SEED = 1234
-"""Of few-shot examples, as in the harness."""
+"""Seed of few-shot examples, as in the harness."""
 
 
 def build(
     config: LmEval, *, engine: Engine, data: None, tokenizer: Any, observers: Any, run: Run
 ) -> Callable[[], None]:
-    """Find the tasks.
+    """Load the tasks.
 
     Raises:
-        EnvironmentProblem: there is no such task, or its data cannot be read.
+        EnvironmentProblem: a task does not exist, or its data cannot be read.
     """
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of each default of a task
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns about every default of a task
     lm = TitanLM(engine, tokenizer, batch_size=config.batch_size, add_bos=config.add_bos)
     return partial(go, config, lm, load_tasks(config), run)
 
@@ -53,16 +53,16 @@ def go(config: LmEval, lm: TitanLM, tasks: Any, run: Run) -> None:
 
 
 def load_tasks(config: LmEval) -> Any:
-    """Return the tasks as `lm_eval.evaluator.evaluate` takes them.
+    """Return the tasks as required by `lm_eval.evaluator.evaluate`.
 
-    The harness's own are looked through, which takes seconds, only if a task is no file and in no folder.
-    Templates are rendered in Jinja's sandbox: else they could call any function of Python.
+    The harness's own tasks are indexed, which takes seconds, only if a task is neither a file nor in a
+    folder. Templates are rendered in Jinja's sandbox, since they could otherwise call any Python function.
 
     Raises:
-        EnvironmentProblem: there is no such task, its data cannot be read, or its file would run code.
+        EnvironmentProblem: a task does not exist, its data cannot be read, or its file would run code.
     """
     if not trusted():
-        for _, found in code_of(config.tasks, config.include_path):  # it may have changed since the check
+        for _, found in code_of(config.tasks, config.include_path):  # files may have changed since the check
             raise EnvironmentProblem(found)
         _render_in_sandbox()
     paths = [str(path) for path in config.include_path]
@@ -74,7 +74,7 @@ def load_tasks(config: LmEval) -> Any:
         tasks = manager.load(config.tasks)
     except TitanError:
         raise
-    except Exception as error:  # of the harness, of datasets, or of a task's own code
+    except Exception as error:  # errors of the harness, of datasets, or of a task's own code
         raise EnvironmentProblem(
             f"the tasks {', '.join(config.tasks)} cannot be loaded: {type(error).__name__}: {error}",
             hint="give names of tasks, or YAML files: --tasks arc_easy,mine.yaml",

@@ -1,7 +1,7 @@
-"""Which files of tasks would run code: they are data, unless the person who starts the run says otherwise.
+"""Find code in the files of tasks: they are treated as data, unless the user who starts the run allows code.
 
-A task's YAML names Python functions (`!function`), metrics that the library `evaluate` fetches and imports,
-and readers of data. Files of the harness itself are installed code. Torch-free.
+A task's YAML can name Python functions (`!function`), metrics that the library `evaluate` downloads and
+imports, and dataset readers. Files of the harness itself are installed code. Torch-free.
 """
 
 from __future__ import annotations
@@ -14,31 +14,32 @@ from pathlib import Path
 from typing import Any
 
 TRUST = "TITAN_EVAL_TRUST_CODE"
-"""The environment variable by which a person allows it; `[env]` of a recipe cannot set it."""
+"""Environment variable with which a user allows code; `[env]` of a recipe cannot set it."""
 _METRICS = (
     "acc acc_all acc_bytes acc_mutual_info acc_norm bits_per_byte bleu brier_score bypass byte_perplexity "
     "chrf chrf++ exact_match f1 likelihood mcc perplexity ter word_perplexity"
 )
 METRICS = _METRICS.split()
-"""The harness's own; any other name is that of a script which `evaluate` imports."""
+"""The harness's own metrics; any other name is a script that `evaluate` imports."""
 READERS = ("json", "csv", "parquet", "text", "arrow")
-"""Readers of the library `datasets` that only read."""
+"""Readers of the library `datasets` that run no code."""
 _DATA = "null bool int float str binary timestamp seq map set omap pairs merge value"
 DATA = frozenset(f"tag:yaml.org,2002:{name}" for name in _DATA.split())
-"""Tags of YAML that are data."""
+"""YAML tags that are data."""
 
 
 def trusted() -> bool:
-    """Return whether the person who started the run allows the files of tasks to run code."""
+    """Return whether the user who started the run allows the files of tasks to run code."""
     return os.environ.get(TRUST) == "1"
 
 
 def code_of(tasks: list[str], folders: list[Path]) -> Iterator[tuple[str, str]]:
-    """Yield what would run code: the key of the loop that names the file, and where it stands and what it is.
+    """Yield everything that would run code: the loop's key that names the file, and the location with the
+    reason.
 
     Args:
         tasks: names, and YAML files.
-        folders: those whose files are tasks, too.
+        folders: folders whose files are tasks, too.
     """
     seen: set[Path] = set()
     for i, name in enumerate(tasks):
@@ -50,13 +51,13 @@ def code_of(tasks: list[str], folders: list[Path]) -> Iterator[tuple[str, str]]:
 
 
 def _in_file(file: Path, seen: set[Path]) -> Iterator[str]:
-    """What would run code in a file, and in those that it includes."""
+    """Yield everything in a file, and in files that it includes, that would run code."""
     import yaml
 
     if file in seen or file.is_relative_to(_harness()):
         return
     seen.add(file)
-    # The reader of the harness: another one might see other things in the same bytes.
+    # The harness's own parser: another one might interpret the same bytes differently.
     loader = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
     try:
         root = yaml.compose(file.read_bytes(), Loader=loader)
@@ -71,11 +72,12 @@ def _in_file(file: Path, seen: set[Path]) -> Iterator[str]:
 
 
 def _in_node(root: Any, included: list[str], seen: set[int]) -> Iterator[tuple[int, str]]:
-    """Lines of a document and what would run code there; names of files that it includes are added."""
+    """Yield the lines of a document that would run code, with reasons; included files are added to
+    `included`."""
     waiting = [] if root is None else [root]
     while waiting:
         node = waiting.pop()
-        if id(node) in seen:  # an alias, perhaps of what it stands in
+        if id(node) in seen:  # an alias, possibly of a node that contains it
             continue
         seen.add(id(node))
         line = node.start_mark.line + 1
@@ -94,7 +96,7 @@ def _in_node(root: Any, included: list[str], seen: set[int]) -> Iterator[tuple[i
 
 
 def _refused(key: str, value: Any) -> str | None:
-    """Why a key of a task has a value that would run code, or read another file as a task."""
+    """Return why a key's value would run code or read another file as a task; None if it would not."""
     text = value.value
     if not isinstance(text, str):
         return None
@@ -106,7 +108,7 @@ def _refused(key: str, value: Any) -> str | None:
 
 
 def _metrics(node: Any, seen: set[int]) -> Iterator[tuple[int, str]]:
-    """The metrics of a list that are not the harness's own."""
+    """Yield the metrics of a list that are not the harness's own."""
     if id(node) in seen:
         return
     seen.add(id(node))
@@ -122,7 +124,7 @@ def _metrics(node: Any, seen: set[int]) -> Iterator[tuple[int, str]]:
 
 
 def _members(node: Any) -> list[tuple[Any, Any]]:
-    """Keys and values of a mapping; none of anything else."""
+    """Return the keys and values of a mapping; none for anything else."""
     pairs = node.value if node.id == "mapping" else []
     return [(key.value, value) for key, value in pairs]
 
@@ -132,7 +134,7 @@ def _elements(node: Any) -> list[Any]:
 
 
 def _is_reader(name: str) -> bool:
-    """Whether `datasets` takes a name for one of its readers, found without importing it."""
+    """Return whether `datasets` would take a name for one of its readers, without importing it."""
     spec = find_spec("datasets")
     folders = spec.submodule_search_locations if spec else None
     return bool(re.fullmatch(r"\w+", name)) and any(
@@ -141,7 +143,7 @@ def _is_reader(name: str) -> bool:
 
 
 def _harness() -> Path:
-    """The folder of the harness."""
+    """Return the folder of the harness."""
     spec = find_spec("lm_eval")
     if spec is None or not spec.submodule_search_locations:
         raise ModuleNotFoundError("lm_eval is not installed: pip install lm_eval")

@@ -82,7 +82,7 @@ def initial_weights(layout: Layout, fields: dict[str, Any] | None) -> dict[str, 
 
 
 def saved(made: Engine) -> dict[str, Tensor]:
-    """What a checkpoint would hold, whole."""
+    """Return the gathered state that a checkpoint would hold."""
     tensors, _ = made.save_state()
     for name, tensor in tensors.items():
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor

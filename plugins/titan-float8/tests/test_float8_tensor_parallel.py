@@ -45,7 +45,7 @@ def part(x, dim, rank):
 
 
 def like_one_rank(found, expected, style) -> bool:
-    """Whether what each rank multiplied is its part of what one rank multiplied."""
+    """Check that each rank multiplied its part of what a single rank multiplied."""
     assert len(found[0].operands) == len(expected.operands) >= 4
     return all(
         torch.equal(getattr(operand, field), part(getattr(reference, field), dim, rank))

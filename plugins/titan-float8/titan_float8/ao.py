@@ -1,7 +1,7 @@
-"""torchao, imported without the noise that its import makes.
+"""Import torchao without its irrelevant warnings.
 
-What it says of compiled kernels that it cannot load concerns other parts of it: float8 training is Python
-over torch's own `_scaled_mm`. Everything else that it logs is let through.
+Its warnings about compiled kernels that it cannot load concern other parts of it: float8 training is Python
+on top of torch's own `_scaled_mm`. All other messages are let through.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ NOISE = {
     "torchao": "Failed to load ",
     "torch.utils._pytree": "Enum subclass and is now natively supported",
 }
-"""Logger to what a harmless message of it holds."""
+"""Harmless messages, by logger: a part of their text."""
 
 
 @contextmanager

@@ -1,8 +1,8 @@
-"""The linear layer that takes the place of `nn.Linear`: torchao's, and under tensor parallelism its own.
+"""The linear layer that replaces `nn.Linear`: torchao's, and under tensor parallelism its own.
 
-A scale is made from the largest value of a tensor, or of each of its rows. Tensor parallelism cuts some of
-these tensors, so that a rank sees a part and would scale it by another number. Here the largest values are
-shared first: each operand is cast as on one rank.
+A scale is computed from the largest value of a tensor, or of each of its rows. Tensor parallelism shards some
+of these tensors, so a rank would compute another scale from its shard. Here the largest values are reduced
+over the ranks first, so that each operand is cast as on a single rank.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ from titancli.errors import TitanError
 
 
 class Cut(NamedTuple):
-    """The axis along which each matrix is cut over the ranks; None: all ranks have the same, whole."""
+    """The axis along which each matrix is sharded over the ranks; None: all ranks have the whole matrix."""
 
     input: int | None
-    """Of [tokens, in]."""
+    """Axis of [tokens, in]."""
     weight: int | None
-    """Of the transposed weight, [in, out]."""
+    """Axis of the transposed weight, [in, out]."""
     grad_output: int | None
-    """Of [tokens, out]."""
+    """Axis of [tokens, out]."""
 
 
 CUTS = {"column": Cut(None, -1, -1), "row": Cut(-1, 0, None)}
-"""Styles of a `tensor_plan` under which every operand is whole, or a part whose scale can be had. Where a
-linear is whole on every rank, its output's gradient is part of a sum, and the sum is never cast."""
+"""Styles of a `tensor_plan` under which every operand is whole, or is a shard with a known scale. Where a
+linear layer is replicated, its output's gradient is a partial sum, and the whole sum is never cast."""
 
 
 class Linear(Float8Linear):
-    """torchao's layer; on a part of its matrix it gives that part of what the whole one gives."""
+    """torchao's layer; on a shard of its matrix, it computes the same as that part of the whole layer."""
 
     _group: Group | None = None
     _style = ""
 
     def tensor_parallel(self, group: Group, style: str | None) -> None:
-        """Called by the `decoder` plan, when the weight has been cut over `group`.
+        """Shard the layer; called by the `decoder` plan after sharding the weight over `group`.
 
         Raises:
             TitanError: the style is neither "column" nor "row".
@@ -67,7 +67,8 @@ class Linear(Float8Linear):
         whole_over(self.weight, group)
 
     def forward(self, input: Tensor) -> Tensor:
-        """[…, in] -> […, out]; under tensor parallelism of the columns, or part of the sum, of this rank."""
+        """Map […, in] to […, out]; under tensor parallelism to this rank's columns, or its part of the
+        sum."""
         if self._group is None:
             return super().forward(input)
         weight_t = local(self.weight).t()
@@ -75,12 +76,12 @@ class Linear(Float8Linear):
         if self.bias is None:
             return out
         bias = local(self.bias).to(out.dtype)
-        # Added once to what the ranks sum; times zero, it keeps its place in the graph elsewhere.
+        # Added by one rank only, since ranks are summed; times zero elsewhere, to stay in the graph.
         return out + (bias if self._style == "column" or self._group.rank == 0 else bias * 0)
 
 
 class _Casts:
-    """How one layer's operands are cast. All are matrices; an axis is 0 or -1."""
+    """Casts one layer's operands. All are matrices; an axis is 0 or -1."""
 
     def __init__(
         self, products: LinearMMConfig, config: Float8LinearConfig, group: Group, style: str
@@ -105,12 +106,12 @@ class _Casts:
         role: GemmInputRole,
         cut: int | None,
     ) -> Tensor:
-        """In float8, or as it is where the recipe says so or FSDP2 has gathered it in float8.
+        """Cast to float8, unless the recipe disables it or FSDP2 has already gathered float8.
 
         Args:
-            axis: along which the largest value of a row is looked for, where there is a scale a row.
-            scale: of an earlier cast of the same tensor; taken where there is one a tensor.
-            cut: the axis along which x is cut over the ranks.
+            axis: axis along which the largest value of a row is computed, with one scale per row.
+            scale: scale of an earlier cast of the same tensor; used with one scale per tensor.
+            cut: axis along which x is sharded over the ranks.
         """
         if isinstance(x, Float8TrainingTensor) or how.scaling_type is ScalingType.DISABLED:
             return x
@@ -125,13 +126,13 @@ class _Casts:
 
 
 def _scale_of_all(x: Tensor) -> Tensor | None:
-    """The scale of a tensor that was cast with one; None for any other."""
+    """Return the scale of a tensor cast with a single one; None for any other."""
     return x._scale if isinstance(x, Float8TrainingTensor) and x._axiswise_dim is None else None
 
 
 @torch._dynamo.allow_in_graph
 class _Product(torch.autograd.Function):
-    """`input @ weight_t`, as torchao's `matmul_with_hp_or_float8_args`, on what a rank has of both."""
+    """`input @ weight_t` on a rank's shards, like torchao's `matmul_with_hp_or_float8_args`."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""The converter `float8_linear`: swaps linear layers for torchao's, in place and under the same names."""
+"""The converter `float8_linear`: replaces linear layers by torchao's, in place and under the same names."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from titan_float8 import Float8Linear as Config
     from titancli.layout.degrees import Degrees
 
-# Below titan's own logger: what it warns of reaches people, and the run's events.
+# Below titan's own logger, so that its warnings reach users and the run's events.
 logger = logging.getLogger("titancli.plugins.titan_float8")
 
 MULTIPLE = 16
@@ -36,7 +36,7 @@ MULTIPLE = 16
 
 
 def build(config: Config, *, mesh: Degrees, compile: bool) -> Float8:
-    """The converter.
+    """Build the converter.
 
     Raises:
         EnvironmentProblem: `emulate = false` on a GPU without float8.
@@ -51,7 +51,7 @@ def build(config: Config, *, mesh: Degrees, compile: bool) -> Float8:
     if not emulate and hardware and not compile:
         logger.warning("without compile, float8 is slower than bf16: set compile.enable = true")
     if compile and config.recipe != "tensorwise":
-        # Fused code may recompute a scale in other precision than forward had, and then overflow to NaN:
+        # Fused code may recompute a scale with another precision than in forward, and then overflow to NaN:
         # pytorch issue 150859, torchtitan pull request 1108.
         from torch._inductor import config as inductor
 
@@ -60,11 +60,11 @@ def build(config: Config, *, mesh: Degrees, compile: bool) -> Float8:
 
 
 def has_float8() -> bool:
-    """Whether the current GPU multiplies float8 matrices."""
+    """Return whether the current GPU multiplies float8 matrices."""
     if not torch.cuda.is_available():
         return False
     capability = torch.cuda.get_device_capability()
-    if torch.version.hip:  # gfx942, gfx950 and gfx12 have it; gfx90a and gfx11 have not
+    if torch.version.hip:  # gfx942, gfx950 and gfx12 support it; gfx90a and gfx11 do not
         return (9, 4) <= capability < (10, 0) or capability >= (12, 0)
     return capability >= (8, 9)
 
@@ -83,11 +83,11 @@ class Float8:
         )
 
     def convert(self, model: nn.Module) -> None:
-        """Swap every linear layer that may be swapped and is not skipped.
+        """Replace every eligible linear layer that is not skipped.
 
         Raises:
-            RecipeError: a name of `skip` matches no linear layer, nothing is left to convert, or a layer that
-                tensor parallelism does not cut.
+            RecipeError: a name in `skip` matches no linear layer, nothing is left to convert, or tensor
+                parallelism does not shard a layer.
         """
         linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
         rest = _without(linears, self.config.skip)
@@ -111,7 +111,7 @@ class Float8:
             model.set_submodule(name, linear)
 
     def _unfit(self, linear: nn.Linear, split: str | None) -> str | None:
-        """Why a layer cannot be converted; None if it can."""
+        """Return why a layer cannot be converted; None if it can."""
         if "forward" in vars(linear):
             return "it has its own forward"
         if type(linear) is not nn.Linear:
@@ -124,12 +124,13 @@ class Float8:
         return None
 
     def _local_shape(self, linear: nn.Linear, split: str | None) -> tuple[int, int]:
-        """What a rank has of a matrix under tensor parallelism, and what its hardware sees."""
+        """Return the shape of a rank's matrix under tensor parallelism, as its hardware sees it."""
         rows = linear.out_features // (self.tp if split == "column" else 1)
         return rows, linear.in_features // (self.tp if split == "row" else 1)
 
     def _gather(self, linear: Linear, split: str | None) -> None:
-        """Exchange torchao's weight class for ours, or for none where a rank would hold no row to scale."""
+        """Replace torchao's weight class by ours, or by a plain tensor if a rank would hold no row to
+        scale."""
         weight: Any = linear.weight
         rows, _ = self._local_shape(linear, split)
         tensor = plain(weight.detach())
@@ -138,12 +139,12 @@ class Float8:
         linear.weight = nn.Parameter(tensor, requires_grad=weight.requires_grad)
 
     def after_step(self, model: nn.Module) -> None:
-        """Make the scales of the weights, new as they are, for the gathers to come."""
+        """Compute the scales of the updated weights for the next gathers."""
         if self.config.precompute_float8_dynamic_scale_for_fsdp:
             precompute_float8_dynamic_scale_for_fsdp(model)
 
     def plain(self, name: str, tensor: Tensor) -> Tensor:
-        """A parameter without our tensor class, in the same memory."""
+        """Return a parameter without our tensor class, in the same memory."""
         if not isinstance(tensor, DTensor):
             return plain(tensor)
         local = tensor.to_local().detach()
@@ -160,10 +161,10 @@ class Float8:
 
 
 def _without(linears: Mapping[str, nn.Linear], skip: Iterable[str]) -> dict[str, nn.Linear]:
-    """The layers that no name of `skip` matches.
+    """Return the layers that no name in `skip` matches.
 
     Raises:
-        RecipeError: a name that matches none.
+        RecipeError: a name matches none.
     """
     rest = dict(linears)
     for pattern in skip:
@@ -178,15 +179,16 @@ def _without(linears: Mapping[str, nn.Linear], skip: Iterable[str]) -> dict[str,
 
 
 def _split(name: str, plan: Mapping[str, str]) -> str | None:
-    """How the model's tensor plan cuts a layer."""
+    """Return how the model's tensor plan shards a layer."""
     styles = (style for pattern, style in plan.items() if fnmatchcase(f"{name}.weight", pattern))
     return next(styles, None)
 
 
 def _refuse_uncut(styles: Mapping[str, str | None]) -> None:
-    """
+    """Check that tensor parallelism shards all converted layers.
+
     Raises:
-        RecipeError: a layer is whole on each rank under tensor parallelism.
+        RecipeError: a layer is replicated under tensor parallelism.
     """
     whole = [name for name, style in styles.items() if style not in (None, *CUTS)]
     if whole:
@@ -199,7 +201,7 @@ def _refuse_uncut(styles: Mapping[str, str | None]) -> None:
 
 
 def _listed(reasons: Mapping[str, str]) -> str:
-    """`names (reason); …`, with layers that differ by their number told as one."""
+    """Format as `names (reason); …`, with layers that differ only by their index combined."""
     by_reason: dict[str, list[str]] = {}
     for name, reason in reasons.items():
         by_reason.setdefault(reason, []).append(name)

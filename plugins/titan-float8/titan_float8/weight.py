@@ -1,8 +1,8 @@
 """A weight that FSDP2 gathers in float8.
 
-FSDP2 asks a parameter's local tensor what to send (`fsdp_pre_all_gather`) and what to make of what arrived
-(`fsdp_post_all_gather`). torchao's tensor class answers with float8 tensors, which gloo cannot send, and
-expects that the rows divide evenly by the ranks. This one sends bytes, and pads.
+FSDP2 calls a parameter's local tensor for what to send (`fsdp_pre_all_gather`) and how to use what arrived
+(`fsdp_post_all_gather`). torchao's tensor class sends float8 tensors, which gloo does not support, and
+requires rows to be divisible by the ranks. This class sends bytes, and pads.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ _STAYS_A_WEIGHT = {
     _aten.clone.default,
     _aten.detach.default,
 }
-"""What FSDP2 does to cut, pad and move a parameter. All else gives plain tensors."""
+"""FSDP2's operators for sharding, padding and moving a parameter. All others return plain tensors."""
 
 
 class GatheredWeight(WeightWithDynamicFloat8CastTensor):
     """A weight shard in its own dtype; computes like a plain tensor, and is sent as float8."""
 
     _group: Group | None = None
-    """The ranks that hold the other parts of the weight under tensor parallelism."""
+    """The ranks that hold the weight's other shards under tensor parallelism."""
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
@@ -64,7 +64,7 @@ class GatheredWeight(WeightWithDynamicFloat8CastTensor):
         return tree_map_only(Tensor, settings._around, out)
 
     def _around(self, tensor: Tensor) -> GatheredWeight:
-        """Another tensor as a weight of the same kind."""
+        """Return another tensor as a weight of the same kind."""
         weight = GatheredWeight(tensor, self._linear_mm_config, self._dtype)
         weight._group = self._group
         return weight
@@ -85,16 +85,17 @@ class GatheredWeight(WeightWithDynamicFloat8CastTensor):
     def fsdp_pre_all_gather(
         self, mesh: DeviceMesh, size: torch.Size, stride: tuple[int, ...], module: nn.Module, policy: Any
     ) -> tuple[tuple[Tensor], tuple[Tensor]]:
-        """This rank's shard as bytes, padded to the size that all ranks send, and its scale.
+        """Return this rank's shard as bytes, padded to a common size, and its scale.
 
         Args:
-            mesh: the ranks that FSDP2 has cut the weight over.
-            size: of what it has cut: the weight, or this rank's part of it under tensor parallelism.
+            mesh: ranks over which FSDP2 shards the weight.
+            size: size of the tensor that FSDP2 shards: the weight, or this rank's tensor-parallel shard of
+                it.
         """
         shard = self._tensor
         missing = -(-size[0] // mesh.size()) - shard.shape[0]
         if missing:
-            # Zeros change no maximum, so the scale is that of the weight.
+            # Zeros change no maximum, so the scale is the weight's.
             shard = torch.cat((shard, shard.new_zeros(missing, *size[1:])))
         scale = self._precomputed_scale
         if scale is None:
@@ -115,7 +116,7 @@ class GatheredWeight(WeightWithDynamicFloat8CastTensor):
         *,
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """The whole weight in float8, computing as `param_dtype`; into `out` if it was made before."""
+        """Return the whole weight in float8, computing as `param_dtype`; into `out` if it is given."""
         (data,), (scale,) = all_gather_outputs, metadata
         if out is not None:
             made: Any = out._local_tensor if isinstance(out, DTensor) else out
@@ -128,12 +129,12 @@ class GatheredWeight(WeightWithDynamicFloat8CastTensor):
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """The tensor that a weight wraps, in the same memory; any other tensor as it is."""
+    """Return the tensor that a weight wraps, in the same memory; any other tensor unchanged."""
     return tensor._tensor if isinstance(tensor, WeightWithDynamicFloat8CastTensor) else tensor
 
 
 def whole_over(weight: Tensor, group: Group) -> None:
-    """Have a weight that is gathered in float8 take its scale over the ranks of `group` too; in place."""
+    """Compute the scale of a weight that is gathered in float8 over the ranks of `group` too; in place."""
     part = weight._local_tensor if isinstance(weight, DTensor) else weight
     if isinstance(part, GatheredWeight):
         part._group = group

@@ -56,7 +56,7 @@ def taken(dataset: NoisedLatents, batches: int) -> dict[str, Tensor]:
 
 
 def numbers(rows: dict[str, Tensor]) -> list[int]:
-    """Which samples these are, by what is clean of them."""
+    """Return the indices of samples, found by their clean latents."""
     clean = rows["latents"] - rows["timesteps"][:, None, None] * rows["velocity"]
     every = torch.stack([tokens_of(sample(i)["latents"]) for i in range(COUNT)])
     distances = (clean[:, None] - every).abs().amax((2, 3))

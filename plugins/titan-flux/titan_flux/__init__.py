@@ -21,7 +21,7 @@ class Flux:
     """FLUX.1: a rectified-flow transformer that predicts the velocity from noise to image.
 
     Source: the release of Black Forest Labs, https://github.com/black-forest-labs/flux; the architecture
-    follows arXiv 2403.03206, with blocks of one stream as in arXiv 2302.05442. The defaults are those of
+    follows arXiv 2403.03206, with single-stream blocks as in arXiv 2302.05442. The defaults are those of
     FLUX.1 [schnell].
     """
 
@@ -82,7 +82,7 @@ class Flux:
 
 @section
 class Noised:
-    """What a dataset of latents does with each, fields that both have."""
+    """Fields of both datasets of latents: how noise is added to each sample."""
 
     needs_tokenizer: ClassVar[bool] = False
 
@@ -98,7 +98,7 @@ class Noised:
     """Guidance strength for a model with `guidance_embed`; 1.0 or 3.5 are usual for fine-tuning FLUX.1
     [dev]."""
     shuffle: bool = True
-    """Shuffle samples by (training.seed, epoch); false: keep the order in which they are listed."""
+    """Shuffle samples by (training.seed, epoch); false: keep their order."""
     repeat: bool = True
     """Start over at the end of the data, as often as needed; false: end the run there."""
 
@@ -114,7 +114,7 @@ class Latents(Noised):
     paths: Annotated[list[Path], MinLen(1)]
     """Shards, folders (all non-hidden files in them) and globs (`"shards/**/*.safetensors"`)."""
     empty: Path | None = None
-    """Shard with one sample, of which only the text is read: the empty text, for `text_dropout`."""
+    """Shard with one sample, whose text is used as the empty text, for `text_dropout`."""
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         if self.text_dropout > 0 and self.empty is None:
@@ -170,7 +170,7 @@ def titan_recipes() -> Path:
 
 @hookimpl
 def titan_checks(recipe: Recipe) -> list[tuple[str, str]]:
-    """What else a recipe that trains flux needs."""
+    """Return further requirements of a recipe that trains flux."""
     return list(_faults(recipe)) if isinstance(recipe.model, Flux) else []
 
 

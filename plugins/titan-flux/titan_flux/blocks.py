@@ -1,4 +1,4 @@
-"""What FLUX.1 is made of. Every module runs on [B, tokens, dim] of any float dtype; angles are fp32."""
+"""Building blocks of FLUX.1. Every module runs on [B, tokens, dim] of any float dtype; angles are fp32."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn.functional import gelu, scaled_dot_product_attention, silu
 
 EPS = 1e-6
 TIME_DIM = 256
-"""Numbers that a time becomes before any weight."""
+"""Width of the sinusoidal time embedding."""
 
 
 class Angles(NamedTuple):
@@ -22,7 +22,8 @@ class Angles(NamedTuple):
 
 
 def rotation(places: Tensor, axes_dim: tuple[int, ...], theta: float) -> Angles:
-    """Angles of a head's pairs: those of each axis turn with that part of a token's place.
+    """Return the angles of a head's pairs: those of each axis rotate with that coordinate of a token's
+    position.
 
     Args:
         places: [B, tokens, axes] integers.
@@ -36,21 +37,22 @@ def rotation(places: Tensor, axes_dim: tuple[int, ...], theta: float) -> Angles:
 
 
 def rotate(x: Tensor, angles: Angles) -> Tensor:
-    """Turn the pairs (0, 1), (2, 3), … of [B, tokens, heads, head_dim], in fp32."""
+    """Rotate the pairs (0, 1), (2, 3), … of [B, tokens, heads, head_dim], in fp32."""
     first, second = x.float().unflatten(-1, (-1, 2)).unbind(-1)
     turned = (first * angles.cos - second * angles.sin, first * angles.sin + second * angles.cos)
     return torch.stack(turned, dim=-1).flatten(-2).to(x.dtype)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, angles: Angles) -> Tensor:
-    """Every token to every other: three times [B, tokens, heads, head_dim] -> [B, tokens, dim]."""
+    """Attend from every token to every other: three times [B, tokens, heads, head_dim] to [B, tokens,
+    dim]."""
     q, k = rotate(q, angles), rotate(k, angles)
     out = scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
     return out.transpose(1, 2).flatten(2)
 
 
 def time_features(times: Tensor) -> Tensor:
-    """[B] between 0 and 1 -> [B, 256] fp32: cosines and sines of a thousand times as much.
+    """Embed times, [B] between 0 and 1, as [B, 256] fp32: cosines and sines of a thousand times their values.
 
     Source: sinusoidal embedding as in arXiv 2006.11239, cosines first.
     """
@@ -60,12 +62,12 @@ def time_features(times: Tensor) -> Tensor:
 
 
 def modulated(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """x after a norm, moved by what [B, 1, dim] of the conditions say (arXiv 2212.09748)."""
+    """Scale and shift normalized x by the conditions [B, 1, dim] (arXiv 2212.09748)."""
     return (1 + scale) * x + shift
 
 
 class Features(nn.Module):
-    """[B, in_dim] -> [B, dim], by way of a hidden layer."""
+    """Maps [B, in_dim] to [B, dim] through a hidden layer."""
 
     def __init__(self, in_dim: int, dim: int) -> None:
         super().__init__()
@@ -77,7 +79,7 @@ class Features(nn.Module):
 
 
 class Attention(nn.Module):
-    """One stream's way into attention: queries, keys, values, and the norms of the first two."""
+    """Splits one stream's projection into queries, keys and values, and normalizes the first two."""
 
     def __init__(self, dim: int, n_heads: int) -> None:
         super().__init__()
@@ -86,13 +88,13 @@ class Attention(nn.Module):
         self.k_norm = nn.RMSNorm(dim // n_heads, eps=EPS)
 
     def forward(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[B, tokens, 3 dim] -> three times [B, tokens, heads, head_dim]."""
+        """Map [B, tokens, 3 dim] to three times [B, tokens, heads, head_dim]."""
         q, k, v = qkv.unflatten(-1, (3, self.n_heads, -1)).unbind(2)
         return self.q_norm(q), self.k_norm(k), v
 
 
 class Stream(nn.Module):
-    """What the text, or the image, has to itself in a double block."""
+    """The weights of one stream, text or image, in a double block."""
 
     def __init__(self, dim: int, n_heads: int, hidden: int, *, qkv_bias: bool) -> None:
         super().__init__()
@@ -105,7 +107,8 @@ class Stream(nn.Module):
         self.mlp_out = nn.Linear(hidden, dim)
 
     def conditions(self, vec: Tensor) -> tuple[Tensor, ...]:
-        """[B, dim] -> six times [B, 1, dim]: shift, scale and gate of attention, and of the feed-forward."""
+        """Map [B, dim] to six times [B, 1, dim]: shift, scale and gate of attention, and of the
+        feed-forward."""
         return self.modulation(silu(vec))[:, None].chunk(6, dim=-1)
 
     def project(self, x: Tensor, shift: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -119,7 +122,7 @@ class Stream(nn.Module):
 
 
 class DoubleBlock(nn.Module):
-    """Text and image, each with weights of its own, in one attention (arXiv 2403.03206)."""
+    """A double-stream block: text and image, with separate weights, share attention (arXiv 2403.03206)."""
 
     def __init__(self, dim: int, n_heads: int, hidden: int, *, qkv_bias: bool) -> None:
         super().__init__()
@@ -127,7 +130,8 @@ class DoubleBlock(nn.Module):
         self.text = Stream(dim, n_heads, hidden, qkv_bias=qkv_bias)
 
     def forward(self, image: Tensor, text: Tensor, vec: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
-        """[B, S, dim] and [B, T, dim] -> the same; angles are those of the text, then of the image."""
+        """Map [B, S, dim] and [B, T, dim] to the same shapes; angles are those of the text, then of the
+        image."""
         for_image, for_text = self.image.conditions(vec), self.text.conditions(vec)
         of_text = self.text.project(text, *for_text[:2])
         of_image = self.image.project(image, *for_image[:2])
@@ -140,7 +144,7 @@ class DoubleBlock(nn.Module):
 
 
 class SingleBlock(nn.Module):
-    """Attention and feed-forward side by side, of one stream (arXiv 2302.05442)."""
+    """A single-stream block with attention and feed-forward in parallel (arXiv 2302.05442)."""
 
     def __init__(self, dim: int, n_heads: int, hidden: int) -> None:
         super().__init__()
@@ -152,7 +156,7 @@ class SingleBlock(nn.Module):
         self.outer = nn.Linear(dim + hidden, dim)
 
     def forward(self, x: Tensor, vec: Tensor, angles: Angles) -> Tensor:
-        """[B, T + S, dim] -> the same."""
+        """Map [B, T + S, dim] to the same shape."""
         shift, scale, gate = self.modulation(silu(vec))[:, None].chunk(3, dim=-1)
         qkv, hidden = self.inner(modulated(self.norm(x), shift, scale)).split(self.widths, dim=-1)
         q, k, v = self.heads(qkv)

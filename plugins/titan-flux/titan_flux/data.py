@@ -1,9 +1,9 @@
-"""The datasets: encoded samples, with the noise that is added to each, dealt to data-parallel ranks.
+"""Datasets of encoded samples, with noise added to each, dealt to data-parallel ranks.
 
-What a sample becomes follows from (training.seed, epoch, its number) alone: its place in the order, its
-noise, its time, and whether it loses its text. Global micro-batch k is made of places k·D·B to (k+1)·D·B (D
-ranks, B rows each), rank d taking the d-th B of them; so a position is a number of samples, whatever D and B
-are.
+Everything about a sample depends only on (training.seed, epoch, its index): its position in the order, its
+noise, its time, and whether its text is dropped. Global micro-batch k consists of positions k·D·B to
+(k+1)·D·B (D ranks, B rows each), and rank d takes the d-th B of them; so a position is a number of samples,
+whatever D and B are.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class NoisedLatents:
     | places | [B, S, 3] int64 | 0, row and column of each |
     | text, pooled | [B, T, context_dim], [B, pooled_dim] fp32 | the text's encodings |
     | timesteps | [B] fp32 | t, from 0 (clean) to 1 (noise) |
-    | guidance | [B] fp32, where the config has it | |
+    | guidance | [B] fp32, if the config has it | |
     | velocity | [B, S, 4C] fp32 | noise − clean |
-    | weights | [B] fp32 | 0 for a row that fills up the last batch |
+    | weights | [B] fp32 | 0 for a row that pads the last batch |
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class NoisedLatents:
         self._rows, self._seed = rows, seed
         self._skip, self._step = dp_rank * rows, dp_size * rows
         self._place = 0
-        """Of the next sample of all ranks, over all epochs."""
+        """Position of the next sample of all ranks, over all epochs."""
         self._order: tuple[int, np.ndarray] | None = None
         self._empty = samples.empty() if config.text_dropout > 0 else None
         _, height, width = samples.shape.latents
@@ -60,7 +60,7 @@ class NoisedLatents:
         _refuse_other_length(seq_len, len(self._places[0]), samples)
 
     def __iter__(self) -> Iterator[Batch]:
-        """Batches from the present position on.
+        """Yield batches from the current position on.
 
         Raises:
             EnvironmentProblem: a shard is damaged; names it.
@@ -82,7 +82,7 @@ class NoisedLatents:
         number = int(self._order_of(epoch)[at])
         clean, text, pooled = self._samples.read(number)
         draw = random_state(self._seed, epoch, number)
-        # All are drawn always, and in this order, so that no setting changes what another one draws.
+        # All are always drawn, in this order, so that no setting changes another one's draws.
         noise = torch.from_numpy(draw.standard_normal(clean.shape).astype(np.float32))
         normal, uniform, kept = draw.standard_normal(), draw.random_sample(), draw.random_sample()
         time = 1 / (1 + np.exp(-normal)) if config.timesteps == "logit_normal" else uniform
@@ -107,28 +107,30 @@ class NoisedLatents:
         return self._order[1]
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the last batch: how many samples all ranks have used, over all epochs."""
+        """Return the position after the last batch: the number of samples used by all ranks, over all
+        epochs."""
         return {"version": STATE_VERSION, "samples": self._place, "data": self._samples.identity}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a position, under any number of ranks and rows.
+        """Continue from a position, with any number of ranks and rows.
 
         Raises:
-            EnvironmentProblem: the state was saved on other data, or is not one of this dataset.
+            EnvironmentProblem: the state was saved with other data, or does not belong to this dataset.
         """
         refuse_other_data(state, self._samples.identity, self._samples.label, "samples")
         self._place = state["samples"]
 
 
 def tokens_of(latents: Tensor) -> Tensor:
-    """[C, H, W] -> image tokens [H/2 · W/2, 4C], row by row; of a piece of 2 x 2 the channels come first."""
+    """Split [C, H, W] into image tokens [H/2 · W/2, 4C], row by row; the channels of a 2 x 2 patch come
+    first."""
     channels, height, width = latents.shape
     pieces = latents.view(channels, height // 2, 2, width // 2, 2).permute(1, 3, 0, 2, 4)
     return pieces.reshape(height // 2 * (width // 2), channels * 4)
 
 
 def places_of(rows: int, columns: int) -> Tensor:
-    """[rows · columns, 3] int64: 0, row and column of each image token."""
+    """Return the positions of image tokens, [rows · columns, 3] int64: 0, row and column."""
     grid = torch.zeros(rows, columns, 3, dtype=torch.int64)
     grid[..., 1] = torch.arange(rows)[:, None]
     grid[..., 2] = torch.arange(columns)
@@ -136,9 +138,10 @@ def places_of(rows: int, columns: int) -> Tensor:
 
 
 def _refuse_other_length(seq_len: int, image: int, samples: Samples) -> None:
-    """
+    """Check that training.seq_len matches the data.
+
     Raises:
-        RecipeError: training.seq_len is not what a row of this data takes.
+        RecipeError: it differs from the number of tokens in a row.
     """
     text = samples.shape.text[0]
     if seq_len != text + image:
@@ -150,11 +153,11 @@ def _refuse_other_length(seq_len: int, image: int, samples: Samples) -> None:
 
 
 def build_latents(config: Latents, *, tokenizer: None, seed: int, **runtime: Any) -> NoisedLatents:
-    """`[dataset] type = "latents"`."""
+    """Build `[dataset] type = "latents"`."""
     samples = Shards(config.paths, config.empty, shuffle=config.shuffle, seed=seed)
     return NoisedLatents(samples, config, seed=seed, **runtime)
 
 
 def build_random(config: RandomLatents, *, tokenizer: None, seed: int, **runtime: Any) -> NoisedLatents:
-    """`[dataset] type = "random_latents"`."""
+    """Build `[dataset] type = "random_latents"`."""
     return NoisedLatents(Random(config, seed=seed), config, seed=seed, **runtime)

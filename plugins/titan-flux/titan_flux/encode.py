@@ -1,4 +1,4 @@
-"""`titan flux-encode`: a folder of images and their texts as shards of latents."""
+"""`titan flux-encode`: encode a folder of images and their texts to shards of latents."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff"}
 METADATA = "metadata.jsonl"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 PARTS = ("vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
-"""Of a FLUX.1 folder; its transformer is not needed."""
+"""Subfolders of a FLUX.1 folder that are needed; its transformer is not."""
 
 
 class Pair(NamedTuple):
@@ -91,7 +91,7 @@ def command(
 
 
 def _write(path: Path, samples: Sequence[dict[str, Tensor]]) -> None:
-    """Whole or not at all."""
+    """Write a shard atomically."""
     unfinished = path.with_name(f".{path.name}.tmp")
     write_shard(unfinished, samples)
     os.replace(unfinished, path)
@@ -104,7 +104,7 @@ def pairs_of(folder: Path) -> list[Pair]:
     """Return the images of a folder, sorted by name, each with its text.
 
     Raises:
-        EnvironmentProblem: there is none, or one has no text.
+        EnvironmentProblem: there are no images, or one has no text.
     """
     images = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
     if not images:
@@ -137,7 +137,7 @@ def _metadata(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def open_image(path: Path, size: int) -> Tensor:
-    """Return the middle square of an image, from -1 to 1: [3, size, size].
+    """Return the central square of an image, from -1 to 1: [3, size, size].
 
     Raises:
         EnvironmentProblem: it cannot be read.
@@ -148,7 +148,7 @@ def open_image(path: Path, size: int) -> Tensor:
         with Image.open(path) as opened:
             upright = ImageOps.exif_transpose(opened).convert("RGB")
             square = ImageOps.fit(upright, (size, size), Image.Resampling.LANCZOS)
-    except (OSError, ValueError, SyntaxError) as error:  # what PIL raises for damaged files
+    except (OSError, ValueError, SyntaxError) as error:  # PIL's errors for damaged files
         raise EnvironmentProblem(f"{path} cannot be read: {error}", hint="repair it, or remove it") from error
     flat = torch.frombuffer(bytearray(square.tobytes()), dtype=torch.uint8)
     return flat.view(size, size, 3).permute(2, 0, 1).float() / 127.5 - 1
@@ -182,7 +182,7 @@ class Encoder:
             loaded = FluxPipeline.from_pretrained(folder, transformer=None)
         except (OSError, ValueError, KeyError) as error:
             raise EnvironmentProblem(f"{folder} cannot be loaded: {error}") from error
-        # In fp32 on a CPU, which is slow in bf16; what is written has the dtype that was asked for.
+        # fp32 on a CPU, where bf16 is slow; the output has the requested dtype.
         self.pipe: Any = loaded.to(
             self.device, torch.bfloat16 if self.device.type == "cuda" else torch.float32
         )

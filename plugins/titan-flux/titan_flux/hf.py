@@ -1,4 +1,4 @@
-"""The model as diffusers has it: names, what it keeps apart, and its config.json."""
+"""The Hugging Face form of the model, as in diffusers: names, separate projections, and config.json."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ SINGLE = {
     "outer": "proj_out",
 }
 SCALE_FIRST = "output.modulation."
-"""diffusers has the scale before the shift here, and nowhere else."""
+"""Prefix of the only parameters where diffusers has the scale before the shift."""
 FIELDS = {
     "in_channels": "in_channels",
     "num_layers": "double_blocks",
@@ -59,7 +59,7 @@ FIELDS = {
     "guidance_embeds": "guidance_embed",
 }
 FIXED = {"mlp_ratio": 4.0, "rope_theta": 10_000.0, "qkv_bias": True}
-"""What diffusers' class has no field for."""
+"""Values for which diffusers' class has no field."""
 
 
 class FluxHF:
@@ -87,7 +87,7 @@ class FluxHF:
         names, dim = self.sources(name), self.config.dim
         if name.startswith(SCALE_FIRST):
             tensor = _halves_swapped(tensor)
-        # Queries, keys, values and, in a single block, the way into the feed-forward.
+        # Queries, keys, values and, in a single block, the feed-forward's input projection.
         sizes = [dim, dim, dim, len(tensor) - 3 * dim][: len(names)] if len(names) > 1 else [len(tensor)]
         return zip(names, tensor.split(sizes), strict=True)
 
@@ -99,14 +99,17 @@ class FluxHF:
         return False
 
     def config_json(self) -> dict[str, Any]:
-        """
+        """Return diffusers' config.json.
+
         Raises:
-            TitanError: diffusers has no such model; names the fields.
+            TitanError: diffusers does not support the model; names the fields.
         """
         other = [name for name, value in FIXED.items() if getattr(self.config, name) != value]
         if other:
-            told = " and ".join(f"{name} {FIXED[name]}" for name in other)
-            raise TitanError(f"diffusers' {self.model_type} requires {told}, which this model does not have")
+            required = " and ".join(f"{name} {FIXED[name]}" for name in other)
+            raise TitanError(
+                f"diffusers' {self.model_type} requires {required}, which this model does not have"
+            )
         return {
             "_class_name": self.model_type,
             "patch_size": 1,
@@ -118,10 +121,10 @@ class FluxHF:
 
     @staticmethod
     def from_config_json(config_json: dict[str, Any]) -> dict[str, Any]:
-        """The keys of `[model]` for diffusers' config.json.
+        """Return the keys of `[model]` for diffusers' config.json.
 
         Raises:
-            EnvironmentProblem: pieces of another size, or another output than input.
+            EnvironmentProblem: the patch size is not 1, or input and output channels differ.
         """
         out = config_json.get("out_channels") or config_json["in_channels"]
         if config_json.get("patch_size", 1) != 1 or out != config_json["in_channels"]:

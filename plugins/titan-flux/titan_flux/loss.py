@@ -18,10 +18,11 @@ class FlowMatching:
     output = "model"
 
     def __init__(self, config: Any = None) -> None:
-        """The config has no fields."""
+        """Create the loss; the config has no fields."""
 
     def __call__(self, out: Tensor, batch: Batch) -> LossResult:
-        """
+        """Return the loss of a batch.
+
         Args:
             out: [B, S, C] velocities, any float dtype.
             batch: `velocity` [B, S, C] fp32, and `weights` [B] fp32: 0 for a row that does not count.

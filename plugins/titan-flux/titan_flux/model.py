@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from titancli.protocols import Loss
 
 CONDITIONS = ("embedding.time.", "embedding.pooled.", "embedding.guidance.")
-"""Parameters that a row meets once, and not each of its tokens; those named modulation are others."""
+"""Parameters applied once per row rather than once per token; so are those named modulation."""
 
 
 class Embedding(nn.Module):
-    """Everything that goes in, to the width of the model: one module, so that FSDP2 gathers it at once."""
+    """Projects all inputs to the width of the model: one module, so that FSDP2 gathers it at once."""
 
     def __init__(self, config: Flux) -> None:
         super().__init__()
@@ -45,10 +45,10 @@ class Embedding(nn.Module):
     def forward(
         self, latents: Tensor, text: Tensor, pooled: Tensor, timesteps: Tensor, guidance: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The image [B, S, dim], the text [B, T, dim], and the conditions of all tokens, [B, dim].
+        """Return the image [B, S, dim], the text [B, T, dim], and the conditions of all tokens, [B, dim].
 
         Raises:
-            TitanError: an input has another width than the model, or the guidance is missing.
+            TitanError: an input does not have the model's width, or the guidance is missing.
         """
         widths = (self.image.in_features, self.text.in_features, self.pooled.inner.in_features)
         named = ("latents", "text", "pooled")
@@ -63,13 +63,13 @@ class Embedding(nn.Module):
             if guidance is None:
                 raise TitanError("this model needs a guidance strength", hint="write dataset.guidance")
             vec = vec + self.guidance(time_features(guidance))
-        # Here, where FSDP2 has gathered the weights, is their dtype that of the computation.
+        # Only here, after FSDP2's gather, do the weights have the compute dtype.
         dtype = self.image.weight.dtype
         return self.image(latents.to(dtype)), self.text(text.to(dtype)), vec
 
 
 class Output(nn.Module):
-    """The last layer, and the loss inside its forward."""
+    """The last layer, with the loss inside its forward."""
 
     def __init__(self, config: Flux) -> None:
         super().__init__()
@@ -80,10 +80,10 @@ class Output(nn.Module):
     def forward(
         self, image: Tensor, vec: Tensor, batch: Batch | None = None, loss: Loss | None = None
     ) -> Tensor | LossResult:
-        """[B, S, dim] -> velocities [B, S, in_channels], or a LossResult when a loss is given.
+        """Map [B, S, dim] to velocities [B, S, in_channels], or to a LossResult if a loss is given.
 
         Raises:
-            TitanError: the loss is one of log-probabilities.
+            TitanError: the loss needs log-probabilities.
         """
         if loss is not None and loss.output != "model":
             raise TitanError(
@@ -95,7 +95,7 @@ class Output(nn.Module):
 
 
 class FluxModel(nn.Module):
-    """The transformer: blocks of two streams, then of one, in one dict by number."""
+    """The transformer: double-stream blocks, then single-stream blocks, in one dict by index."""
 
     sequence_dim: ClassVar = {"latents": 1, "places": 1, "text": 1}
     token_inputs: ClassVar = ("text", "latents")
@@ -132,15 +132,15 @@ class FluxModel(nn.Module):
         batch: Batch | None = None,
         loss: Loss | None = None,
     ) -> Tensor | LossResult:
-        """Velocities, or a LossResult when a loss is given.
+        """Return velocities, or a LossResult if a loss is given.
 
         Args:
             latents: [B, S, in_channels], noisy.
-            places: [B, S, 3] integers: 0, row and column of each image token. A text token's is (0, 0, 0).
+            places: [B, S, 3] integers: 0, row and column of each image token. Text tokens are at (0, 0, 0).
             text: [B, T, context_dim].
             pooled: [B, pooled_dim].
             timesteps: [B] between 0 (clean) and 1 (noise).
-            guidance: [B]; for a model that is told of it.
+            guidance: [B], for a model with guidance as an input.
         """
         config = self.config
         nowhere = places.new_zeros(text.shape[0], text.shape[1], places.shape[2])
@@ -155,10 +155,10 @@ class FluxModel(nn.Module):
         return self.output(hidden[:, text.shape[1] :], vec, batch, loss)
 
     def init_weights(self, generator_for: Callable[[str], torch.Generator]) -> None:
-        """Fill every parameter, each from its own generator.
+        """Initialize every parameter, each from its own generator.
 
-        As in DiT (arXiv 2212.09748): what modulates and what comes last begin at zero, so that every block
-        begins as the identity; matrices are Xavier-uniform, the embeddings of conditions normal.
+        As in DiT (arXiv 2212.09748), modulations and output layers begin at zero, so that every block begins
+        as the identity; matrices are Xavier-uniform, the embeddings of conditions normal.
         """
         for name, parameter in self.named_parameters():
             if name.endswith("_norm.weight"):
@@ -171,11 +171,12 @@ class FluxModel(nn.Module):
                 xavier_(parameter, generator_for(name))
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Of a row of seq_len tokens, text and image: 6 per weight that a token meets, of those that a row
-        meets once its share, and 12 · blocks · dim · seq_len for attention without a mask.
+        """Return the FLOPs per token in a row of seq_len text and image tokens: 6 per weight applied to a
+        token, a share of those applied once per row, and 12 · blocks · dim · seq_len for attention without a
+        mask.
 
-        In a double block a token meets the weights of one stream. The text's first projection, a thousandth
-        of all, is left out: how many of the tokens are text, the model does not know.
+        In a double block, a token passes through the weights of one stream. The text's input projection, a
+        thousandth of the total, is ignored, since the model does not know how many of the tokens are text.
         """
         in_row = in_token = 0.0
         for name, parameter in self.named_parameters():
@@ -190,10 +191,10 @@ class FluxModel(nn.Module):
 
 
 def xavier_(parameter: Tensor, generator: torch.Generator) -> None:
-    """Uniform, with a variance of 2 / (rows + columns)."""
+    """Fill with uniform values of variance 2 / (rows + columns)."""
     uniform_(parameter, (6 / sum(parameter.shape)) ** 0.5, generator)
 
 
 def build(config: Flux, *, seq_len: int) -> FluxModel:
-    """The model on the current device, without initial values."""
+    """Build the model on the current device, without initializing it."""
     return FluxModel(config)

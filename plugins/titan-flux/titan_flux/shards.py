@@ -1,4 +1,4 @@
-"""Samples that were encoded beforehand: safetensors shards, read one sample at a time; and made-up ones."""
+"""Encoded samples in safetensors shards, read one at a time; and random ones."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from titancli.errors import EnvironmentProblem
 
 NAMES = ("latents", "text", "pooled")
 RANKS = (4, 3, 2)
-"""Dimensions of each, samples first."""
+"""Number of dimensions of each tensor, samples first."""
 DTYPES = ("F32", "BF16", "F16")
 OPEN_FILES = 64
 
 
 class Encoded(NamedTuple):
-    """One sample, or the shape of one: all fp32."""
+    """One sample, or its shapes; all fp32."""
 
     latents: Any
     """[C, H, W]"""
@@ -37,20 +37,20 @@ class Encoded(NamedTuple):
 
 
 class Samples(Protocol):
-    """Encoded samples by number."""
+    """Encoded samples by index."""
 
     label: str
-    """How error messages name it."""
+    """Name in error messages."""
     count: int
     shape: Encoded
-    """Of every sample."""
+    """Shapes of every sample."""
     identity: dict[str, Any]
-    """Plain JSON, small; equal only if the samples and their order are equal."""
+    """Small plain JSON; equal only if the samples and their order are equal."""
 
     def read(self, number: int) -> Encoded: ...
 
     def empty(self) -> tuple[Tensor, Tensor]:
-        """The empty text: `text` and `pooled`."""
+        """Return the empty text: `text` and `pooled`."""
         ...
 
 
@@ -58,17 +58,17 @@ def write_shard(path: str | Path, samples: Sequence[Mapping[str, Tensor]]) -> No
     """Write a shard for the dataset `latents`.
 
     Args:
-        samples: each with `latents` [C, H, W], as the autoencoder's encoder and its scaling leave them;
-            `text` [T, context_dim]; and `pooled` [pooled_dim]. All of the same shapes.
+        samples: each with `latents` [C, H, W], as encoded and scaled by the autoencoder; `text` [T,
+            context_dim]; and `pooled` [pooled_dim]. All of the same shapes.
     """
     save_file({name: torch.stack([s[name] for s in samples]).contiguous() for name in NAMES}, path)
 
 
 class Shards:
-    """Safetensors shards on disk. Their headers are read at once, and all must be of the same shapes.
+    """Safetensors shards on disk. Their headers are read at once, and must all have the same shapes.
 
     Raises:
-        EnvironmentProblem: a file is no shard, is damaged, or is not like the others; names it.
+        EnvironmentProblem: a file is not a shard, is damaged, or differs from the others; names it.
     """
 
     label = "dataset latents"
@@ -83,17 +83,17 @@ class Shards:
         for path, (_, shape) in zip(self._paths[1:], shapes[1:], strict=True):
             if shape != self.shape:
                 raise EnvironmentProblem(
-                    f"{path} has samples of {_told(shape)}, but {self._paths[0]} of {_told(self.shape)}",
+                    f"{path} has samples of {_text(shape)}, but {self._paths[0]} of {_text(self.shape)}",
                     hint="all samples of a dataset must have the same shape: sort images by size",
                 )
         self.identity = corpus_identity(self.label, files, shuffle=shuffle, seed=seed, text=False)
         self._empty = None if empty is None else self._read_empty(empty)
 
     def read(self, number: int) -> Encoded:
-        """A sample, fp32.
+        """Return a sample, fp32.
 
         Raises:
-            EnvironmentProblem: its shard cannot be read any more, or holds numbers that are not finite.
+            EnvironmentProblem: its shard can no longer be read, or has values that are not finite.
         """
         shard = int(np.searchsorted(self._ends, number, side="right"))
         row = number - (int(self._ends[shard - 1]) if shard else 0)
@@ -108,15 +108,15 @@ class Shards:
         _, shape = _shape_of(str(path))
         if shape[1:] != self.shape[1:]:
             raise EnvironmentProblem(
-                f"the empty text of {path} has the shapes {_told(shape)}, and the shards' texts "
-                f"{_told(self.shape)}",
+                f"the empty text of {path} has the shapes {_text(shape)}, and the shards' texts "
+                f"{_text(self.shape)}",
                 hint="encode it like the others",
             )
         return _read(str(path), 0)[1:]
 
 
 class Random:
-    """Made-up samples: each follows from the seed and its number."""
+    """Random samples, each determined by the seed and its index."""
 
     label = "dataset random_latents"
 
@@ -140,7 +140,7 @@ class Random:
 
 
 def random_state(seed: int, *numbers: int) -> np.random.RandomState:
-    """Random numbers that follow from these, by a generator whose streams numpy will never change."""
+    """Return a generator seeded by these numbers, whose streams NumPy guarantees never to change."""
     words = [part & 0xFFFFFFFF for number in (seed, *numbers) for part in (number, number >> 32)]
     return np.random.RandomState(words)
 
@@ -154,7 +154,7 @@ def _open(path: str) -> Any:
 
 
 def _shape_of(path: str) -> tuple[int, Encoded]:
-    """How many samples a shard has, and the shape of each."""
+    """Return the number of samples in a shard, and their shapes."""
     try:
         file = safe_open(path, framework="pt")
         there = set(file.keys())
@@ -173,8 +173,8 @@ def _shape_of(path: str) -> tuple[int, Encoded]:
             _damaged(path, f"{name} is {dtypes[name]}, not one of {', '.join(DTYPES)}")
     rows = {shape[0] for shape in shapes.values()}
     if len(rows) > 1:
-        told = ", ".join(f"{name} {shape[0]}" for name, shape in shapes.items())
-        _damaged(path, f"its tensors have different numbers of samples: {told}")
+        counts = ", ".join(f"{name} {shape[0]}" for name, shape in shapes.items())
+        _damaged(path, f"its tensors have different numbers of samples: {counts}")
     if any(size % 2 for size in shapes["latents"][2:]):
         _damaged(path, f"latents of {list(shapes['latents'][2:])} cannot be split into patches of 2 x 2")
     return rows.pop(), Encoded(*(shapes[name][1:] for name in NAMES))
@@ -198,5 +198,5 @@ def _damaged(path: str, reason: str, cause: BaseException | None = None) -> NoRe
     ) from cause
 
 
-def _told(shape: Encoded) -> str:
+def _text(shape: Encoded) -> str:
     return ", ".join(f"{name} {list(part)}" for name, part in zip(NAMES, shape, strict=True))

@@ -1,4 +1,5 @@
-"""Replicas that come and go while others train on. This file has the config and imports no torch."""
+"""Fault-tolerant training in replicas that may join and leave. This file has the config and imports no
+torch."""
 
 from __future__ import annotations
 
@@ -15,28 +16,28 @@ if TYPE_CHECKING:
 
 @component("loop", "ft", target="titan_ft.loop:build")
 class FaultTolerant:
-    """Pretraining in several replicas, each a run of its own, that add up their gradients in each step.
+    """Pretraining in several replicas, each a run of its own, that sum their gradients in each step.
 
-    A replica that fails costs the others one step; one that comes back takes over their state.
+    A failed replica costs the others one step; one that rejoins receives their state.
     """
 
     joins_other_runs: ClassVar[bool] = True
 
     lighthouse: str
-    """Address of torchft's lighthouse, which knows who is there: http://HOST:PORT."""
+    """Address of torchft's lighthouse, which tracks the replicas: http://HOST:PORT."""
     replica: Annotated[int, Ge(0)]
-    """Which of the replicas this is, from 0; the only value in which their recipes differ."""
+    """Index of this replica, from 0; the only value in which the replicas' recipes differ."""
     replicas: Annotated[int, Gt(0)]
-    """How many there are when all are there. Each trains on its share of the rows of a step."""
+    """Total number of replicas. Each trains on its share of the rows of a step."""
     min_replicas: Annotated[int, Gt(0)] = 1
-    """A step is only taken by as many or more."""
+    """Minimum number of replicas for a step."""
     timeout_seconds: Annotated[int, Gt(0)] = 60
-    """How long an exchange with other replicas may take: gradients, or the whole state."""
+    """Maximum time of an exchange with other replicas: gradients, or the whole state."""
     quorum_timeout_seconds: Annotated[int, Gt(0)] = 120
-    """How long to wait for others, and for the lighthouse, which may be restarted meanwhile; then the run
-    saves a checkpoint and ends with an error, or restarts."""
+    """Time to wait for other replicas, and for the lighthouse, which may be restarted meanwhile; then the
+    run saves a checkpoint and ends with an error, or restarts."""
     alone: bool = False
-    """Whether a replica trains alone where others have been before it came, and none is there: they may have
+    """Whether a replica trains alone if others were there before it and none is now: they may have
     finished. Otherwise it waits for them, and ends with an error."""
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
@@ -51,7 +52,7 @@ class FaultTolerant:
         moe = getattr(recipe.model, "moe", None)
         for name in ("aux_loss_coeff", "z_loss_coeff"):
             if getattr(moe, name, 0.0):
-                why = "multiplies a mean over all tokens of a step, of which a replica knows its own alone"
+                why = "multiplies a mean over all tokens of a step, but a replica only has its own"
                 yield (
                     "",
                     f"model.moe.{name} {why}: set it to 0 (model.moe.load_balance_coeff balances as well)",

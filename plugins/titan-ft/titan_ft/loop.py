@@ -1,4 +1,4 @@
-"""The loop: that of pretraining, with a meeting of the replicas before each step."""
+"""The loop: pretraining, with a quorum of the replicas before each step."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def train(config: FaultTolerant, engine: Engine, data: Loader, observers: Observ
 def steps(
     config: FaultTolerant, engine: Engine, data: Loader, observers: Observers, run: Run, replicas: Replicas
 ) -> None:
-    """Take one step after the other. Raises what `Replicas.meet` does."""
+    """Take one step after another. Raises the errors of `Replicas.meet`."""
     while run.goes_on(engine.step):
         replicas.begin()
-        if engine.step >= run.steps:  # the others are done, and this has what they have
+        if engine.step >= run.steps:  # the others are done, and this replica has their state
             break
         rows = engine.settings.accumulation
         batches = run.take(data, rows * config.replicas)
@@ -66,7 +66,7 @@ def steps(
 
 
 def save(engine: Engine, data: Loader, run: Run) -> None:
-    """Save the last step, if it has not been; a disk that fails does not hide why the run ends."""
+    """Save the last step if it is unsaved; a failing disk must not hide why the run ends."""
     if run.checkpoints is None or engine.step in (0, run.saved_step):
         return
     try:
@@ -77,9 +77,9 @@ def save(engine: Engine, data: Loader, run: Run) -> None:
 
 
 def step(engine: Engine, replicas: Replicas, own: list[Any], run: Run) -> dict[str, Any] | None:
-    """Compute the gradients of a step, again and again until all replicas that are there have those of all.
+    """Compute the gradients of a step, again and again until all present replicas have exchanged theirs.
 
-    None: the step is not to be taken. This replica has taken over the state of others, or is to stop.
+    Returns None if the step must not be taken: this replica received the others' state, or is stopping.
     """
     said = None
     while True:

@@ -1,4 +1,4 @@
-"""The other replicas, by torchft: who is there, their gradients, their state."""
+"""The other replicas, by torchft: membership, gradients and state."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from titancli.engine.replicas import shared_state, take_state
 from titancli.errors import EnvironmentProblem
 from titancli.observe.events import read_events
 
-os.environ.setdefault("RUST_LOG", "warn")  # read at the import; else it prints several lines a step
+os.environ.setdefault("RUST_LOG", "warn")  # read at import; otherwise it prints several lines per step
 
 from torchft import Manager, ProcessGroupGloo, ProcessGroupNCCL
 
@@ -35,18 +35,18 @@ if TYPE_CHECKING:
 
 
 BUCKET_BYTES = 64 * 2**20
-"""What is sent at once: the copy that it takes stays small beside the gradients."""
+"""Bytes sent at once: the copy stays small beside the gradients."""
 
 
 WAIT_SECONDS = 0.5
-"""Between two meetings of too few."""
+"""Pause between two meetings of too few replicas."""
 QUORUM_RETRIES = 10_000
-"""How often torchft calls a lighthouse that is gone once more, every tenth of a second at most: the limit is
-`quorum_timeout_seconds`."""
+"""Retries by torchft if the lighthouse is gone, at most one every tenth of a second;
+`quorum_timeout_seconds` is the actual limit."""
 
 
 class NoQuorum(EnvironmentProblem):
-    """The lighthouse does not answer, or too few are there."""
+    """The lighthouse does not answer, or too few replicas are there."""
 
 
 class Replicas:
@@ -55,14 +55,14 @@ class Replicas:
     def __init__(self, config: FaultTolerant, engine: Engine, data: Loader, folder: Path | None) -> None:
         self._config, self._engine, self._data = config, engine, data
         self._position = data.state
-        """In the data, at the beginning of the step."""
+        """Position in the data at the beginning of the step."""
         self._began = time.monotonic()
         self._recipe = fingerprint(folder)
-        # What it reports with a traceback for each tensor, `failure` says in a line.
+        # It reports a traceback per tensor; `failure` returns it as one line.
         logging.getLogger("torchft.manager").setLevel(logging.CRITICAL)
         self._taken_over = self._is_known = False
         self._may_be_late = not config.alone and config.replicas > 1
-        """Whether this one has not met the others yet, and must not take itself for the first."""
+        """Whether this replica has not met the others yet, and must not assume that it is the first."""
         self._folder = folder
         self.count = 0
         """Replicas that took part in the last exchange."""
@@ -75,7 +75,7 @@ class Replicas:
                 load_state_dict=self._take_over,
                 state_dict=self._state,
                 min_replica_size=config.min_replicas,
-                use_async_quorum=False,  # whoever takes part has the newest state before forward
+                use_async_quorum=False,  # every participant has the newest state before forward
                 timeout=limit,
                 quorum_timeout=timedelta(seconds=config.quorum_timeout_seconds),
                 connect_timeout=limit,
@@ -102,20 +102,20 @@ class Replicas:
         self._manager.shutdown(wait=False)
 
     def begin(self) -> None:
-        """Begin a step; one that is behind takes over the state of the others. Raises what `meet` does."""
+        """Begin a step; a replica that is behind receives the others' state. Raises the errors of `meet`."""
         self._position, self._began = self._data.state, time.monotonic()
         self.meet()
 
     def meet(self) -> bool:
-        """Find out who takes part in the step; whether the state is now that of others.
+        """Determine who takes part in the step; return whether the state is now that of others.
 
         Raises:
-            NoQuorum: the lighthouse does not answer, or too few come in time.
-            TitanError: the state of the others does not fit.
+            NoQuorum: the lighthouse does not answer, or too few replicas come in time.
+            TitanError: the others' state does not fit.
         """
         self._taken_over = False
         with phase("quorum"):
-            if self._too_few():  # the lighthouse is content with fewer
+            if self._too_few():  # the lighthouse itself accepts fewer
                 time.sleep(WAIT_SECONDS)
             self._ask()
             while self._may_be_late and self._is_left_alone():
@@ -135,25 +135,25 @@ class Replicas:
             failure = error
         if on_any_rank(failure is not None):
             raise NoQuorum(
-                f"too few replicas have met at {self._config.lighthouse}: "
-                f"{failure or 'another rank of this replica has waited in vain'}",
+                f"too few replicas joined at {self._config.lighthouse}: "
+                f"{failure or 'another rank of this replica waited without success'}",
                 hint="start the lighthouse and the other replicas, or raise loop.quorum_timeout_seconds",
             ) from failure
 
     def _is_left_alone(self) -> bool:
-        """Whether others have been here before, and none is.
+        """Return whether others were there before and none is now.
 
         Raises:
-            NoQuorum: for too long.
+            NoQuorum: this has lasted too long.
         """
-        # The lighthouse counts quorums: the first replica of all is alone in number 1.
+        # The lighthouse counts quorums: the very first replica is alone in number 1.
         if self._manager.num_participants() > 1:
             return False
         if not on_any_rank(self._manager._quorum_id > 1 or had_company(self._folder)):
             return False
         if on_any_rank(self._is_late()):
             raise NoQuorum(
-                f"no other replica is at {self._config.lighthouse}, and others were before this one came: "
+                f"no other replica is at {self._config.lighthouse}, but others were before this one joined: "
                 "they may have finished",
                 hint="see their run folders; start them again, or train without them: loop.alone=true",
             )
@@ -163,11 +163,11 @@ class Replicas:
         return time.monotonic() - self._began > self._config.quorum_timeout_seconds
 
     def abandon(self) -> None:
-        """Have the rows of a step that is not to be taken come again."""
+        """Rewind the data, so that the rows of a step that was not taken come again."""
         self._data.load_state(self._position)
 
     def add(self, tensors: Sequence[Tensor]) -> None:
-        """Add to each tensor those of the other replicas; after a failure they hold anything."""
+        """Sum the tensors over all replicas; after a failure their values are undefined."""
         own = torch.zeros(self._config.replicas + 1, dtype=torch.float64, device=tensors[-1].device)
         own[self._config.replica] = 1.0
         own[-1] = self._recipe
@@ -197,20 +197,20 @@ class Replicas:
         self._manager.report_error(RuntimeError(wrong))  # whoever came last leaves
 
     def agree(self) -> bool:
-        """Whether the step counts: on every rank of this replica alike."""
+        """Return whether the step counts, on every rank of this replica alike."""
         counts = self._manager.should_commit()
         self._is_known = self._is_known or counts
         return counts
 
     def failure(self) -> str:
-        """Why the step did not count."""
+        """Return why the step did not count."""
         if found := self._manager.errored():
             return str(found.original_exception).splitlines()[0]
         return self._too_few() or "another rank of this replica could not exchange its gradients"
 
     def _too_few(self) -> str | None:
         there = self._manager.num_participants()
-        if there == 0 or there >= self._config.min_replicas:  # 0: nobody has met yet
+        if there == 0 or there >= self._config.min_replicas:  # 0: no meeting yet
             return None
         return f"{there} of at least {self._config.min_replicas} replicas are there"
 
@@ -226,7 +226,7 @@ class Replicas:
 
 
 def on_any_rank(value: bool) -> bool:
-    """Return whether it is true on any rank of this replica."""
+    """Return whether the value is true on any rank of this replica."""
     found = torch.tensor(int(value))
     if dist.get_world_size() > 1:
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
@@ -240,7 +240,7 @@ def had_company(folder: Path | None) -> bool:
 
 
 def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield the tensors in groups of one dtype and at most `BUCKET_BYTES`, unless one alone is larger."""
+    """Yield the tensors in groups of one dtype and at most `BUCKET_BYTES`, unless a single one is larger."""
     bucket: list[Tensor] = []
     size = 0
     for tensor in tensors:
@@ -253,7 +253,7 @@ def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def own_store() -> dist.TCPStore:
-    """Return a store for the ranks of this replica, which torchft's servers and clients meet at."""
+    """Return a store for the ranks of this replica, shared by torchft's servers and clients."""
     place: list[Any] = [None]
     store = None
     if dist.get_rank() == 0:
@@ -266,7 +266,7 @@ def own_store() -> dist.TCPStore:
 
 
 def fingerprint(folder: Path | None) -> int:
-    """Return a number that tells apart recipes which are to be the same."""
+    """Return a hash of the parts of the recipe that must be the same for all replicas."""
     if folder is None:
         return 0
     with suppress(OSError):

@@ -1,6 +1,6 @@
-"""Rows from a `grain.MapDataset`, which has each of them at a number.
+"""Rows from a `grain.MapDataset`, which reads each of them by its index.
 
-So the position is a number too, a rank reads its own rows only, and others are skipped without being read.
+So the position is an index too, a rank reads only its own rows, and others are skipped without being read.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class GrainDataset:
                 grain.sources.ArrayRecordDataSource([file.path for file in files])
             )
             self._per_epoch = len(records)
-        except Exception as error:  # whatever the file system or Grain says
+        except Exception as error:  # any error of the file system or Grain
             raise _unreadable(files[0].path, error) from error
         if not self._per_epoch:
             raise EnvironmentProblem(f"{LABEL}: the files have no records", hint="use files with records")
@@ -60,10 +60,10 @@ class GrainDataset:
         self._records = records.repeat() if config.repeat else records
 
     def __iter__(self) -> Iterator[Batch]:
-        """Batches from the present position on; without `repeat` the last is filled up with empty rows.
+        """Yield batches from the current position on; without `repeat` the last is padded with empty rows.
 
         Raises:
-            EnvironmentProblem: a record cannot be read, or holds no text or no ids.
+            EnvironmentProblem: a record cannot be read, or does not contain text or ids.
         """
         while self._next < len(self._records):
             first = self._next + self._dp_rank * self._rows
@@ -83,14 +83,14 @@ class GrainDataset:
             )
 
     def _ids(self, number: int) -> np.ndarray:
-        """The ids of the row of a number, counted over all epochs, with the end marker of a text."""
+        """Return the ids of a row by its index over all epochs; texts have their end marker."""
         try:
             record = self._records[number]
             if self._config.records == "text":
                 found = np.array([*self._tokenizer.encode(record.decode()), self._tokenizer.eos_id], np.int64)
             else:
                 found = np.frombuffer(record, f"<u{np.dtype(self._config.records).itemsize}").astype(np.int64)
-        except Exception as error:  # whatever Grain says, or the record is no text, or not whole ids
+        except Exception as error:  # an error of Grain, invalid UTF-8, or incomplete ids
             where = f"row {number % self._per_epoch:,} of epoch {number // self._per_epoch}"
             raise _unreadable(where, error) from error
         if len(found) > self._seq_len + 1:
@@ -98,21 +98,21 @@ class GrainDataset:
         return found
 
     def skip(self, rows: int) -> int:
-        """Go so many global rows on without reading them; return how many there were."""
+        """Skip this many global rows without reading them; return how many were skipped."""
         rows = min(rows, max(0, len(self._records) - self._next))
         self._next += rows
         return rows
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the last batch, the same on every rank: `row` counts over all epochs."""
+        """Return the position after the last batch, the same on every rank: `row` counts over all epochs."""
         epoch = self._next // self._per_epoch
         return {"version": STATE_VERSION, "epoch": epoch, "row": self._next, "data": dict(self._identity)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a position, under any number of ranks and rows.
+        """Continue from a position, with any number of ranks and rows.
 
         Raises:
-            EnvironmentProblem: the state was saved on other data, or is not one of this dataset.
+            EnvironmentProblem: the state was saved with other data, or does not belong to this dataset.
         """
         refuse_other_data(state, self._identity, LABEL, "row")
         self._next = state["row"]

@@ -121,8 +121,7 @@ def _batch(engine: Engine) -> Any:
 
 
 def steps_of_an_engine(layout: cases.Layout) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """What two steps make of the matrices that muon has on this rank, whole, and what they make of whole ones
-    that get the same gradients."""
+    """Return this rank's muon matrices after two steps, gathered, and whole ones with the same gradients."""
     optimizer = Muon(lr=0.05, fallback=AdamW(lr=1e-2, eps=1e-4))
     engine = Engine.build(replace(cases.recipe(layout), optimizer=optimizer))
     apart = ("tok_embeddings.weight", "output.weight")

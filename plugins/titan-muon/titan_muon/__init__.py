@@ -36,9 +36,9 @@ class Muon:
     roles: list[Literal["matrix", "embedding", "output", "router", "modulation", "other"]] = field(
         default_factory=lambda: ["matrix"]
     )
-    """Which matrices it updates, by the role that the model declares for each; all others, by default routers
-    of experts too, are the fallback's. (A softmax ignores one direction of a router's rows: the gradient
-    there is rounding, which orthogonalization makes as large as the rest.)"""
+    """Roles of the matrices that Muon updates, as declared by the model; the fallback updates all others,
+    by default including the routers of experts. (A softmax ignores one direction of a router's rows: the
+    gradient there is rounding error, which orthogonalization would amplify to the size of the rest.)"""
     exclude: list[str] = field(default_factory=list)
     """Name patterns of further matrices that the fallback updates."""
     fallback: Annotated[Component, Slot("optimizer")] | None = None

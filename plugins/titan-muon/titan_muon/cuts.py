@@ -1,4 +1,4 @@
-"""How a matrix is cut over ranks, as steps that can be undone one after the other."""
+"""How a matrix is sharded over ranks, as cuts that can be undone one after another."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 @dataclass(frozen=True)
 class Cut:
-    """One dimension of the mesh cuts what the cuts before it have left."""
+    """A cut by one mesh dimension of the shards left by the cuts before."""
 
     ranks: dist.ProcessGroup
-    """They hold the pieces, in their order."""
+    """Ranks that hold the pieces, in order."""
     dim: int
-    """Of the matrix: −2 its rows are cut, −1 its columns."""
+    """Dimension of the matrix: −2 for rows, −1 for columns."""
     sizes: list[int]
-    """Of each rank's piece along `dim`."""
+    """Size of each rank's piece along `dim`."""
 
 
 def cuts_of(parameter: Tensor) -> list[Cut] | None:
-    """What has cut a matrix, or each of a stack [experts, rows, columns], the last cut first.
+    """Return the cuts of a matrix, or of each in a stack [experts, rows, columns], the last cut first.
 
-    A cut between the experts of a stack leaves each of them whole, and is none. None: it is cut in a way that
-    this cannot tell, and its parts are no rows and columns of one another.
+    Sharding a stack by experts leaves each matrix whole, and is not a cut. None: the sharding is not
+    understood, and shards are not blocks of rows and columns.
     """
     if not isinstance(parameter, DTensor):
         return []
@@ -39,7 +39,7 @@ def cuts_of(parameter: Tensor) -> list[Cut] | None:
         if not _in_known_order(parameter, axes):
             return None
         length = parameter.shape[dim]
-        # FSDP2 stands to the left of tensor parallelism, and cuts what that has left.
+        # FSDP2 is left of tensor parallelism in the mesh, and cuts the shards of that.
         for axis in reversed(axes):
             count = mesh.size(axis)
             sizes = [_piece(rank, length, count) for rank in range(count)]
@@ -55,7 +55,8 @@ def _dim(placement: object) -> int | None:
 
 
 def _in_known_order(parameter: DTensor, axes: list[int]) -> bool:
-    """Whether of the mesh's axes that cut one dimension each cuts what those to its right have left."""
+    """Return whether, of the mesh dimensions that cut one dimension, each cuts the shards of those to its
+    right."""
     inner = 1
     for axis in reversed(axes):
         placement = parameter.placements[axis]
@@ -67,6 +68,7 @@ def _in_known_order(parameter: DTensor, axes: list[int]) -> bool:
 
 
 def _piece(rank: int, length: int, ranks: int) -> int:
-    """How much a rank holds: equal pieces, rounded up, so that the last ranks may hold less or nothing."""
+    """Return the size of a rank's piece: equal pieces, rounded up, so that the last ranks may have less or
+    nothing."""
     piece = -(-length // ranks)
     return max(0, min(piece, length - rank * piece))

@@ -1,4 +1,4 @@
-"""From the config to an optimizer: which parameters go where, and two optimizers as one."""
+"""From the config to an optimizer: assign the parameters, and combine two optimizers into one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def build(
     named_parameters: list[tuple[str, nn.Parameter]],
     roles: Mapping[str, Role],
 ) -> torch.optim.Optimizer:
-    """Muon for the matrices, and the fallback for the rest where there is any.
+    """Build Muon for the matrices, and the fallback for the rest, if there is any.
 
     Raises:
         TitanError: a pattern of `exclude` matches nothing, or no matrix is left for Muon.
@@ -64,13 +64,13 @@ def build(
 
 
 class Together(torch.optim.Optimizer):
-    """Several optimizers as one: their groups one after the other, and one state."""
+    """Several optimizers as one, with concatenated parameter groups and a shared state."""
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
         self.parts: list[Any] = list(parts)
         super().__init__([group for part in self.parts for group in part.param_groups], {})
         self._share()
-        # Whether a step can be scaled and skipped by numbers on the device, as torch says it of its own.
+        # torch's marker for an optimizer that honors `grad_scale` and `found_inf`.
         self._step_supports_amp_scaling = all(
             getattr(part, "_step_supports_amp_scaling", False) for part in self.parts
         )
@@ -78,7 +78,7 @@ class Together(torch.optim.Optimizer):
         self.found_inf: torch.Tensor | None = None
 
     def _share(self) -> None:
-        """Let each part work on its slice of the groups, and on the one state."""
+        """Give each part its slice of the groups, and the shared state."""
         at = 0
         for part in self.parts:
             end = at + len(part.param_groups)

@@ -1,9 +1,10 @@
-"""`torch.optim.Muon` for matrices that are cut, and for experts, which are many matrices in one tensor.
+"""`torch.optim.Muon` for sharded matrices, and for experts, which are many matrices in one tensor.
 
-Muon makes an update from a whole matrix, and a rank holds a part of it. Momentum is elementwise and stays
-cut. Then as many matrices as there are ranks are made whole at once, each on a rank of its own: all-to-alls
-bring their parts together, one for each dimension of the mesh that cuts them, each rank orthogonalises one,
-and the same all-to-alls take the parts back. So each matrix is orthogonalised once, and not once a rank.
+Muon computes an update from a whole matrix, but a rank holds a shard of it. Momentum is elementwise and stays
+sharded. Then as many matrices as there are ranks are gathered at once, each on a rank of its own:
+all-to-alls, one per mesh dimension that shards them, bring their shards together, each rank orthogonalizes
+one matrix, and the same all-to-alls return the shards. So each matrix is orthogonalized once rather than once
+per rank.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from titan_muon.cuts import Cut, cuts_of
 
 
 class ShardedMuon(torch.optim.Optimizer):
-    """The same as torch's on whole matrices, and the same again on cut ones.
+    """Muon that gives the same result on sharded matrices as torch's on whole ones.
 
     Parameters are matrices, or stacks of them, [experts, rows, columns]. The options are those of
-    `torch.optim.Muon`. The state of a parameter is its `momentum_buffer`, cut as the parameter is.
+    `torch.optim.Muon`. A parameter's state is its `momentum_buffer`, sharded like the parameter.
 
-    As with torch's fused optimizers, gradients are divided by `grad_scale`, and nothing moves where
-    `found_inf` is 1.0, both scalars on the device, or None: nothing is read to the host.
+    As with torch's fused optimizers, gradients are divided by `grad_scale`, and the step is skipped where
+    `found_inf` is 1.0; both are device scalars or None. The step never synchronizes with the host.
     """
 
     _step_supports_amp_scaling = True
@@ -35,7 +36,7 @@ class ShardedMuon(torch.optim.Optimizer):
     found_inf: Tensor | None = None
 
     def __init__(self, params: Iterable[nn.Parameter], **options: Any) -> None:
-        # Torch's checks and defaults; it does not take stacks itself.
+        # Use torch's checks and defaults; it does not accept stacks itself.
         defaults = torch.optim.Muon([nn.Parameter(torch.empty(1, 1))], **options).defaults
         super().__init__(params, defaults)
 
@@ -47,21 +48,21 @@ class ShardedMuon(torch.optim.Optimizer):
                 loss = closure()
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
-            # The largest first, so that those that are worked on at the same time cost about the same.
+            # The largest first, so that matrices that are processed together cost about the same.
             parameters.sort(key=lambda parameter: -math.prod(parameter.shape[-2:]))
             for weight, update in self._updates(parameters, group):
                 lr = group["lr"]
                 if self.found_inf is not None:
-                    lr = lr * _keep(self.found_inf, weight).double()  # exact, as a number of the host is
-                # In fp32: a scalar on the device is rounded to what it is multiplied with, and a decay factor
-                # near 1 would be 1 in bfloat16.
+                    lr = lr * _keep(self.found_inf, weight).double()  # exact, like a number on the host
+                # In fp32: a device scalar is rounded to the dtype that it is multiplied with, and a decay
+                # factor near 1 would become 1 in bfloat16.
                 weight.copy_(weight.float() * (1 - lr * group["weight_decay"]) - update * lr)
         return loss
 
     def _updates(
         self, parameters: list[nn.Parameter], group: dict[str, Any]
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """This rank's part of each matrix, with its part of the update, fp32."""
+        """Yield this rank's shard of each matrix with its part of the update, fp32."""
         together: dict[tuple[dist.ProcessGroup, ...], list[tuple[nn.Parameter, list[Cut]]]] = {}
         for parameter in parameters:
             cuts = cuts_of(parameter)
@@ -80,14 +81,14 @@ class ShardedMuon(torch.optim.Optimizer):
     def _parts(
         self, parameters: list[tuple[nn.Parameter, list[Cut]]], group: dict[str, Any]
     ) -> Iterator[tuple[Tensor, Tensor, list[Cut]]]:
-        """Of each matrix: this rank's part, what of the direction belongs to it, and how both are cut."""
+        """Yield, for each matrix, this rank's shard, its part of the direction, and the cuts of both."""
         for parameter, cuts in parameters:
             weights, directions = _matrices(_local(parameter)), _matrices(self._direction(parameter, group))
             for weight, direction in zip(weights, directions, strict=True):
                 yield weight, direction, cuts
 
     def _direction(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
-        """This rank's part of what is to be made orthogonal; advances the momentum."""
+        """Return this rank's part of the direction to orthogonalize; advances the momentum."""
         state = self.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
@@ -99,12 +100,12 @@ class ShardedMuon(torch.optim.Optimizer):
             buffer.lerp_(gradient, 1 - group["momentum"])
         else:
             keep = _keep(self.found_inf, gradient)
-            gradient = torch.where(keep > 0, gradient, 0.0)  # what is not finite would be so times 0 as well
+            gradient = torch.where(keep > 0, gradient, 0.0)  # a product with 0 would keep NaN and inf
             buffer.lerp_(gradient, keep.to(buffer.dtype) * (1 - group["momentum"]))
         return gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
 
     def _from_full_tensor(self, parameter: Any, group: dict[str, Any]) -> list[Tensor]:
-        """Updates of a parameter that is cut in some other way: every rank makes it whole for itself."""
+        """Return the updates of a parameter that is sharded in some other way: every rank gathers it."""
         mesh, placements = parameter.device_mesh, parameter.placements
         part = self._direction(parameter, group)
         shape, stride = parameter.shape, parameter.stride()
@@ -115,21 +116,21 @@ class ShardedMuon(torch.optim.Optimizer):
 
 
 def _keep(wrong: Tensor, like: Tensor) -> Tensor:
-    """1.0 where a step is applied, 0.0 where it is skipped."""
+    """Return 1.0 if a step is applied, 0.0 if it is skipped."""
     return 1.0 - wrong.to(like.device)
 
 
 def orthogonalised(
     parts: tuple[Tensor, ...], cuts: tuple[list[Cut], ...], group: dict[str, Any]
 ) -> list[Tensor]:
-    """This rank's parts of the updates, fp32, of matrices that the same ranks have cut.
+    """Return this rank's parts of the updates, fp32, for matrices that are cut by the same ranks.
 
     Collective over the ranks of all cuts. Matrices are dealt to the ranks of the first cut, each of which
-    then has a larger part of fewer; and so on, until each rank has whole ones.
+    then has larger parts of fewer matrices; and so on, until each rank has whole ones.
 
     Args:
         parts: this rank's part of each matrix.
-        cuts: of each matrix, the last first; the i-th of all has the same ranks.
+        cuts: the cuts of each matrix, the last first; the i-th cuts of all have the same ranks.
     """
     if not parts:
         return []
@@ -138,7 +139,7 @@ def orthogonalised(
     ranks = cuts[0][0].ranks
     count, me = dist.get_world_size(ranks), dist.get_rank(ranks)
     dealt = [list(range(rank, len(parts), count)) for rank in range(count)]
-    # torch.optim.Muon computes in bfloat16, so that nothing is lost by sending that.
+    # torch.optim.Muon computes in bfloat16, so sending that loses nothing.
     sent = [[parts[i].to(torch.bfloat16) for i in dealt[rank]] for rank in range(count)]
     empty = parts[0].new_empty(0)
     shapes = [[_shape(parts[i], cuts[i][0], rank) for i in dealt[me]] for rank in range(count)]
@@ -164,7 +165,7 @@ def orthogonalised(
 
 
 def _shape(part: Tensor, cut: Cut, rank: int) -> torch.Size:
-    """Of another rank's part of the same matrix."""
+    """Return the shape of another rank's part of the same matrix."""
     shape = list(part.shape)
     shape[cut.dim] = cut.sizes[rank]
     return torch.Size(shape)
@@ -176,7 +177,7 @@ def _exchange(
     ranks: dist.ProcessGroup,
     empty: Tensor,
 ) -> list[list[Tensor]]:
-    """Send each rank its tensors, and get of each rank tensors of the given shapes; all like `empty`."""
+    """Send each rank its tensors, and receive tensors of the given shapes; all like `empty`."""
     sent = torch.cat([empty, *(tensor.flatten() for tensors in to_ranks for tensor in tensors)])
     sizes = [sum(tensor.numel() for tensor in tensors) for tensors in to_ranks]
     lengths = [[shape.numel() for shape in shapes] for shapes in from_ranks]
@@ -187,7 +188,7 @@ def _exchange(
 
 
 def orthogonal(direction: Tensor, group: dict[str, Any]) -> Tensor:
-    """What torch.optim.Muon subtracts for a learning rate of 1 and this whole matrix, fp32."""
+    """Return what torch.optim.Muon subtracts for a learning rate of 1 and this whole matrix, fp32."""
     update = nn.Parameter(torch.zeros_like(direction, dtype=torch.float32))
     update.grad = direction.float()
     settings = {name: group[name] for name in ("ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")}
@@ -196,7 +197,7 @@ def orthogonal(direction: Tensor, group: dict[str, Any]) -> Tensor:
 
 
 def _batches(items: Iterator[Any], size: int) -> Iterator[list[Any]]:
-    """Lists of `size` items, the last one shorter."""
+    """Yield lists of `size` items, the last one possibly shorter."""
     batch = []
     for item in items:
         batch.append(item)
@@ -208,7 +209,7 @@ def _batches(items: Iterator[Any], size: int) -> Iterator[list[Any]]:
 
 
 def _matrices(tensor: Tensor) -> list[Tensor]:
-    """The matrix, or those of a stack, in the same memory."""
+    """Return the matrix, or those of a stack, as views."""
     return list(tensor.unbind(0)) if tensor.ndim == 3 else [tensor]
 
 

@@ -72,7 +72,7 @@ def page(tmp_path: Path, titan: Titan) -> Path:  # noqa: F811
 
 
 def seen(page: Path, *, dark: bool) -> list[dict[str, Any]]:
-    """What a browser makes of a page, at each of `WIDTHS`."""
+    """Return how a browser lays out a page, at each of `WIDTHS`."""
     browser = next(filter(None, map(shutil.which, BROWSERS)))
     source = html.escape(page.read_text())
     frames = "".join(

@@ -1,4 +1,4 @@
-"""One page about runs: `titan report`. This file imports no torch."""
+"""A page about runs: `titan report`. This file imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`titan report`: one page about one or several runs."""
+"""`titan report`: one page about one or more runs."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 MARK = '<meta name="generator" content="titan report'
 TEXT = ("loss", "grad_norm", "lr", "tokens_per_second")
-"""The curves that --text draws, and those of validation."""
+"""Curves drawn by --text, besides those of validation."""
 COLORS = ("36", "33", "32", "35", "34", "31")
-"""Of runs, as a terminal has them."""
+"""Colors of runs in a terminal."""
 
 
 @click.command("report", short_help="Write a report of runs as one HTML page.")
@@ -43,10 +43,10 @@ COLORS = ("36", "33", "32", "35", "34", "31")
 @click.option("--text", is_flag=True, help="Draw the main curves in the terminal instead.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead.")
 def command(runs: tuple[Path, ...], output: Path | None, by: str, text: bool, as_json: bool) -> None:
-    """Write one HTML page about RUNs: curves, where the time went, checkpoints, environment; of several runs
-    also what differs between their recipes.
+    """Write one HTML page about RUNs: curves, time spent, checkpoints, environment; for several runs also the
+    differences between their recipes.
 
-    The page is one file that loads nothing from elsewhere. A run may still be going on.
+    The page is a single file that loads nothing from elsewhere. Runs may still be in progress.
     """
     from titan_report import view
     from titancli.observe.summary import summarize
@@ -70,9 +70,10 @@ def command(runs: tuple[Path, ...], output: Path | None, by: str, text: bool, as
 
 
 def _refuse_foreign(output: Path) -> None:
-    """
+    """Check that the file may be written.
+
     Raises:
-        EnvironmentProblem: the file is there and is not a report, or its folder is not there.
+        EnvironmentProblem: it exists and is not a report, or its folder does not exist.
     """
     if not output.absolute().parent.is_dir():
         raise EnvironmentProblem(f"folder {output.absolute().parent} does not exist")
@@ -102,8 +103,8 @@ def _print(runs: Sequence[Run], by: str) -> None:
         curves = [view.curve(run, number, name, by, 2 * columns) for number, run in enumerate(runs)]
         if lines := text.chart(curves, width=columns, height=9 if name == "loss" else 6):
             beyond = view.limits(curves)[2]
-            told = f" (first, beyond the axis: {', '.join(map(label, beyond))})" if beyond else ""
-            print(f"\n{printable(view.title(name))} by {by}{told}")
+            firsts = f" (first, beyond the axis: {', '.join(map(label, beyond))})" if beyond else ""
+            print(f"\n{printable(view.title(name))} by {by}{firsts}")
             for line in lines:
                 print("".join(_piece(piece, run, len(runs)) for piece, run in line).rstrip())
     print(f"\nacross: {view.AXES[by]}; a curve of many points spans their minimum and maximum")
@@ -124,7 +125,7 @@ def _print(runs: Sequence[Run], by: str) -> None:
 
 
 def _piece(text: str, run: int | None, runs: int) -> str:
-    """A piece of a chart, in the color of its run, or where there are none, by the run's letter."""
+    """Return a piece of a chart, in the color of its run, or without colors, as the run's letter."""
     if run is None or _in_color():
         return _colored(text, run)
     return _letter(run) if runs > 1 else text

@@ -21,14 +21,14 @@ from titancli.observe.console import numbers
 from titancli.observe.events import can_be_shown, in_order
 
 MESSAGES = 20
-"""Warnings and errors that are kept: the last ones."""
+"""Maximum number of warnings and errors kept: the last ones."""
 ORDERLY = ("finished", "data_ended", "stopped", "interrupted")
 NAN = float("nan")
 
 
 @dataclass
 class Column:
-    """One metric: in which rows it stands, and its values."""
+    """One metric: the rows that have it, and its values."""
 
     rows: array[int] = field(default_factory=lambda: array("q"))
     values: array[float] = field(default_factory=lambda: array("d"))
@@ -38,48 +38,48 @@ class Column:
         del self.rows[end:], self.values[end:]
 
     def at(self, row: int) -> float:
-        """The value of a row; NaN where it has none."""
+        """Return the value of a row; NaN if it has none."""
         place = bisect_left(self.rows, row)
         return self.values[place] if place < len(self.rows) and self.rows[place] == row else NAN
 
 
 class History:
-    """The steps that were logged, without those that a later attempt did again."""
+    """The logged steps, without those that a later attempt repeated."""
 
     def __init__(self) -> None:
         self.step = array("d")
-        """By row; so are the next two."""
+        """Step by row; the next two are by row as well."""
         self.tokens = array("d")
-        """Trained on up to here, over all ranks; NaN where the run does not say."""
+        """Tokens trained on so far, over all ranks; NaN if the run does not report them."""
         self.seconds = array("d")
-        """In training up to here, with evaluations and saves."""
+        """Seconds of training so far, including evaluations and saves."""
         self._counted = array("d")
-        """The step up to which `tokens` counts: an evaluation may have a row of its own."""
+        """Step up to which `tokens` counts: an evaluation may have a row of its own."""
         self.columns: dict[str, Column] = {}
         self.checkpoints: dict[int, float] = {}
-        """By step, when it was complete (seconds since 1970)."""
+        """Time of completion by step (seconds since 1970)."""
         self.resumed: list[int] = []
-        """Steps from which a further attempt, or the ranks after a restart, went on."""
+        """Steps from which a later attempt, or the ranks after a restart, continued."""
         self.repeated = 0
-        """Steps that were done again."""
+        """Number of steps that were repeated."""
         self.messages: deque[tuple[str, str, str]] = deque(maxlen=MESSAGES)
         """Warnings and errors: time, level, text."""
         self.times = Times()
         self._intervals: list[Interval] = []
         self.done = 0.0
-        """The step up to which intervals go."""
+        """Step up to which there are intervals."""
 
     def axis(self, name: str) -> np.ndarray:
-        """One of `step`, `tokens`, `seconds`, by row."""
+        """Return `step`, `tokens` or `seconds` by row."""
         return np.asarray(getattr(self, name))
 
     def series(self, name: str, by: str) -> tuple[np.ndarray, np.ndarray]:
-        """A metric: places on the axis `by`, and values; both empty where it was not logged."""
+        """Return a metric's positions on the axis `by`, and its values; both empty if it was not logged."""
         column = self.columns.get(name, Column())
         return self.axis(by)[np.asarray(column.rows, dtype=np.int64)], np.asarray(column.values)
 
     def last(self, name: str) -> float | None:
-        """A metric's last value."""
+        """Return a metric's last value."""
         column = self.columns.get(name)
         return column.values[-1] if column and column.values else None
 
@@ -98,7 +98,7 @@ class History:
         self.add_metrics(row, metrics)
 
     def add_validation(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        """What was evaluated after a step, which may not have been logged itself."""
+        """Add an evaluation after a step, which may not have been logged itself."""
         if not self.step or self.step[-1] < step:
             self.step.append(step)
             self._counted.append(self._counted[-1] if self._counted else 0.0)
@@ -117,7 +117,7 @@ class History:
                 column.values.append(value)
 
     def go_back(self, step: int) -> None:
-        """An attempt begins after a step: what was done after it is void, and its time lost."""
+        """Begin an attempt after a step: everything after that step is void, and its time lost."""
         keep = bisect_right(self.step, step)
         if keep < len(self.step):
             self.repeated += int(self.step[-1]) - step
@@ -143,7 +143,7 @@ class History:
         return {name: value for name, value in found.items() if value == value}
 
     def settle(self) -> None:
-        """Charge the time of the rows that stay."""
+        """Charge the time of the remaining rows."""
         rows = len(self._intervals)
         phases = {}
         for name, column in self.columns.items():
@@ -164,12 +164,12 @@ def read(
     until: float | None = None,
     async_saves: bool = False,
 ) -> History:
-    """Return what a run's event log says; of one that is damaged, what can be read.
+    """Return the history in a run's event log; for a damaged log, everything readable.
 
     Args:
-        attempts: as in run.json: when each was started, and ended.
-        until: of a run that is going on, now (seconds since 1970).
-        async_saves: the recipe's checkpoints are written while training goes on.
+        attempts: as in run.json: start and end of each.
+        until: for a run in progress, the current time (seconds since 1970).
+        async_saves: whether the recipe's checkpoints are written while training continues.
     """
     reader = _Reader(History(), attempts, async_saves)
     for event in _events(path):
@@ -188,19 +188,19 @@ def _events(path: Path) -> Iterator[dict[str, Any]]:
 
 class _Reader:
     """Walks along the events. Each moment between the first start and the end is charged once: `_charge`
-    moves `_cursor`, and rows get what lies between it and them."""
+    advances `_cursor`, and rows get the time between it and them."""
 
     def __init__(self, history: History, attempts: Sequence[Mapping[str, Any]], async_saves: bool) -> None:
         self.history = history
         self._attempts = attempts
         self._async_saves = async_saves
         self._number = 0
-        """The attempt under way, from 1; 0 before the first."""
+        """The current attempt, from 1; 0 before the first."""
         self._cursor: float | None = None
         self._saved_at: float | None = None
-        """Since the last row: when a checkpoint of its step was complete."""
+        """Time at which a checkpoint of the last row's step was complete."""
         self._evaluated = 0.0
-        """Since the last row: seconds of evaluations."""
+        """Seconds of evaluations since the last row."""
         self._first = True
         """Whether the next row is the first of an attempt."""
         self._in_start = False
@@ -210,7 +210,7 @@ class _Reader:
         kind = event["event"]
         if now is None:
             return
-        if kind != "run_start":  # an attempt may say something, or fail, before its first step
+        if kind != "run_start":  # an attempt may log, or fail, before its first step
             while (started := self._started(self._number)) is not None and started <= now:
                 self._begin(self._number + 1, None)
         if kind == "run_start":
@@ -234,7 +234,7 @@ class _Reader:
         number = number if isinstance(number, int) else self._number
         if number != self._number or self._in_start or not self._number:
             self._begin(number, now)
-        else:  # the launcher has restarted the ranks
+        else:  # the launcher restarted the ranks
             self._charge("restart", now)
         if self.history.step or self._number > 1 or event["step"]:
             self.history.resumed.append(event["step"])
@@ -242,12 +242,12 @@ class _Reader:
         self._saved_at, self._evaluated, self._first = None, 0.0, True
 
     def _begin(self, number: int, now: float | None) -> None:
-        """The attempts up to this one begin; all but the last ended before their first step."""
+        """Begin the attempts up to this one; all but the last ended before their first step."""
         for each in range(self._number + 1, number + 1):
             started, ended = self._started(each - 1), self._ended(each - 2)
             if self._cursor is not None and ended is not None:
                 self._leave(ended)
-            elif self._saved_at is not None:  # the last that is known of one that was killed
+            elif self._saved_at is not None:  # the last known moment of a killed attempt
                 self._charge("save", self._saved_at)
             self._saved_at, self._evaluated = None, 0.0
             if started is not None:
@@ -264,7 +264,7 @@ class _Reader:
 
     def _step(self, event: dict[str, Any], now: float) -> None:
         history = self.history
-        if event["step"] <= history.done:  # a log without the start between the two
+        if event["step"] <= history.done:  # a log that lacks the start between the two
             history.go_back(event["step"] - 1)
         self._in_start = False
         cursor = self._cursor if self._cursor is not None else now
@@ -295,12 +295,12 @@ class _Reader:
         self._charge("other" if why in ORDERLY else "lost", now)
 
     def _leave(self, ended: float) -> None:
-        """The attempt before has ended, without a last word in the log."""
+        """End the previous attempt, which logged no end."""
         outcome = (self._attempts[self._number - 1].get("outcome") or {}) if self._number else {}
         self._end(ended, outcome.get("why") or "died")
 
     def finish(self, until: float | None) -> None:
-        """All events are read."""
+        """Finish after the last event."""
         if len(self._attempts) > self._number:
             self._begin(len(self._attempts), None)
         ended = self._ended(len(self._attempts) - 1)
@@ -329,7 +329,7 @@ class _Reader:
 
 
 def seconds_of(time: Any) -> float | None:
-    """A timestamp of run.json or events.jsonl as seconds since 1970; None if it is none."""
+    """Return a timestamp of run.json or events.jsonl as seconds since 1970; None if it is invalid."""
     try:
         return datetime.fromisoformat(time).timestamp()
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""The report as one HTML file, with everything in it: no script, style, font or picture is fetched."""
+"""The report as one HTML file that fetches no script, style, font or picture."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from titancli.run.compare import spread
 
 TEMPLATE = Path(__file__).with_name("page.html")
 WIDE, NARROW = (1120, 300), (400, 190)
-"""Sizes in pixels: of the loss on a screen, and of all other plots, and the loss on a phone."""
+"""Sizes in pixels: the loss on a screen; and all other plots, and the loss on a phone."""
 FEW = 40
-"""Points of a curve that are marked one by one."""
+"""Maximum number of points of a curve that are marked individually."""
 
 
 def html(runs: Sequence[view.Run], by: str) -> str:
@@ -59,7 +59,7 @@ def html(runs: Sequence[view.Run], by: str) -> str:
 
 
 def _script(data: Any) -> str:
-    """JSON that can stand in a `<script>`."""
+    """Return JSON that is safe inside a `<script>`."""
     return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
 
 
@@ -103,7 +103,7 @@ def _chart(runs: Sequence[view.Run], name: str, by: str, number: int) -> dict[st
 
 
 def _marks(runs: Sequence[view.Run], by: str) -> list[float]:
-    """Where one run was resumed; of several, lines would say nothing."""
+    """Return where a run was resumed; for several runs nothing, since lines would be ambiguous."""
     if len(runs) > 1:
         return []
     history = runs[0].history
@@ -142,7 +142,7 @@ def _head(run: view.Run, number: int) -> dict[str, Any]:
 
 
 def _facts(runs: Sequence[view.Run]) -> list[tuple[str, list[str]]]:
-    """Rows of the table at the top: a name, and a text for each run."""
+    """Return the rows of the table at the top: a name, and a text per run."""
     rows: list[tuple[str, list[str]]] = []
 
     def add(name: str, values: list[str]) -> None:
@@ -173,7 +173,7 @@ def _best(name: str, found: dict[str, float] | None) -> str:
 
 
 def _typical(run: view.Run, name: str) -> str:
-    """The median: one slow step says little."""
+    """Return the median: a single slow step says little."""
     import numpy as np
 
     _, values = run.history.series(name, "step")
@@ -196,7 +196,8 @@ def _number(name: str, number: float | None) -> str:
 
 
 def _causes(runs: Sequence[view.Run]) -> dict[str, Any]:
-    """Bars and the table of where the time went. Shares are of the time in which a run was going on."""
+    """Return the bars and the table of where the time went. Shares are of the time in which a run was
+    active."""
     tables = [dict(run.history.times.ordered()) for run in runs]
     order = [name for run in runs for name, _ in run.history.times.ordered()]
     names = [name for name in CAUSES if name in order] + [n for n in dict.fromkeys(order) if n not in CAUSES]
@@ -241,7 +242,7 @@ def _differences(tables: Sequence[dict[str, Any]]) -> list[tuple[str, list[str]]
 
 
 def _environment(runs: Sequence[view.Run]) -> list[tuple[str, list[str], bool]]:
-    """Rows: a name, a text for each run, and whether they differ."""
+    """Return rows: a name, a text per run, and whether they differ."""
     tables = [view.environment(run) for run in runs]
     keys = dict.fromkeys(key for table in tables for key in table)
     rows = [(key, [_shown(table.get(key)) for table in tables]) for key in keys]
@@ -301,7 +302,7 @@ def _attempts(run: view.Run) -> list[tuple[str, ...]]:
 
 
 def _clock(time: Any) -> str:
-    """A timestamp to the minute; a dash where there is none."""
+    """Return a timestamp to the minute, or a dash if there is none."""
     try:
         return datetime.fromisoformat(time).strftime("%Y-%m-%d %H:%M")
     except (TypeError, ValueError):

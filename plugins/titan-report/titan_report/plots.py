@@ -1,4 +1,4 @@
-"""Curves as SVG, drawn by matplotlib. Colors are CSS variables: the page has a light and a dark form."""
+"""Curves as SVG, drawn by matplotlib. Colors are CSS variables: the page has a light and a dark theme."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from titan_report.view import Curve, limits
 from titancli.observe.console import short
 
 COLORS = 8
-"""Colors of runs; with more runs they come again, dashed and then dotted."""
+"""Number of colors; with more runs they repeat, dashed and then dotted."""
 DASHES: Any = ("-", (0, (4, 2)), (0, (1, 1.5)))
-"""Of the first so many runs, the next, and the ones after."""
+"""Line styles of the first `COLORS` runs, the next, and those after."""
 TEXT, GRID, MARK, ODD = "#010203", "#010204", "#010205", "#010206"
-"""Stand for CSS variables: `#0102xx` becomes `var(--pxx)`."""
+"""Placeholders for CSS variables: `#0102xx` becomes `var(--pxx)`."""
 MARGIN = {"left": 46, "right": 10, "top": 10, "bottom": 22}
 SETTINGS: Any = {
     "svg.fonttype": "none",
@@ -27,13 +27,13 @@ SETTINGS: Any = {
 
 @dataclass(frozen=True)
 class Plot:
-    """An SVG, and where its data lie in it: what the page needs to say what the pointer is on."""
+    """An SVG and its axes, which the page needs to show the values under the pointer."""
 
     svg: str
     width: int
     height: int
     x: tuple[float, float]
-    """The axis from left to right, in units of the data; `y`: from bottom to top."""
+    """The axis from left to right, in data units; `y` from bottom to top."""
     y: tuple[float, float]
 
 
@@ -53,16 +53,16 @@ def plot(
     """Draw one metric of several runs.
 
     Args:
-        width, height: in CSS pixels, where the page shows it at its own size.
-        marks: places of the horizontal axis that get a dotted line (resumes).
-        dots: mark each point, as there are few.
+        width, height: in CSS pixels, at the page's original size.
+        marks: positions on the horizontal axis that get a dotted line (resumes).
+        dots: mark each point, since there are few.
     """
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-    # What an SVG refers to inside of itself is named by a hash: not the same in two sizes of one plot.
+    # Internal references of an SVG are hashes, which must differ between two sizes of a plot.
     with matplotlib.rc_context({**SETTINGS, "svg.hashsalt": str(width)}):
         figure = Figure(figsize=(width / 72, height / 72))
         left, right = MARGIN["left"] / width, 1 - MARGIN["right"] / width
@@ -130,7 +130,7 @@ def _draw(axes: Any, one: Curve, dots: bool) -> None:
 
 
 def _inside(one: Curve, bottom: float, top: float) -> tuple[list[float], ...]:
-    """A curve whose first point is drawn at the edge that its line to the second crosses."""
+    """Return a curve whose first point is moved to the edge that its first segment crosses."""
     x, y, low, high = list(one.x), list(one.y), list(one.low), list(one.high)
     if not bottom <= y[0] <= top and len(x) > 1:
         edge = min(max(y[0], bottom), top)
@@ -140,7 +140,7 @@ def _inside(one: Curve, bottom: float, top: float) -> tuple[list[float], ...]:
 
 
 def _limits(axes: Any, curves: Sequence[Curve]) -> None:
-    """Room above and below; a curve that is flat, or a single point, gets room too."""
+    """Set the axes' limits, with a margin above and below, also for a flat curve or a single point."""
     places = [place for one in curves for place in (*one.x, *one.odd)]
     lowest, highest, _ = limits(curves)
     room = (highest - lowest) * 0.06 or abs(highest) * 0.1 or 0.5
@@ -150,16 +150,17 @@ def _limits(axes: Any, curves: Sequence[Curve]) -> None:
 
 
 def label(value: float) -> str:
-    """A number beside an axis: `0.0003`, `2.5`, `12k`."""
+    """Format a number beside an axis: `0.0003`, `2.5`, `12k`."""
     return f"{'-' if value < 0 else ''}{short(abs(value))}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def _tidy(svg: str) -> str:
-    """The `<svg>` element alone, for a page that has several: no ids, colors as variables, short numbers."""
+    """Return only the `<svg>` element, for a page that has several: no ids, colors as variables, short
+    numbers."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", svg, flags=re.DOTALL)
     svg = re.sub(r"<defs>\s*<style.*?</defs>", "", svg, flags=re.DOTALL)
-    # Clipping refers to an id, which would have to be unique on the page; the limits hold every curve.
+    # Clipping refers to ids, which would have to be unique on the page; the limits contain every curve.
     svg = re.sub(r'<clipPath.*?</clipPath>| clip-path="[^"]*"', "", svg, flags=re.DOTALL)
     svg = re.sub(r"#0102([0-9a-f]{2})", r"var(--p\1)", svg)
     svg = re.sub(r'<g id="[^"]*"', "<g", svg)

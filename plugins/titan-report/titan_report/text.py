@@ -1,4 +1,4 @@
-"""Curves for a terminal, in braille dots: two across and four down in a character."""
+"""Curves for a terminal, in braille dots: two columns and four rows per character."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ EMPTY = 0x2800
 def chart(curves: Sequence[Curve], *, width: int, height: int) -> list[list[tuple[str, int | None]]]:
     """Return the lines of a chart, each as pieces of text with the run that they belong to (None: axes).
 
-    A character that several runs share belongs to the last.
+    A character shared by several runs belongs to the last.
 
     Args:
-        width, height: characters, the axes included.
+        width, height: in characters, including the axes.
     """
     values = [value for one in curves for value in (*one.low, *one.high)]
     places = [place for one in curves for place in one.x]
@@ -34,7 +34,7 @@ def chart(curves: Sequence[Curve], *, width: int, height: int) -> list[list[tupl
 
     def dot(x: float, y: float, run: int) -> None:
         across = round((x - first) / ((last - first) or 1) * (2 * columns - 1))
-        y = min(max(y, low), high)  # a first value that is far from all others
+        y = min(max(y, low), high)  # a first value far from all others
         down = round((high - y) / ((high - low) or 1) * (4 * rows - 1))
         cell = (down // 4, across // 2)
         bits = cells.get(cell, (0, run))[0] | DOTS[across % 2][down % 4]
@@ -44,7 +44,7 @@ def chart(curves: Sequence[Curve], *, width: int, height: int) -> list[list[tupl
         before = None
         for x, y, bottom, top in zip(one.x, one.y, one.low, one.high, strict=True):
             points = [(x, y), (x, bottom), (x, top)]
-            if before is not None:  # joined, so that a steep curve has no gaps
+            if before is not None:  # connected, so that a steep curve has no gaps
                 steps = 2 * columns
                 points += (
                     [

@@ -27,28 +27,27 @@ CAUSES = {
     "other": "other: Python, logging, the end",
     "not_running": "not running, between two attempts",
 }
-"""In this order; what a component has named itself comes before `save`. `training` is of logs that have no
-phases."""
+"""Causes in order; a component's own phases come before `training`, which is for logs without phases."""
 MERGED = {"clip": "optimizer"}
 STALL = 10.0
-"""Times the usual that the rest of a step takes before it is called a stall…"""
+"""Multiple of the usual remainder of a step from which on it counts as a stall…"""
 NOTICED = 0.25
-"""…and seconds."""
+"""…and the minimum in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """Between a logged step and the event before."""
+    """The time between a logged step and the event before."""
 
     wall: float
     """Seconds."""
     steps: float
     save: float = 0.0
-    """Seconds until a checkpoint was complete, where training waited for it."""
+    """Seconds until a checkpoint was complete, if training waited for it."""
     evaluation: float = 0.0
     """Seconds."""
     first: bool = False
-    """Of an attempt: it compiles and warms up, which is no stall."""
+    """Whether it is the first of an attempt: compiling and warming up is not a stall."""
 
 
 class Times:
@@ -68,18 +67,18 @@ class Times:
 
     @property
     def running(self) -> float:
-        """Those in which an attempt was going on."""
+        """Seconds in which an attempt was active."""
         return self.wall - self.seconds.get("not_running", 0.0)
 
     def ordered(self) -> list[tuple[str, float]]:
-        """Causes with their seconds, in the order of `CAUSES`."""
+        """Return causes with their seconds, in the order of `CAUSES`."""
         own = [name for name in self.seconds if name not in CAUSES]
         names = list(CAUSES)
         names[names.index("training") : names.index("training")] = sorted(own)
         return [(name, self.seconds[name]) for name in names if name in self.seconds]
 
     def lose(self, interval: Interval, metrics: Mapping[str, float], kept: float) -> None:
-        """Charge a row that was done again: lost, but for a share `kept`, and for the saving before it."""
+        """Charge a row that was repeated: lost, except for a share `kept` and the saving before it."""
         phases = {name.removeprefix("time/"): value for name, value in metrics.items() if "time/" in name}
         save = min(interval.wall, max(interval.save, phases.get("save", 0.0) * interval.steps))
         rest = interval.wall - save
@@ -93,7 +92,7 @@ class Times:
             self.add("training", rest * kept)
 
     def keep(self, intervals: Sequence[Interval], metrics: Mapping[str, np.ndarray]) -> None:
-        """Charge rows: what their phases say, and the rest. `metrics`: by name, a value for each row."""
+        """Charge rows by their phases, and the rest. `metrics` has a value per row, by name."""
         if not intervals:
             return
         wall, steps, save, evaluation = (
@@ -109,7 +108,7 @@ class Times:
         divided = sum(phases.values(), np.zeros(len(wall))) > 0
         none = np.zeros(len(wall))
         known = {name: np.where(divided, values, 0.0) for name, values in phases.items() if name != "other"}
-        # What the events say of saves and evaluations stands in where there are no phases.
+        # Without phases, use the events' durations of saves and evaluations.
         known["save"] = np.where(divided, known.get("save", none), save)
         known["evaluation"] = np.maximum(known.get("evaluation", none), evaluation)
         took = metrics.get("step_seconds", none) * steps
@@ -117,7 +116,7 @@ class Times:
         known["data"] = np.where(
             divided, known.get("data", none), metrics.get("data_wait_share", none) * took
         )
-        # An evaluation is not part of `step_seconds`.
+        # Evaluations are not part of `step_seconds`.
         left_out = np.where(undivided & (took > 0) & (known["evaluation"] == 0), wall - took - save, 0.0)
         known["evaluation"] += np.where(left_out > NOTICED, left_out, 0.0)
         total = sum(known.values(), np.zeros(len(wall)))

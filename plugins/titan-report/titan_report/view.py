@@ -1,4 +1,4 @@
-"""What a report says of its runs, as plain data: `titan report --json`, and what the page is made of."""
+"""The content of a report as plain data: `titan report --json`, and input of the page."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ CURVES = {
     "skipped_steps": "Skipped steps",
     "step_seconds": "Seconds per step",
 }
-"""The curves that every report has, if they were logged, in this order."""
+"""Curves that every report has, if they were logged, in this order."""
 HIDDEN = ("eta_seconds", "version", "slow_rank", "slow_rank_seconds", "data_wait_share", "loss_max")
 POINTS = 300
-"""Of a curve: what has more is drawn as the mean, the minimum and the maximum of as many parts."""
+"""Points per curve: longer ones are drawn as the mean, minimum and maximum of this many parts."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,13 @@ class Run:
     history: History
     side: Side
     evaluations: list[dict[str, Any]]
-    """What lies beside its checkpoints: `step`, `name`, `metrics`."""
+    """Evaluations beside its checkpoints: `step`, `name`, `metrics`."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One metric of one run, thinned out: `low` and `high` are the extremes of what each point stands for."""
+    """One metric of one run, downsampled: `low` and `high` are the extremes of the values behind each
+    point."""
 
     run: int
     x: list[float]
@@ -56,11 +57,11 @@ class Curve:
     low: list[float]
     high: list[float]
     odd: list[float]
-    """Places where it was NaN or infinite."""
+    """Positions where it was NaN or infinite."""
 
 
 def open_runs(summaries: Sequence[Summary]) -> list[Run]:
-    """Read the event logs of runs. Names are those of folders, with as much of the path as tells them apart.
+    """Read the event logs of runs. Names are those of folders, with as much of the path as makes them unique.
 
     Raises:
         RecipeError: a lock file is not TOML.
@@ -99,7 +100,7 @@ def metrics_of(runs: Sequence[Run]) -> list[str]:
 
 
 def title(name: str) -> str:
-    """Return what a metric is called above its curve: `validation/books/loss` is "Validation loss, books"."""
+    """Return the title of a metric's curve: `validation/books/loss` is "Validation loss, books"."""
     parts = name.split("/", 2)
     if parts[0] == "validation" and len(parts) == 3:
         return f"Validation {parts[2].replace('_', ' ')}, {parts[1]}"
@@ -107,17 +108,17 @@ def title(name: str) -> str:
 
 
 def is_validation_loss(name: str) -> bool:
-    """Return whether a metric is the loss of held-out data."""
+    """Return whether a metric is the loss on held-out data."""
     return name.startswith("validation/") and name.endswith("/loss")
 
 
 def _worth(runs: Sequence[Run], name: str) -> bool:
-    """A count that stays 0 draws nothing."""
+    """Return whether a metric is worth a curve: a count that stays 0 is not."""
     return name != "skipped_steps" or any(any(run.history.series(name, "step")[1]) for run in runs)
 
 
 def curve(run: Run, number: int, name: str, by: str, points: int = POINTS) -> Curve:
-    """Return one metric along an axis (`step`, `tokens`, `seconds`), thinned out to about so many points."""
+    """Return one metric along an axis (`step`, `tokens`, `seconds`), downsampled to about `points` points."""
     x, y = run.history.series(name, by)
     x, y = x[np.isfinite(x)], y[np.isfinite(x)]
     finite = np.isfinite(y)
@@ -136,10 +137,10 @@ def curve(run: Run, number: int, name: str, by: str, points: int = POINTS) -> Cu
 
 
 def limits(curves: Sequence[Curve]) -> tuple[float, float, list[float]]:
-    """Return the lowest and the highest value to be shown, and first values that are far beyond them.
+    """Return the lowest and the highest value to show, and first values that are far beyond them.
 
-    The first step compiles, allocates and warms up: its value may be so far from all others that these would
-    be a flat line. Only it is left out then; no spike in the middle is.
+    The first step compiles, allocates and warms up: its value may be so far from all others that they would
+    look like a flat line. Only it is left out then; a spike in the middle never is.
     """
     values = [value for one in curves for value in (*one.low, *one.high)]
     low, high = min(values, default=0.0), max(values, default=1.0)
@@ -156,11 +157,12 @@ def limits(curves: Sequence[Curve]) -> tuple[float, float, list[float]]:
 
 AXES = {"step": "step", "tokens": "tokens", "seconds": "seconds of training"}
 FEWEST, FAR = 5, 4
-"""Points that tell how the others are; and how many times their range makes the first one too far away."""
+"""Minimum number of points to judge the first by; and the multiple of their range at which it is too far
+away."""
 
 
 def environment(run: Run) -> dict[str, Any]:
-    """Machine and versions of the newest attempt."""
+    """Return machine and versions of the newest attempt."""
     newest = run.summary.attempts[-1] if run.summary.attempts else {}
     return {**{name: newest.get(name) for name in ENVIRONMENT}, **run.side.software}
 
@@ -215,12 +217,12 @@ def _run(run: Run) -> dict[str, Any]:
 
 
 def trained(history: History) -> float:
-    """Tokens that were trained on; NaN where the run does not say."""
+    """Return the number of tokens trained on; NaN if the run does not report them."""
     return history.tokens[-1] if history.tokens else 0.0
 
 
 def best(history: History) -> dict[str, dict[str, float]]:
-    """The lowest finite value of each loss, and its step."""
+    """Return the lowest finite value of each loss, with its step."""
     found = {}
     for name in history.columns:
         if name == "loss" or is_validation_loss(name):
@@ -233,7 +235,7 @@ def best(history: History) -> dict[str, dict[str, float]]:
 
 
 def evaluations(summary: Summary) -> list[dict[str, Any]]:
-    """Return what `titan eval` has left in a run folder, by step; a file that cannot be read is named in the
+    """Return the results of `titan eval` in a run folder, by step; unreadable files are added to the
     summary's problems."""
     found = []
     for path in sorted((summary.path / "evaluations").glob("step-*/*.json")):
@@ -251,8 +253,8 @@ def evaluations(summary: Summary) -> list[dict[str, Any]]:
 
 
 def checkpoints(run: Run) -> list[dict[str, Any]]:
-    """Steps that were saved: when (seconds since 1970; None where the log does not say), and whether the
-    folder is still there."""
+    """Return the saved steps: when (seconds since 1970; None if the log does not say), and whether the
+    folder still exists."""
     here = set(run.summary.checkpoints)
     steps = sorted(here | set(run.history.checkpoints))
     return [{"step": step, "time": run.history.checkpoints.get(step), "kept": step in here} for step in steps]

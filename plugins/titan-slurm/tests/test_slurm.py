@@ -278,7 +278,7 @@ def test_wrong_settings_are_said_before_anything_is_submitted(titan: Titan, slur
     done = submit(titan, "launcher.time=4:00", "launcher.sbatch.nodes=3", "launcher.sbatch.qos=x",
                   "launcher.sbatch._x=1", 'launcher.account="a\\nb"')  # fmt: skip
     for words in (
-        "has just begun",
+        "just after it begins",
         "--nodes cannot be set",
         "launcher.qos",
         "long name",
@@ -299,7 +299,7 @@ def test_wrong_settings_are_said_before_anything_is_submitted(titan: Titan, slur
     [
         (
             "export='ALL,BASH_ENV=/tmp/x'",
-            "or file; give it on the command line: titan launch slurm … --sbatch export=…",
+            "allowed; give it on the command line: titan launch slurm … --sbatch export=…",
         ),
         ("export-file='/tmp/x'", "a recipe cannot set --export-file"),
         ("container='/tmp/x'", "a recipe cannot set --container"),
@@ -387,7 +387,7 @@ def test_ctrl_c_leaves_the_job_alone(titan: Titan, slurm: Slurm, monkeypatch: py
 
     monkeypatch.setattr(launch, "time", SimpleNamespace(monotonic=time.monotonic, sleep=pressed))
     done = submit(titan, "--run-dir", "r")
-    assert done.code == 130 and "job 41 goes on" in done.err and not slurm.calls("scancel")
+    assert done.code == 130 and "job 41 continues" in done.err and not slurm.calls("scancel")
 
 
 def test_cancel_has_a_running_job_save(titan: Titan, slurm: Slurm) -> None:
@@ -419,7 +419,7 @@ def test_status_says_what_slurm_says(titan: Titan, slurm: Slurm) -> None:
     document = json.loads(titan("launch", "status", "r", "--json").out)
     assert (document["job"]["state"], document["job"]["exit_code"]) == ("CANCELLED", 75)
     slurm.answer("sacct", err="Slurm accounting storage is disabled", code=1)
-    assert "does not remember" in titan("launch", "status", "r").out
+    assert "no longer knows it" in titan("launch", "status", "r").out
     slurm.answer("scontrol", err="Unable to contact slurm controller", code=1)
     assert titan("launch", "status", "r").code == 5
     (Path("r") / "slurm" / "jobs.json").write_text('{"format": 2}')

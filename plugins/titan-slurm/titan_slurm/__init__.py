@@ -21,24 +21,24 @@ SET_BY_TITAN = frozenset(
 )
 NOT_SUPPORTED = frozenset(("array", "wrap", "clusters", "no-requeue", "parsable", "wait", "chdir"))
 _ALLOWED = (
-    # what the job gets
+    # resources
     "mem mem-per-cpu mem-per-gpu tmp gres gres-flags gpus gpus-per-task gpus-per-socket gpu-bind gpu-freq "
     "cpus-per-gpu cpu-freq core-spec thread-spec cores-per-socket sockets-per-node threads-per-core mincpus "
     "extra-node-info hint mem-bind tres-per-task exclusive oversubscribe overcommit licenses network "
     "resv-ports "
-    # where
+    # placement
     "constraint prefer nodelist exclude contiguous distribution spread-job switches use-min-nodes segment "
     "wait-all-nodes "
-    # when, and who pays
+    # time and accounting
     "begin deadline delay-boot time-min dependency kill-on-invalid-dep hold nice priority reservation wckey "
     "mcs-label acctg-freq comment mail-type mail-user"
 )
 ALLOWED = _ALLOWED.split()
-"""Options of sbatch that a recipe may set: numbers and words for the scheduler, none of which chooses a
+"""Options of sbatch that a recipe may set: numbers and words for the scheduler, none of which selects a
 program, an environment, a container or a file."""
 FIELDS = {"time": "time", "partition": "partition", "account": "account", "qos": "qos"}
 FIELDS |= {"gpus-per-node": "gpus_per_node", "cpus-per-task": "cpus_per_node"}
-"""sbatch's names of what has a field of its own."""
+"""Options of sbatch with a field of their own."""
 
 
 @component("launcher", "slurm", target="titancli.launchers.local:launch")
@@ -58,15 +58,15 @@ class Slurm(Local):
     cpus_per_node: Annotated[int, Gt(0)] | None = None
     """CPU cores of each node (`sbatch --cpus-per-task`; a node has one task, which starts its ranks)."""
     spare_nodes: Annotated[int, Ge(0)] = 0
-    """Nodes of the job beyond `--nodes`: each takes the place of one that fails, within the same job."""
+    """Spare nodes of the job beyond `--nodes`: each replaces a node that fails, within the same job."""
     signal_seconds: Annotated[int, Gt(0), Le(65535)] = 300
-    """How long before the time limit the run saves and stops, to be requeued (`sbatch --signal`)."""
+    """Seconds before the time limit at which the run saves and stops, to be requeued (`sbatch --signal`)."""
     sbatch: dict[str, str | int | bool] = field(default_factory=dict)
     """Further options of sbatch, without the dashes: `{exclusive = true, mem = "0", constraint = "h100"}`.
-    Those that choose a program, an environment or a file are given with `titan launch slurm --sbatch`."""
+    Options that select a program, an environment or a file are given with `titan launch slurm --sbatch`."""
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
-        """Yield what sbatch would refuse, or would read as something else."""
+        """Yield the values that sbatch would reject or misread."""
         words = {name: getattr(self, name) for name in ("partition", "account", "qos", "time")}
         for name, value in {
             **words,
@@ -78,7 +78,7 @@ class Slurm(Local):
             if wrong := wrong_option(option) or _not_for_a_recipe(option, value):
                 yield f"sbatch.{option}", wrong
         if self.spare_nodes and self.max_restarts == 0:
-            message = "a spare node takes the place of a lost one only if the ranks may be restarted"
+            message = "a spare node replaces a lost one only if ranks may be restarted"
             yield "spare_nodes", f"{message}; set launcher.max_restarts"
         if self.time is not None:
             seconds = seconds_of(self.time)
@@ -86,14 +86,14 @@ class Slurm(Local):
                 yield "time", f"{self.time!r} is not a time limit: write minutes, HH:MM:SS or D-HH:MM:SS"
             elif seconds < self.signal_seconds + 120:  # Slurm may send the signal a minute early
                 message = (
-                    f"is asked to stop {self.signal_seconds} seconds before its end, when it has just begun"
+                    f"would be stopped {self.signal_seconds} seconds before its end, just after it begins"
                 )
                 hint = "use a longer time, or a smaller launcher.signal_seconds"
                 yield "time", f"a job of {self.time} {message}; {hint}"
 
 
 def wrong_option(option: str) -> str | None:
-    """Return what is wrong with an option of sbatch wherever it is written; None if nothing is."""
+    """Return what is wrong with an option of sbatch in any source; None if nothing is."""
     if option in FIELDS:
         return f"--{option} has a field of its own: launcher.{FIELDS[option]}"
     if option in SET_BY_TITAN | NOT_SUPPORTED:
@@ -108,8 +108,8 @@ def _not_for_a_recipe(option: str, value: str | int | bool) -> str | None:
         near = nearest_name(option, ALLOWED)
         meant = f"did you mean {near!r}? Otherwise give" if near and near[0] == option[0] else "give"
         return (
-            f"a recipe cannot set --{option}: it is not on the list of options that choose no program, "
-            f"environment or file; {meant} it on the command line: titan launch slurm … --sbatch {option}=…"
+            f"a recipe cannot set --{option}: only options that select no program, environment or file are "
+            f"allowed; {meant} it on the command line: titan launch slurm … --sbatch {option}=…"
         )
     if option in ("nodelist", "exclude") and "/" in str(value):
         return f"{value!r} would be read as the name of a file: list the nodes"
@@ -119,9 +119,9 @@ def _not_for_a_recipe(option: str, value: str | int | bool) -> str | None:
 
 
 def seconds_of(time: str) -> float | None:
-    """Return the seconds of a time limit of sbatch: `M`, `M:S`, `H:M:S`, `D-H`, `D-H:M` or `D-H:M:S`.
+    """Return the seconds of sbatch's time limits: `M`, `M:S`, `H:M:S`, `D-H`, `D-H:M` or `D-H:M:S`.
 
-    None where it is not one; infinite for `UNLIMITED`.
+    None if the text is not a time limit; infinite for `UNLIMITED`.
     """
     if time.upper() in ("UNLIMITED", "INFINITE"):
         return float("inf")

@@ -23,7 +23,8 @@ RUN = RunName()
 JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 POLL_SECONDS = 0.5
 ASK_SECONDS = 10.0
-"""How often Slurm is asked about a job while its logs are followed: its controller serves everybody."""
+"""Interval at which Slurm is asked about a job while its logs are followed: its controller serves all
+users."""
 
 
 @click.group("launch", short_help="Train as a job of a cluster: submit, follow, cancel.")
@@ -125,10 +126,10 @@ def slurm(
 
 
 def _options_of(given: tuple[str, ...]) -> dict[str, str | bool]:
-    """What `--sbatch OPTION[=VALUE]` says.
+    """Parse `--sbatch OPTION[=VALUE]`.
 
     Raises:
-        UsageError: an option that titan sets itself, or that sbatch does not have in this form.
+        UsageError: titan sets the option itself, or sbatch has no such option.
     """
     from titan_slurm import wrong_option
 
@@ -144,7 +145,7 @@ def _options_of(given: tuple[str, ...]) -> dict[str, str | bool]:
 
 
 def _submit(plan: Plan, found: dict[str, Any], *, detach: bool, as_json: bool) -> int:
-    """Submit the job, and follow it unless `detach`; return its exit code, and add to what was found."""
+    """Submit the job, and follow it unless `detach`; return its exit code, and add the results to `found`."""
     from titan_slurm import jobs
 
     for line in [*plan.notes, *(f"changed: {change}" for change in plan.drift)]:
@@ -177,22 +178,22 @@ def _launcher(plan: Plan) -> Any:
 def _ranks_per_node(
     plan: Plan, config: Any, wanted: int | str | None, nodes: tuple[int | None, int]
 ) -> int | None:
-    """Ranks on each node; None where only the nodes can tell. The layout is checked where they are known.
+    """Return the ranks per node, or None if only the nodes can determine them; a known layout is checked.
 
     Raises:
-        RecipeError: it does not fit them.
-        UsageError: nodes may be lost, but the ranks may not be restarted; or one node alone has a spare one.
+        RecipeError: the layout does not fit the nodes.
+        UsageError: nodes may be lost but ranks may not be restarted; or a single node has spare nodes.
     """
     from titancli.commands.starting import check_worlds
 
     if nodes[0] is not None and config.max_restarts == 0:
         raise UsageError(
-            "--nodes MIN:MAX needs launcher.max_restarts: how often the run may go on after a loss",
+            "--nodes MIN:MAX needs launcher.max_restarts: how often the run may continue after a loss",
             hint="add launcher.max_restarts=10",
         )
     if config.spare_nodes and nodes[1] == 1:
         raise UsageError(
-            "launcher.spare_nodes needs --nodes 2 or more: one node alone has no others to go on with",
+            "launcher.spare_nodes needs --nodes 2 or more: a single node cannot continue on others",
             hint="add launcher.spare_nodes=0: the job is requeued when its node fails",
         )
     wanted = wanted or config.nproc
@@ -216,9 +217,12 @@ def status(run: Path, as_json: bool) -> None:
     summary = summarize(files.run) if RunFolder.is_run(files.run) else None
     if as_json:
         names = ("name", "reason", "nodes", "restarts", "code")
-        told = {name: getattr(state, name) if state else None for name in names}
-        told |= {"state": told.pop("name"), "exit_code": told.pop("code") if state and state.ended else None}
-        about = {"run_folder": str(files.run), "job": job, **told, "jobs": files.jobs()}
+        shown = {name: getattr(state, name) if state else None for name in names}
+        shown |= {
+            "state": shown.pop("name"),
+            "exit_code": shown.pop("code") if state and state.ended else None,
+        }
+        about = {"run_folder": str(files.run), "job": job, **shown, "jobs": files.jobs()}
         found = {"state": summary.state, "step": summary.step, "steps": summary.steps} if summary else None
         print_json("job", {"job": about, "run": found})
         return
@@ -289,7 +293,7 @@ def _files(run: Path) -> SlurmFiles:
 
 def _job_line(job: str, state: JobState | None) -> str:
     if state is None:
-        return f"job {job}: Slurm does not remember it any more"
+        return f"job {job}: Slurm no longer knows it"
     more = [f"on {state.nodes}"] if state.nodes else []
     more += [f"reason {state.reason}"] if state.reason else []
     more += [f"requeued {state.restarts} time{'s' * (state.restarts > 1)}"] if state.restarts else []
@@ -300,7 +304,7 @@ def _job_line(job: str, state: JobState | None) -> str:
 def _follow(
     files: SlurmFiles, job: str, *, node: int = 0, to_stderr: bool = False
 ) -> tuple[JobState | None, int]:
-    """Print a job's logs until it has ended; its last state, and the exit code that follows from it."""
+    """Print a job's logs until it ends; return its last state and the resulting exit code."""
     from titan_slurm.jobs import job_state
     from titancli.observe.logs import Lines
 
@@ -313,7 +317,7 @@ def _follow(
                 try:
                     state = job_state(job)
                     line, over = _job_line(job, state), state is None or state.ended
-                except EnvironmentProblem as error:  # a controller that restarts is no reason to stop
+                except EnvironmentProblem as error:  # a restarting controller is no reason to stop
                     line = f"job {job}: {error.message}"
                 asked = time.monotonic()
                 if line != said:
@@ -327,9 +331,7 @@ def _follow(
             time.sleep(POLL_SECONDS)
     except KeyboardInterrupt:
         run = shlex.quote(short_path(files.run))
-        note(
-            f"\njob {job} goes on; follow it: titan launch logs {run} -f; stop it: titan launch cancel {run}"
-        )
+        note(f"\njob {job} continues; follow: titan launch logs {run} -f; stop: titan launch cancel {run}")
         return state, EXIT_INTERRUPTED
     for reader in readers:
         for text in reader.rest():

@@ -1,14 +1,14 @@
-"""Slurm: the script of a job, its submission, and what becomes of it. Torch-free.
+"""Slurm jobs: their script, submission and state. Torch-free.
 
-The script starts `titan train RECIPE --run-dir RUN --resume` on each node. What was submitted lies in the run
-folder, for nothing of it may change while the job waits in the queue:
+The script starts `titan train RECIPE --run-dir RUN --resume` on each node. Everything submitted is kept in
+the run folder, since none of it may change while the job is queued:
 
     slurm/job.sh       the script
     slurm/recipe.toml  the resolved recipe
     slurm/jobs.json    the jobs of the run, the newest last
     slurm/lock         held while a job is submitted
     slurm/exit-JOB-N   the exit code of titan on each node
-    logs/slurm-JOB.log and slurm-JOB-node-N.log: what the script, and titan on each node, printed
+    logs/slurm-JOB.log and slurm-JOB-node-N.log: output of the script, and of titan on each node
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from titancli.runs import RunFolder, hold_file, timestamp, write_atomically
 
 ENDED = ["BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY"]
 ENDED += ["PREEMPTED", "REVOKED", "TIMEOUT"]
-"""States of a job that does not start again; all others are on the way to one of them."""
+"""Final states of a job; all others precede one of them."""
 TIMEOUT_SECONDS = 60.0
-"""How long a command of Slurm may take."""
+"""Maximum time that a command of Slurm may take."""
 FORMAT = 1
 
 SCRIPT = """\
@@ -78,7 +78,7 @@ exit "$code"
 
 
 class SlurmFiles:
-    """Where what was submitted lies in a run folder."""
+    """The submitted files in a run folder."""
 
     def __init__(self, folder: RunFolder) -> None:
         self.run = folder.path
@@ -90,10 +90,10 @@ class SlurmFiles:
         self.lock = self.path / "lock"
 
     def jobs(self) -> list[dict[str, Any]]:
-        """Return the jobs that were submitted for the run, the newest last: `id`, `submitted`, `nodes`.
+        """Return the jobs submitted for the run, the newest last: `id`, `submitted`, `nodes`.
 
         Raises:
-            EnvironmentProblem: the file is damaged, or of a newer version.
+            EnvironmentProblem: the file is damaged, or of another version.
         """
         try:
             found = read_json(self.jobs_file)
@@ -109,7 +109,7 @@ class SlurmFiles:
         """Return the id of the newest job.
 
         Raises:
-            EnvironmentProblem: none was submitted.
+            EnvironmentProblem: no job was submitted.
         """
         jobs = self.jobs()
         if not jobs:
@@ -120,7 +120,7 @@ class SlurmFiles:
         return str(jobs[-1]["id"])
 
     def outputs(self, job: str, node: int | None = None) -> list[Path]:
-        """Return the log of a job's script, and that of titan on a node, or on every node."""
+        """Return the log of a job's script, and that of titan on one node, or on every node."""
         of_nodes = (
             [self.logs / f"slurm-{job}-node-{node}.log"]
             if node is not None
@@ -147,13 +147,13 @@ def script(
     """Return the text of a job's script.
 
     Args:
-        name: the recipe's.
-        nodes: the least with which the run goes on, None where the number is fixed; and the most.
-        nproc: ranks on each node; None: as many as titan finds GPUs there.
-        plugins: what stands after `-p`.
-        env: what `titan train --env` is given.
+        name: the recipe's name.
+        nodes: the minimum with which the run continues, None if the number is fixed; and the maximum.
+        nproc: ranks per node; None: one per GPU that titan finds there.
+        plugins: arguments of `-p`.
+        env: variables for `titan train --env`.
         flags: further flags of `titan train`.
-        sbatch: options of sbatch which win over the recipe's.
+        sbatch: options of sbatch that override the recipe's.
 
     Raises:
         EnvironmentProblem: Slurm would misread the name of the run folder.
@@ -188,7 +188,7 @@ def directives(
     nodes: tuple[int | None, int],
     sbatch: Mapping[str, str | bool] | None = None,
 ) -> list[str]:
-    """Return the options of sbatch, each as it stands after `#SBATCH`."""
+    """Return the options of sbatch as written after `#SBATCH`."""
     least, most = nodes[0], nodes[1] + config.spare_nodes
     options: dict[str, str | int | bool] = {
         "job-name": job_name(files, name),
@@ -203,10 +203,10 @@ def directives(
         if (value := getattr(config, field)) is not None:
             options[option] = value
     if least is not None or config.spare_nodes:
-        options["no-kill"] = True  # or Slurm would end the job as soon as one of its nodes fails
+        options["no-kill"] = True  # otherwise Slurm ends the job as soon as one of its nodes fails
     given = {**config.sbatch, **(sbatch or {})}
     options |= given
-    # Of two jobs of a run the second waits for the first, whoever submitted it and however.
+    # A second job of a run waits for the first, however it was submitted.
     options["dependency"] = ",".join(["singleton", *filter(None, [str(given.get("dependency", ""))])])
     return [
         f"--{option}" if value is True else f"--{option}={_quoted(str(value))}"
@@ -216,13 +216,13 @@ def directives(
 
 
 def job_name(files: SlurmFiles, name: str) -> str:
-    """Return the name of a run's jobs: the same for each of them, another for every other run."""
+    """Return the name of a run's jobs, which differs from that of all other runs."""
     own = hashlib.sha256(str(files.run).encode()).hexdigest()[:8]
     return f"titan-{re.sub(r'[^A-Za-z0-9._-]+', '-', name)}-{own}"
 
 
 def _quoted(value: str) -> str:
-    """A value as sbatch reads it in a line of a script: not by the rules of a shell."""
+    """Quote a value for a directive line of a script, which sbatch parses by other rules than a shell."""
     if re.fullmatch(r"[\w./:@,=+%~-]+", value):
         return value
     return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
@@ -232,11 +232,11 @@ def _quoted(value: str) -> str:
 
 
 def submit(files: SlurmFiles, *, script: str, recipe: str, nodes: int) -> str:
-    """Submit a job and return its id. What it needs is kept in the run folder.
+    """Submit a job and return its id. The files that it needs are kept in the run folder.
 
     Raises:
-        EnvironmentProblem: sbatch is missing or refuses, a job of the run has not ended, or the folder cannot
-            be written. A folder that was made for it is removed again.
+        EnvironmentProblem: sbatch is missing or rejects the job, a job of the run has not ended, or the
+            folder cannot be written. A folder created for it is removed again.
     """
     require("sbatch")
     fresh = not files.run.exists()
@@ -295,18 +295,18 @@ def _submit(files: SlurmFiles, text: str, recipe: str, nodes: int) -> str:
 
 @dataclass(frozen=True)
 class JobState:
-    """What Slurm says of a job."""
+    """State of a job as reported by Slurm."""
 
     name: str
     """`PENDING`, `RUNNING`, `COMPLETED`, …"""
     reason: str | None = None
-    """Why it waits, or why it ended."""
+    """Reason why it waits, or why it ended."""
     nodes: str | None = None
-    """Its nodes, as Slurm writes a list of them."""
+    """Its nodes, in Slurm's list notation."""
     restarts: int | None = None
-    """How often it was requeued; None where Slurm does not say."""
+    """Number of times that it was requeued; None if Slurm does not report it."""
     code: int | None = None
-    """The exit code of its script."""
+    """Exit code of its script."""
 
     @property
     def ended(self) -> bool:
@@ -319,7 +319,7 @@ class JobState:
 
 
 def job_state(job: str) -> JobState | None:
-    """Ask Slurm about a job; None: Slurm does not remember it any more.
+    """Ask Slurm about a job; return None if Slurm no longer knows it.
 
     Raises:
         EnvironmentProblem: Slurm's commands are missing, or its controller does not answer.
@@ -332,7 +332,7 @@ def job_state(job: str) -> JobState | None:
     if shutil.which("sacct") is None:
         return None
     done = run("sacct", "-n", "-P", "-X", "-j", job, "-o", "State,ExitCode,NodeList")
-    rows = done.stdout.strip().splitlines() if done.returncode == 0 else []  # accounting may be switched off
+    rows = done.stdout.strip().splitlines() if done.returncode == 0 else []  # accounting may be disabled
     if not rows:
         return None
     name, code, nodes = rows[-1].split("|")
@@ -350,7 +350,7 @@ def _shown(line: str) -> JobState:
 
 
 def cancel(job: str, *, now: bool = False) -> bool:
-    """Stop a job. One that runs saves first, unless `now`; return whether it does.
+    """Stop a job. A running one saves first, unless `now`; return whether it does.
 
     Raises:
         EnvironmentProblem: Slurm refuses.
@@ -359,7 +359,7 @@ def cancel(job: str, *, now: bool = False) -> bool:
     if now or state is None or state.name != "RUNNING":
         _must("scancel", job)
         return False
-    _must("scancel", "--batch", "--signal=TERM", job)  # its script is not to start it again
+    _must("scancel", "--batch", "--signal=TERM", job)  # so that its script does not start it again
     _must("scancel", "--signal=USR1", job)
     return True
 
@@ -374,7 +374,7 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
     """Run a command of Slurm.
 
     Raises:
-        EnvironmentProblem: it is missing, or takes too long.
+        EnvironmentProblem: the command is missing, or takes too long.
     """
     require(command[0])
     try:
@@ -386,9 +386,10 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 def require(command: str) -> None:
-    """
+    """Check that a command of Slurm exists.
+
     Raises:
-        EnvironmentProblem: a command of Slurm is not there.
+        EnvironmentProblem: it does not.
     """
     if shutil.which(command) is None:
         raise EnvironmentProblem(

@@ -221,18 +221,18 @@ def job(folder: Path, name: str, action: str = "start") -> Job:
 
 
 class Fake:
-    """Commands that are Python scripts, by the names of jobs; and what was told of these."""
+    """Commands that are Python scripts, by the names of jobs; and what was reported about them."""
 
     def __init__(self, **scripts: str) -> None:
         self.scripts = scripts
-        self.told: list[tuple[str, int | None]] = []
+        self.reported: list[tuple[str, int | None]] = []
         self.on_start: Callable[[], None] = lambda: None
 
     def command(self, job: Job) -> Sequence[str]:
         return [sys.executable, "-S", "-c", self.scripts[job.name]]
 
-    def tell(self, job: Job, code: int | None) -> None:
-        self.told.append((job.name, code))
+    def report(self, job: Job, code: int | None) -> None:
+        self.reported.append((job.name, code))
         if code is None:
             self.on_start()
 
@@ -261,9 +261,9 @@ def test_a_job_blocks_the_plugins_that_the_sweep_does(in_folder: Path) -> None:
 
 def test_a_finished_job_is_not_started_and_one_that_had_failed_is_started_once(in_folder: Path) -> None:
     fake = Fake(a="", b="raise SystemExit(1)", c="raise SystemExit(1)")
-    runner = Jobs(fake.command, [{}], told=fake.tell)
+    runner = Jobs(fake.command, [{}], report=fake.report)
     runner.run([job(in_folder, "a", "skip"), job(in_folder, "b", "retry"), job(in_folder, "c", "resume")])
-    assert fake.told == [("b", None), ("b", 1), ("c", None), ("c", 1), ("c", None), ("c", 1)]
+    assert fake.reported == [("b", None), ("b", 1), ("c", None), ("c", 1), ("c", None), ("c", 1)]
     assert runner.codes == {"b": 1, "c": 1}
 
 
@@ -281,10 +281,10 @@ def test_a_signal_stops_all_in_good_order_and_starts_no_more(
 
     thread = threading.Thread(target=interrupt)
     fake.on_start = thread.start
-    runner = Jobs(fake.command, [{}], told=fake.tell)
+    runner = Jobs(fake.command, [{}], report=fake.report)
     runner.run([job(in_folder, "a"), job(in_folder, "b")])
     thread.join()
-    assert fake.told == [("a", None), ("a", code)] and runner.received == [number]
+    assert fake.reported == [("a", None), ("a", code)] and runner.received == [number]
     assert signal.getsignal(number) is before
     assert (in_folder / "logs/a.log").read_text() == "group True\n"
     assert capsys.readouterr().err.count(f"{number.name}: stopping all runs") == 1
@@ -301,7 +301,7 @@ def test_what_raises_in_the_middle_leaves_no_job_behind(in_folder: Path) -> None
         raise OSError("disk full")
 
     fake.on_start = full
-    runner = Jobs(fake.command, [{}], told=fake.tell)
+    runner = Jobs(fake.command, [{}], report=fake.report)
     with pytest.raises(OSError, match="disk full"):
         runner.run([job(in_folder, "a")])
     assert [process.returncode for process in runner._running] == [75]

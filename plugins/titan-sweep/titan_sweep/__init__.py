@@ -1,4 +1,4 @@
-"""A run for every combination of some values: `titan sweep`. This file imports no torch."""
+"""A run for every combination of values: `titan sweep`. This file imports no torch."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from titan_sweep.sweep import Job
 
 VALIDATION = re.compile(r"validation/.*/loss")
-"""Of several datasets the first by name counts."""
+"""Validation losses; of several datasets, the first by name is used."""
 STYLES = {"finished": "green", "failed": "red", "died": "red"}
 
 
@@ -100,7 +100,7 @@ def command(
         _print(planned, {}, as_json=as_json, dry_run=True)
         return EXIT_OK
 
-    def told(job: Job, code: int | None) -> None:
+    def report(job: Job, code: int | None) -> None:
         if code is None:
             note(f"{job.name}: started")
             return
@@ -111,9 +111,9 @@ def command(
 
     hold = sweep.hold(folder)
     try:
-        planned = plan()  # another sweep may have worked in it meanwhile
+        planned = plan()  # another sweep may have changed the folder meanwhile
         sweep.write(folder, planned)
-        runner = Jobs(lambda job: _command(job, nproc, common), each, told=told)
+        runner = Jobs(lambda job: _command(job, nproc, common), each, report=report)
         runner.run(planned)
     finally:
         hold.release()
@@ -168,7 +168,7 @@ def _print(
 
 
 def _report(folder: Path, runs: Sequence[Path]) -> None:
-    """Write the report of a sweep's runs, and say what else shows them together."""
+    """Write the report of a sweep's runs, and print the command that compares them."""
     if not runs:
         return
     from titancli.observe.summary import summarize
@@ -181,22 +181,22 @@ def _report(folder: Path, runs: Sequence[Path]) -> None:
         html = page.html(view.open_runs([summarize(run) for run in runs]), "step")
         write_atomically(folder / "report.html", html)
         note(f"report:   {short_path(folder / 'report.html')}")
-    except Exception as error:  # the runs are what counts: no report decides how a sweep ends
+    except Exception as error:  # the runs matter: a failing report must not decide how a sweep ends
         note(f"there is no report: {error or type(error).__name__}")
 
 
 def _result(job: Job, code: int | None) -> dict[str, Any]:
-    """What became of a run; `code`: its command's in this sweep."""
+    """Return the result of a run; `code` is its command's exit code in this sweep."""
     from titancli.observe.curves import curve
     from titancli.observe.summary import summarize
 
-    told: dict[str, Any] = {"name": job.name, "path": str(job.folder.path), "action": job.action}
-    told["values"] = {setting.key: setting.value for setting in job.settings}
+    result: dict[str, Any] = {"name": job.name, "path": str(job.folder.path), "action": job.action}
+    result["values"] = {setting.key: setting.value for setting in job.settings}
     failed = code not in (None, EXIT_OK, EXIT_STOPPED, EXIT_INTERRUPTED)
     if not RunFolder.is_run(job.folder.path):
         nothing = dict.fromkeys(("step", "steps", "loss", "best_val_loss", "tokens_per_second"))
         state = "failed" if failed else "not_started"
-        return {**told, "state": state, **nothing, "error": _last_words(job.log) if failed else None}
+        return {**result, "state": state, **nothing, "error": _last_words(job.log) if failed else None}
     run = summarize(job.folder.path)
     losses = [
         (name, number)
@@ -205,10 +205,10 @@ def _result(job: Job, code: int | None) -> dict[str, Any]:
         if VALIDATION.fullmatch(name) and number is not None and math.isfinite(number)
     ]
     first = min((name for name, _ in losses), default=None)
-    untold = failed and run.state not in ("failed", "died")
+    unreported = failed and run.state not in ("failed", "died")
     return {
-        **told,
-        "state": "failed" if untold else run.state,
+        **result,
+        "state": "failed" if unreported else run.state,
         "step": run.step,
         "steps": run.steps,
         "loss": run.metrics.get("loss"),
@@ -219,7 +219,7 @@ def _result(job: Job, code: int | None) -> dict[str, Any]:
 
 
 def _last_words(log: Path) -> str:
-    """The last error that a command printed."""
+    """Return the last error that a command printed."""
     try:
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

@@ -1,6 +1,6 @@
-"""`python -m titan_sweep.job ARGUMENTS…`: titan as a job of another titan, which it does not outlive.
+"""`python -m titan_sweep.job ARGUMENTS…`: titan as a job that ends with the titan that started it.
 
-When the other dies, this process gets SIGTERM: a run saves a checkpoint and stops.
+When the parent dies, this process gets SIGTERM: a run saves a checkpoint and stops.
 """
 
 from __future__ import annotations

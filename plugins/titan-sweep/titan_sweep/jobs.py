@@ -1,4 +1,4 @@
-"""Several `titan train` at once, each in a process group of its own. Torch-free."""
+"""Several `titan train` at once, each in its own process group. Torch-free."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ STOPPED_IN_GOOD_ORDER = (75, 130)
 
 
 def shares(jobs: int, nproc: int | str | None) -> list[dict[str, str]]:
-    """Return the environment of each of so many jobs at once: its GPUs, or its share of the cores.
+    """Return the environment of each of `jobs` concurrent jobs: its GPUs, or its share of the cores.
 
     Raises:
-        EnvironmentProblem: the GPUs cannot be divided by the jobs.
+        EnvironmentProblem: the number of GPUs is not divisible by `jobs`.
     """
     if jobs == 1:
         return [{}]
@@ -46,28 +46,30 @@ def shares(jobs: int, nproc: int | str | None) -> list[dict[str, str]]:
 
 
 class Jobs:
-    """Runs jobs in the order given, one for each share at once, and tries one that fails once more."""
+    """Runs jobs in the given order, one per share at a time, and retries a failed job once."""
 
     def __init__(
         self,
         command: Callable[[Job], Sequence[str]],
         shares: Sequence[Mapping[str, str]],
         *,
-        told: Callable[[Job, int | None], None],
+        report: Callable[[Job, int | None], None],
     ) -> None:
-        """`told` gets a job and None when it is started, its exit code when it has ended."""
+        """Create the runner; `report` is called with a job and None when it starts, and its exit code when
+        it ends."""
         self._command = command
         self._free = deque(shares)
-        self._told = told
+        self._report = report
         self._running: dict[subprocess.Popen[bytes], tuple[Job, Mapping[str, str]]] = {}
         self._waiting: list[int] = []
-        """Signals that were not handed on yet."""
+        """Signals that were not forwarded yet."""
         self.received: list[int] = []
         self.codes: dict[str, int] = {}
-        """The exit code of each job that was started, by its name."""
+        """Exit code of each started job, by name."""
 
     def run(self, jobs: Sequence[Job]) -> None:
-        """Run all to their ends; after a signal none is started, and those that run are told of it."""
+        """Run all jobs; after a signal no more are started, and the signal is forwarded to the running
+        ones."""
         queue = deque(job for job in jobs if job.tries)
         tried: dict[str, int] = {}
         before: dict[int, Any] = {
@@ -85,7 +87,7 @@ class Jobs:
                     if failed and not self.received and tried[job.name] < job.tries:
                         queue.append(job)
                 time.sleep(POLL_SECONDS)
-        finally:  # whatever happened: nothing is left behind, and all that runs is saved
+        finally:  # in any case, stop the remaining processes, which saves their state
             for process in self._running:
                 process.terminate()
             for process in self._running:
@@ -102,10 +104,10 @@ class Jobs:
                 stdout=log,
                 stderr=log,
                 env={**os.environ, "PYTHONSAFEPATH": "1", **share, **as_child()},
-                start_new_session=True,  # Ctrl-C at the terminal reaches it through us, once
+                start_new_session=True,  # Ctrl-C at the terminal reaches it through this process, once
             )
         self._running[process] = job, share
-        self._told(job, None)
+        self._report(job, None)
 
     def _ended(self) -> list[Job]:
         ended = []
@@ -114,7 +116,7 @@ class Jobs:
             self._free.append(share)
             self.codes[job.name] = process.returncode
             ended.append(job)
-            self._told(job, process.returncode)
+            self._report(job, process.returncode)
         return ended
 
     def _hand_on(self) -> None:

@@ -1,11 +1,11 @@
 """A sweep: one recipe, every combination of some values, a folder of runs. Torch-free.
 
-    DIR/sweep.json          which keys were swept, and the file of a first recipe
-    DIR/recipes/NAME.toml   the resolved recipe of each run, which it is started from
-    DIR/logs/NAME.log       what its command printed
+    DIR/sweep.json          the swept keys, and the name of the first run
+    DIR/recipes/NAME.toml   the resolved recipe that each run is started from
+    DIR/logs/NAME.log       output of its command
     DIR/NAME/               the run
 
-Each run is a `titan train` of its own, so all that can be said of a run can be said of these.
+Each run is an ordinary `titan train`, so every command for runs works with it.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 SWEEP_FORMAT = 1
 SWEEP_NAME = "sweep.json"
 OWN = ("sweep.lock", "recipes", "logs")
-"""What a sweep that failed at its start leaves."""
+"""Files left by a sweep that failed at its start."""
 LONGEST = 60
-"""Characters of a value in a run's name."""
+"""Maximum number of characters of a value in a run's name."""
 DONE = ("finished", "data_ended")
 
 
@@ -46,7 +46,7 @@ class Setting:
 
     key: str
     text: str
-    """As on the command line."""
+    """The value as on the command line."""
 
     @property
     def override(self) -> str:
@@ -54,7 +54,7 @@ class Setting:
 
     @property
     def value(self) -> Any:
-        """As TOML has it; what is no TOML is text, as in an override."""
+        """The value parsed as TOML; invalid TOML is text, as in an override."""
         try:
             return tomli.loads(f"x = {self.text}")["x"]
         except tomli.TOMLDecodeError:
@@ -71,7 +71,7 @@ class Job:
     recipe: Path
     lock_text: str
     action: str
-    """What is to be done: `start`, `resume`, `retry` (it failed), or `skip` (it is finished)."""
+    """The action to take: `start`, `resume`, `retry` (it failed), or `skip` (it is finished)."""
 
     @property
     def log(self) -> Path:
@@ -79,15 +79,15 @@ class Job:
 
     @property
     def tries(self) -> int:
-        """How often it may be started: one that fails is tried once more."""
+        """Maximum number of starts: a failed run is retried once."""
         return {"skip": 0, "retry": 1}.get(self.action, 2)
 
 
 def parse_set(argument: str) -> list[Setting]:
-    """Return the settings of one `--set KEY=VALUE,VALUE`; commas in quotes and brackets part nothing.
+    """Return the settings of one `--set KEY=VALUE,VALUE`; commas in quotes and brackets do not separate.
 
     Raises:
-        UsageError: it is not of this form.
+        UsageError: the argument is not of this form.
     """
     key, equals, text = argument.partition("=")
     hint = "write --set KEY=VALUE,VALUE, for example --set optimizer.lr=1e-3,3e-3"
@@ -102,10 +102,10 @@ def parse_set(argument: str) -> list[Setting]:
 
 
 def _split(text: str, argument: str) -> list[str]:
-    """The text between commas that stand in no quotes and no brackets.
+    """Split a text at commas outside of quotes and brackets.
 
     Raises:
-        UsageError: a quote or a bracket has no end.
+        UsageError: a quote or a bracket is not closed.
     """
     parts, begin, depth, at = [], 0, 0, 0
     while at < len(text):
@@ -133,7 +133,7 @@ def combinations(arguments: Sequence[str], overrides: Sequence[str]) -> list[tup
     """Return the product of the values, the last key changing fastest.
 
     Raises:
-        UsageError: a key or a value is given twice, or a `--set` cannot be read.
+        UsageError: a key or a value is given twice, or a `--set` cannot be parsed.
     """
     axes = [parse_set(argument) for argument in arguments]
     fixed = {override.partition("=")[0].strip() for override in overrides}
@@ -150,7 +150,7 @@ def combinations(arguments: Sequence[str], overrides: Sequence[str]) -> list[tup
 
 
 def name_of(settings: Sequence[Setting]) -> str:
-    """Return the name of a run: `lr=0.001,seed=1`; whole keys where the last words of two are the same."""
+    """Return the name of a run: `lr=0.001,seed=1`; with whole keys if their last parts are not unique."""
     last = [setting.key.rpartition(".")[2] for setting in settings]
     short = len(set(last)) == len(last)
     keys = last if short else [setting.key for setting in settings]
@@ -161,7 +161,7 @@ def name_of(settings: Sequence[Setting]) -> str:
 
 
 def _as_name(text: str) -> str:
-    """A text as part of a file's name; what had to be changed gets a hash, so that no two are the same."""
+    """Return a text as part of a file name; changed texts get a hash, so that names stay unique."""
     plain = re.sub(r"[^A-Za-z0-9._+-]+", "-", text)[:LONGEST]
     return plain if plain == text else f"{plain}-{hashlib.sha256(text.encode()).hexdigest()[:6]}"
 
@@ -177,11 +177,11 @@ def make_jobs(
     nproc: int | str | None,
     plugin_files: Sequence[Path],
 ) -> list[Job]:
-    """Check every combination and say what is to be done for each; writes nothing.
+    """Check every combination and return a job for each; writes nothing.
 
     Raises:
-        RecipeError: everything that is wrong with any of them.
-        EnvironmentProblem: the folder holds something else, or the runs of another recipe.
+        RecipeError: with every problem of every combination.
+        EnvironmentProblem: the folder has other contents, or the runs of another recipe.
     """
     loaded, problems = [], []
     for combination in settings:
@@ -214,15 +214,16 @@ def _named(jobs: Sequence[Job], name: str) -> Job:
 
 
 def _job(folder: Path, settings: tuple[Setting, ...], loaded: Loaded) -> Job:
-    """
+    """Return the job for a combination.
+
     Raises:
-        EnvironmentProblem: a run of that name is another recipe's, or is running.
+        EnvironmentProblem: a run of that name has another recipe, or is running.
     """
     name = name_of(settings)
     run, action = RunFolder(folder / name), "start"
     recipe = folder / "recipes" / f"{name}.toml"
     if RunFolder.is_run(run.path):
-        # Its own lock file may say more than the recipe did: a commit of a repository, a later end.
+        # Its own lock file may contain more than the recipe: a repository's commit, a later end.
         drift = changes(load_recipe(recipe if recipe.is_file() else run.path).data, loaded.data)
         if drift:
             raise EnvironmentProblem(
@@ -231,7 +232,7 @@ def _job(folder: Path, settings: tuple[Setting, ...], loaded: Loaded) -> Job:
             )
         state = summarize(run.path).state
         if state == "running":
-            run.hold().release()  # says who holds it
+            run.hold().release()  # raises an error that names the holder
         action = "skip" if state in DONE else "retry" if state == "failed" else "resume"
     return Job(name, settings, run, recipe, lock_text(loaded), action)
 
@@ -243,7 +244,7 @@ def _check(
     nproc: int | str | None,
     plugin_files: Sequence[Path],
 ) -> None:
-    """What `titan train` would refuse."""
+    """Check everything that `titan train` would reject."""
     every = [*overrides, *(one.override for one in job.settings)]
     plan = make_plan(
         Request(
@@ -256,9 +257,10 @@ def _check(
 
 
 def _refuse_another(folder: Path, loaded: Loaded, keys: set[str]) -> None:
-    """
+    """Check that the folder is new, or has a sweep of this recipe.
+
     Raises:
-        EnvironmentProblem: the folder is no sweep's, or one of another recipe.
+        EnvironmentProblem: it has something else.
     """
     if RunFolder.is_run(folder) or (folder.exists() and not folder.is_dir()):
         raise EnvironmentProblem(f"{folder} is not a folder of a sweep", hint="use another --dir")
@@ -273,7 +275,7 @@ def _refuse_another(folder: Path, loaded: Loaded, keys: set[str]) -> None:
     before, now = first.recipe.name, loaded.recipe.name
     if before != now:
         raise EnvironmentProblem(f"{folder} is a sweep of {before}, not of {now}", hint="use another --dir")
-    # A swept type or flavor decides what else its table has.
+    # A swept type or flavor determines the rest of its table.
     swept = {key.removesuffix(".type").removesuffix(".flavor") for key in {*keys, *record["keys"]}}
     drift = [
         change
@@ -289,9 +291,10 @@ def _refuse_another(folder: Path, loaded: Loaded, keys: set[str]) -> None:
 
 
 def _record(folder: Path) -> dict[str, Any]:
-    """
+    """Read the sweep's record.
+
     Raises:
-        EnvironmentProblem: it cannot be read, or is not of this format.
+        EnvironmentProblem: it cannot be read, or has another format.
     """
     path = folder / SWEEP_NAME
     try:
@@ -306,10 +309,10 @@ def _record(folder: Path) -> dict[str, Any]:
 
 
 def hold(folder: Path) -> Hold:
-    """Hold a sweep's folder, which is made if it does not exist.
+    """Lock a sweep's folder, creating it if needed.
 
     Raises:
-        EnvironmentProblem: it cannot be made, or another sweep works in it.
+        EnvironmentProblem: it cannot be created, or another sweep is using it.
     """
     try:
         (folder / "recipes").mkdir(parents=True, exist_ok=True)
@@ -322,10 +325,10 @@ def hold(folder: Path) -> Hold:
 
 
 def write(folder: Path, jobs: Sequence[Job]) -> None:
-    """Write what the runs are started from.
+    """Write the files that the runs are started from.
 
     Raises:
-        EnvironmentProblem: the disk is full.
+        EnvironmentProblem: a file cannot be written.
     """
     for job in jobs:
         if not job.recipe.exists() or job.recipe.read_text(encoding="utf-8") != job.lock_text:

@@ -400,8 +400,8 @@ CALLS = itertools.count()
 @pytest.mark.parametrize(
     ("made", "fault"),
     [
-        (lambda step: math.nan, "[factors] of 1 steps, it gives nan at step 0"),
-        (lambda step: 5 - step, "[factors] of 7 steps, it gives -1 at step 6"),
+        (lambda step: math.nan, "[factors] with 1 steps, it returns nan at step 0"),
+        (lambda step: 5 - step, "[factors] with 7 steps, it returns -1 at step 6"),
         (lambda step: float(next(CALLS)), "[again] step 999 has another factor"),
     ],
 )
@@ -471,7 +471,7 @@ class Texts(Numbered):
     [
         (Numbered, ""),
         (Arrays, ""),
-        (InTurn, "[again] prompt 0 is another one when it is asked for again"),
+        (InTurn, "[again] prompt 0 differs on a second call"),
         (FromElsewhere, "[again] prompt 0 differs in a second instance"),
         (OneIdentity, "[identity] another seed gives other prompts, but the same identity"),
         (NoJson, "[identity] its identity {'task': ('numbered', 7)} is not plain JSON"),
@@ -631,7 +631,7 @@ class Trains(Wrapped):
         (Tempered, "[log-probabilities] its log-probabilities are "),
         (Stale, "or top-p after a step and update(version): it must take over the new weights"),
         (Endlessly, "[completions] a completion has "),
-        (Trains, "[training] after sampling, training is not what it was: "),
+        (Trains, "[training] sampling changes training: "),
     ],
 )
 def test_a_generator(faults: Faults, generator: Any, fault: str) -> None:

@@ -1,4 +1,4 @@
-"""What the authors of plugins test with, and `titan plugin new`. Needs no pytest, and loads nothing into it.
+"""Test tools for plugin authors, and `titan plugin new`. Needs no pytest, and adds nothing to it.
 
     from titan_testing import check_plugin, recipe, run_cli
 
@@ -9,7 +9,7 @@
         done = run_cli("train", recipe(tmp_path, '[loss]\\ntype = "lab"'), cwd=tmp_path)
         assert done.code == 0, done.stderr
 
-Names are loaded when they are first used: titan imports this file at each start.
+Names are loaded on first use: titan imports this file at each start.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _WHERE = {
 }
 __all__ = ["Done", "Example", "check_plugin", "recipe", "run_cli"]
 
-TYPE_CHECKING = False  # as in typing, whose import takes longer than all else here
+TYPE_CHECKING = False  # as in typing, whose import takes longer than everything else here
 if TYPE_CHECKING:
     from typing import Any
 

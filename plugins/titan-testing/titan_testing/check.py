@@ -1,4 +1,4 @@
-"""`check_plugin`: whether a plugin keeps to what docs/plugins.md asks of it."""
+"""`check_plugin`: check that a plugin follows the rules of docs/plugins.md."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from titancli.registry.fields import nested_fields, required_fields, summary
 from titancli.registry.plugins import PluginStatus, own_traceback
 
 HEAVY = ("torch", "transformers", "datasets", "numpy", "rich", "pydantic")
-"""What a plugin's module must not import."""
+"""Packages that a plugin's module must not import."""
 PROBE = """
 import json, sys, time
 from titancli.registry import configure, current
@@ -32,7 +32,7 @@ heavy = [name for name in sys.argv[2].split(",") if name in sys.modules]
 found = status and {"state": status.state, "error": status.error, "seconds": status.seconds}
 print(json.dumps({"status": found, "heavy": heavy}))
 """
-"""Run alone: in this process torch may long be there. Other plugins are kept out by TITAN_PLUGINS."""
+"""Run in a process of its own: here torch may already be imported. TITAN_PLUGINS excludes other plugins."""
 
 
 def check_plugin(
@@ -45,28 +45,28 @@ def check_plugin(
     file: str | Path | None = None,
     seconds: float = 0.25,
 ) -> None:
-    """Check a plugin, and raise with everything that is wrong with it.
+    """Check a plugin, and raise an error with all of its faults.
 
-    Its module loads without torch and quickly. Components, and all of their fields, have a docstring; their
-    types can be bound; their defaults come back from TOML as they were. Targets can be imported and take what
-    their kind's Protocol gives; what they build has what the Protocol asks for, and behaves as its kind must:
-    docs/plugins.md lists these checks by name. Its recipes are valid.
+    Its module loads without torch and quickly. Components, and all of their fields, have docstrings; their
+    types can be bound; their defaults survive a round trip through TOML. Targets can be imported and accept
+    the arguments of their kind's Protocol; results have the Protocol's members, and behave as required of
+    their kind: docs/plugins.md lists these checks by name. Its recipes are valid.
 
     Args:
-        name: its entry point's, or a file's stem.
+        name: name of its entry point, or a file's stem.
         configs: values for the fields that a component needs to be built, `{"loss/lab": {"weight": 0.1}}`;
-            in a slot a table whose `type` is a full name. What needs values and has none here is not built.
-            A model is tried on a CPU: give it small sizes.
-        examples: what a model or a loss is tried on that takes something else than tokens, as a function of
-            the number of rows: `{"model/lab": lambda rows: Example(batch, loss=...)}`; for a reward, pairs
-            of a Prompt and a Completion that it can rate.
-        seq_len: how long the rows are that datasets are tried with.
-        skip: names of checks that a component does without, `{"loss/lab": ["accumulation"]}`.
+            for a slot, a table whose `type` is a full name. Components whose required values are missing here
+            are not built. Models run on a CPU: give them small sizes.
+        examples: input of a model or a loss that takes something other than tokens, as a function of the
+            number of rows: `{"model/lab": lambda rows: Example(batch, loss=...)}`; for a reward, pairs of a
+            Prompt and a Completion that it can rate.
+        seq_len: length of the rows that datasets are built with.
+        skip: names of checks to skip per component, `{"loss/lab": ["accumulation"]}`.
         file: a plugin in a single file.
-        seconds: how much of a processor's time loading its module may take.
+        seconds: maximum CPU time for loading its module.
 
     Raises:
-        PluginError: the faults, a line each.
+        PluginError: the faults, one per line.
     """
     from titancli import registry
 
@@ -82,14 +82,14 @@ def check_plugin(
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """What components are tried with, by `kind/name`."""
+    """Inputs of the checks, by `kind/name`."""
 
     configs: dict[str, Mapping[str, Any]]
     examples: dict[str, Callable[[int], Any]]
     skip: dict[str, Collection[str]]
     seq_len: int
     folder: Path
-    """What they write lies in folders of their own in it."""
+    """Parent of the folders that components write to."""
 
 
 def _faults(name: str, trial: Trial, file: str | Path | None, seconds: float) -> Iterator[str]:
@@ -176,7 +176,7 @@ def _component(label: str, cls: type, trial: Trial) -> Iterator[str]:
 
 
 def _built(label: str, config: Any, target: Callable[..., Any], trial: Trial) -> Iterator[str]:
-    """Build it, and where that goes well see what it does."""
+    """Build a component, and if that succeeds, check its behaviour."""
     from titan_testing.behaviour import behaviour_faults, checks_of
     from titan_testing.behaviour.subject import Subject
     from titan_testing.protocols import built_faults
@@ -198,14 +198,14 @@ def _built(label: str, config: Any, target: Callable[..., Any], trial: Trial) ->
 
 
 def _on_two_ranks(file: str | Path | None) -> Iterator[str]:
-    """What the checks have left for two ranks."""
+    """Run the jobs that the checks queued for two ranks."""
     from titan_testing.behaviour.ranks import run_jobs, take_jobs
 
     yield from run_jobs(take_jobs(), [Path(file).absolute()] if file is not None else [])
 
 
 def _config(cls: type, values: Mapping[str, Any] | None) -> Any:
-    """The config with these values, bound as a recipe's are; None where it needs others."""
+    """Return the config with these values, bound as in a recipe; None if it requires others."""
     from titancli.registry.binding import adapter, bind
 
     adapter(cls)
@@ -215,7 +215,7 @@ def _config(cls: type, values: Mapping[str, Any] | None) -> Any:
 
 
 def _round_trip(config: Any) -> Iterator[str]:
-    """Whether its values survive being written to TOML and read again, as in a lock file."""
+    """Check that its values survive a round trip through TOML, as in a lock file."""
     import tomli
     import tomli_w
 

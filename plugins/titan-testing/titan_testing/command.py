@@ -1,4 +1,4 @@
-"""`titan plugin new`: begin a plugin."""
+"""`titan plugin new`: create a plugin."""
 
 from __future__ import annotations
 

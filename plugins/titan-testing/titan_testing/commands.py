@@ -1,4 +1,4 @@
-"""`run_cli`: the command `titan` inside of a test."""
+"""`run_cli`: run the command `titan` inside a test."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from typing import NamedTuple
 
 
 class Done(NamedTuple):
-    """A command that has ended."""
+    """The result of a command."""
 
     code: int
-    """0 if all went well; the others are `titancli.errors.ExitCode`."""
+    """0 on success; others are values of `titancli.errors.ExitCode`."""
     stdout: str
     stderr: str
 
 
 def run_cli(*arguments: str | Path, cwd: str | Path | None = None) -> Done:
-    """Run `titan ARGUMENTS` and return what it printed and its exit code.
+    """Run `titan ARGUMENTS` and return its output and exit code.
 
     It runs in this process, so that torch is imported once for many runs. A run of several ranks starts
-    processes, as ever; what they print goes to the logs of the run.
+    processes as usual; their output goes to the logs of the run.
 
     Args:
-        cwd: the folder to run in, since relative paths and `runs/` begin there; None: where the test runs.
+        cwd: folder to run in, where relative paths and `runs/` begin; None: the test's working directory.
     """
     from titancli.commands import main
 
-    # --color leaves its mark on the environment, which here is the test's.
+    # --color changes the environment, which here is the test's.
     environment = dict(os.environ)
     stdout, stderr = io.StringIO(), io.StringIO()
     try:

@@ -1,6 +1,5 @@
-"""What is built, held against its kind's Protocol. The Protocols in `titancli.protocols` are read, not
-repeated: what they name must be there, and must take what they say it is called with.
-"""
+"""Check built components against their kind's Protocol. The Protocols in `titancli.protocols` are
+inspected, not repeated: their members must exist, and accept the declared arguments."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ OPTIONAL = {
         *("run_start", "step_done", "checkpoint_saved", "stop_requested", "run_end"),
     },
 }
-"""Members of Protocols that a component may be without."""
+"""Members of Protocols that a component may omit."""
 BUILT = (
     "model",
     "tokenizer",
@@ -33,7 +32,7 @@ BUILT = (
     "reward",
     "advantage",
 )
-"""Kinds whose components can be built outside of a run."""
+"""Kinds whose components can be built outside a run."""
 
 
 def builder(kind: str) -> type:
@@ -52,7 +51,7 @@ def defaults(kind: str) -> type | None:
 
 
 def target_faults(kind: str, target: Any) -> Iterator[str]:
-    """Whether a target can be called as its kind's Protocol says."""
+    """Check that a target can be called as its kind's Protocol requires."""
     protocol = builder(kind)
     if not callable(target):
         yield f"its target is {target!r}, which cannot be called"
@@ -70,7 +69,7 @@ def target_faults(kind: str, target: Any) -> Iterator[str]:
 def built_faults(
     kind: str, target: Callable[..., Any], config: Any, folder: Path, seq_len: int
 ) -> Iterator[str]:
-    """Build a component as a run would, on the CPU and on one rank, and look at what came out."""
+    """Build a component as a run would, on the CPU and on one rank, and check the result."""
     if kind not in BUILT:
         return
     import torch
@@ -96,7 +95,7 @@ def built_faults(
 
 
 def _runtime(kind: str, config: Any, folder: Path, seq_len: int) -> dict[str, Any]:
-    """What a kind's builder is given."""
+    """Return the runtime arguments of a kind's builder."""
     if kind == "model":
         return {"seq_len": 16}
     if kind == "dataset":

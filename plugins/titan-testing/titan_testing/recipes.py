@@ -1,4 +1,4 @@
-"""`recipe`: a recipe that trains in seconds on a CPU, to put a component into."""
+"""`recipe`: a recipe that trains in seconds on a CPU, for testing a component."""
 
 from __future__ import annotations
 
@@ -47,9 +47,10 @@ def recipe(folder: str | Path, text: str = "") -> Path:
     """Write a recipe of three steps on the CPU into a folder, and return its path.
 
     Args:
-        text: TOML that is laid over it, e.g. `'[loss]\\ntype = "z_loss"'`.
+        text: TOML merged over it, e.g. `'[loss]\\ntype = "z_loss"'`.
 
-    A Llama 3 of two layers and the standard library's source as bytes: no download, and no checkpoints.
+    It has a Llama 3 of two layers and the standard library's source as bytes: no download, and no
+    checkpoints.
     """
     folder = Path(folder)
     (folder / "tiny.toml").write_text(TINY, encoding="utf-8")

@@ -14,9 +14,9 @@ from titancli.errors import EnvironmentProblem, UsageError
 
 TEMPLATES = Path(__file__).parent / "templates"
 MANY = ("converter", "logger", "callback", "reward")
-"""Kinds that a recipe holds lists of: their slot is `[[converters]]`."""
+"""Kinds whose slot is a list: `[[converters]]`."""
 OF_GRPO = ("task", "generator", "reward", "advantage")
-"""Kinds whose slot is one of the loop grpo."""
+"""Kinds whose slot is in the loop grpo."""
 SECTIONS = {"schedule": "lr_scheduler"}
 """Kinds whose section has another name."""
 STANDARD = {
@@ -24,7 +24,7 @@ STANDARD = {
     "parallelize": ("json",),
     "launcher": ("fcntl", "threading"),
 }
-"""What the tests of a kind import, beside pathlib."""
+"""Standard modules that the tests of a kind import, besides pathlib."""
 WITH_PYTEST = ("launcher", "parallelize")
 """Kinds whose tests import pytest."""
 HOOK = "\n\n@hookimpl\ndef titan_components() -> list[type]:\n    return [${class_}]\n"
@@ -38,14 +38,15 @@ def test_the_plugin_is_sound() -> None:
 def new_plugin(name: str, kinds: Sequence[str], folder: Path) -> list[Path]:
     """Write the package `name` with one component of each kind, and return its files.
 
-    One of a single kind has its config in the package itself; one of several has a folder for each.
+    With a single kind, the config is in the package itself; with several, each kind has a folder.
 
     Args:
-        name: of the distribution and of the plugin, e.g. `titan-lab`; its components are then `lab`.
-        folder: the package's own; it must not exist, or be empty.
+        name: name of the distribution and of the plugin, e.g. `titan-lab`; its components are then named
+            `lab`.
+        folder: the package's folder; it must not exist, or be empty.
 
     Raises:
-        UsageError: the name cannot be one, or a kind is given twice.
+        UsageError: the name is invalid, or a kind is given twice.
         EnvironmentProblem: the folder is not empty.
     """
     if twice := [kind for number, kind in enumerate(kinds) if kind in kinds[:number]]:
@@ -84,7 +85,7 @@ def new_plugin(name: str, kinds: Sequence[str], folder: Path) -> list[Path]:
 
 
 def _package(of_kinds: dict[str, dict[str, str]]) -> str:
-    """The `__init__.py` of a plugin of several kinds."""
+    """Return the `__init__.py` of a plugin with several kinds."""
     kinds = sorted(of_kinds)
     names = {kind: f"{own['class_']}{kind.capitalize()}" for kind, own in of_kinds.items()}
     imports = "".join(f"from .{kind} import {of_kinds[kind]['class_']} as {names[kind]}\n" for kind in kinds)
@@ -98,10 +99,10 @@ def _package(of_kinds: dict[str, dict[str, str]]) -> str:
 
 
 def _words(name: str) -> dict[str, str]:
-    """What the templates leave open, whatever the kind.
+    """Return the words of the templates that do not depend on the kind.
 
     Raises:
-        UsageError: the name cannot be one.
+        UsageError: the name is invalid.
     """
     package = name.replace("-", "_")
     if not re.fullmatch(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*", name) or keyword.iskeyword(package):
@@ -128,7 +129,7 @@ def _words(name: str) -> dict[str, str]:
 
 
 def _words_of(kind: str, words: dict[str, str], *, several: bool) -> dict[str, str]:
-    """What the templates of a kind leave open."""
+    """Return the words of a kind's templates."""
     name, component = words["name"], words["component"]
     slot = f"loop.{kind}" if kind in OF_GRPO else SECTIONS.get(kind, kind)
     array = f"{slot}s='[{{type = \"{component}\"}}]'"
@@ -147,10 +148,10 @@ def _words_of(kind: str, words: dict[str, str], *, several: bool) -> dict[str, s
 
 
 def _about(of_kinds: dict[str, dict[str, str]]) -> dict[str, str]:
-    """What README.md and pyproject.toml say of all kinds."""
+    """Return the words of README.md and pyproject.toml about all kinds."""
     nouns = [{"parallelize": "parallelize plan"}.get(kind, kind) for kind in of_kinds]
-    told = [f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}" for noun in nouns]
-    what = told[0] if len(told) == 1 else f"{', '.join(told[:-1])} and {told[-1]}"
+    phrases = [f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}" for noun in nouns]
+    what = phrases[0] if len(phrases) == 1 else f"{', '.join(phrases[:-1])} and {phrases[-1]}"
     rooms = [(own["package"].replace(".", "/"), kind) for kind, own in of_kinds.items()]
     return {
         "what": what[0].upper() + what[1:],
@@ -168,7 +169,7 @@ def _about(of_kinds: dict[str, dict[str, str]]) -> dict[str, str]:
 
 
 def _trains(name: str, kind: str, component: str) -> str:
-    """The lines of the test that trains with the component."""
+    """Return the lines of the test that trains with the component."""
     if kind in OF_GRPO:
         full = f"{name}/{component}"
         use = f'loop.rewards=[{{type="{full}"}}]' if kind == "reward" else f"loop.{kind}={full}"

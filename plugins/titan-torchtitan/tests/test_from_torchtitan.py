@@ -1,4 +1,4 @@
-"""`titan recipe from-torchtitan`: the recipe is written, and what became of each field is told."""
+"""`titan recipe from-torchtitan`: the recipe is written, and each field is accounted for."""
 
 from __future__ import annotations
 

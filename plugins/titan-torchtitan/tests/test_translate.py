@@ -1,4 +1,4 @@
-"""A torchtitan job config becomes a recipe, and whatever does not is told with its line."""
+"""A torchtitan job config becomes a recipe, and whatever does not is reported with its line."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from titancli.errors import RecipeError
 from titancli.recipe import Loaded, install_command, load_recipe
 
 REGISTRY = jobs.registry_of(("titan-float8", jobs.Float8))
-Told = Callable[..., tuple[Translation, dict[str, Any]]]
+Translate = Callable[..., tuple[Translation, dict[str, Any]]]
 
 
 @pytest.fixture
-def told(tmp_path: Path) -> Told:
-    """`told(job)`: the translation of a job's text, and the recipe's data."""
+def translated(tmp_path: Path) -> Translate:
+    """`translated(job)`: the translation of a job's text, and the recipe's data."""
 
     def of(text: str, registry: Any = REGISTRY) -> tuple[Translation, dict[str, Any]]:
         path = tmp_path / "job.toml"
@@ -35,11 +35,11 @@ def told(tmp_path: Path) -> Told:
 
 
 @pytest.fixture
-def load(told: Told, tmp_path: Path) -> Callable[..., Loaded]:
+def load(translated: Translate, tmp_path: Path) -> Callable[..., Loaded]:
     """`load(job)`: the recipe, which must be a good one."""
 
     def of(text: str, *overrides: str, registry: Any = REGISTRY) -> Loaded:
-        found, _ = told(text, registry)
+        found, _ = translated(text, registry)
         path = tmp_path / "recipe.toml"
         path.write_text(found.text, encoding="utf-8")
         return load_recipe(path, overrides, registry=registry)
@@ -61,7 +61,7 @@ def job_with(name: str, value: Any) -> str:
     return tomli_w.dumps(data)
 
 
-def test_a_job_of_llama3_8b_becomes_a_recipe(told: Told, load: Callable[..., Loaded]) -> None:
+def test_a_job_of_llama3_8b_becomes_a_recipe(translated: Translate, load: Callable[..., Loaded]) -> None:
     recipe = load(jobs.LLAMA3_8B).recipe
     assert recipe.model.n_layers == 32 and recipe.tokenizer.path.name == "Llama-3.1-8B"
     assert (recipe.dataset.path, recipe.dataset.name, recipe.dataset.streaming) == ("allenai/c4", "en", True)
@@ -71,7 +71,7 @@ def test_a_job_of_llama3_8b_becomes_a_recipe(told: Told, load: Callable[..., Loa
     assert recipe.compile.enable and recipe.activation_checkpoint.selective_ac_option == "op"
     assert [type(logger).__name__ for logger in recipe.loggers] == ["TensorBoard"]
     assert recipe.profiling.enable_profiling and recipe.profiling.profile_freq == 100
-    found, _ = told("[fault_tolerance]\nenable = true\n" + jobs.LLAMA3_8B)
+    found, _ = translated("[fault_tolerance]\nenable = true\n" + jobs.LLAMA3_8B)
     lines = found.lines("job.toml")
     lost = next(line for line in lines if "fault_tolerance.enable" in line)
     assert lost.startswith("job.toml:2: not carried over: fault_tolerance.enable = true: ")
@@ -79,14 +79,16 @@ def test_a_job_of_llama3_8b_becomes_a_recipe(told: Told, load: Callable[..., Loa
     assert "checkpoint.folder" in names(found.idle) and recipe.compile.components == ["model", "loss"]
 
 
-def test_torchtitans_defaults_hold_where_titan_has_others(told: Told, load: Callable[..., Loaded]) -> None:
+def test_torchtitans_defaults_hold_where_titan_has_others(
+    translated: Translate, load: Callable[..., Loaded]
+) -> None:
     recipe = load("[training]\n").recipe
     assert recipe.training.steps == 10000 and not recipe.checkpoint.enable
     assert recipe.activation_checkpoint.selective_ac_option == "2"
     assert recipe.model.dim == 256 and recipe.dataset.path.endswith("/tests/assets/c4_test")
-    found, _ = told("[training]\n")
+    found, _ = translated("[training]\n")
     assert not any(remark.line is None for remark in found.lost)
-    found, _ = told("[checkpoint]\nenable = true\n")
+    found, _ = translated("[checkpoint]\nenable = true\n")
     assert {remark.name for remark in found.lost if remark.line is None} == {
         "checkpoint.last_save_model_only"
     }
@@ -101,11 +103,11 @@ def test_float8_becomes_a_converter(load: Callable[..., Loaded]) -> None:
 
 
 def test_float8_that_is_not_installed_is_told_and_the_rest_is_good(
-    told: Told, load: Callable[..., Loaded]
+    translated: Translate, load: Callable[..., Loaded]
 ) -> None:
     plain = jobs.registry_of()
     assert load(jobs.FLOAT8, registry=plain).recipe.converters == []
-    found, _ = told(jobs.FLOAT8, plain)
+    found, _ = translated(jobs.FLOAT8, plain)
     section = "quantize.linear.float8."
     assert {n.removeprefix(section) for n in names(found.lost) if section in n} == {
         "enable_fsdp_float8_all_gather",
@@ -115,8 +117,8 @@ def test_float8_that_is_not_installed_is_told_and_the_rest_is_good(
     assert any(install_command("titan-float8") in line for line in found.lines("x"))
 
 
-def test_a_converter_section_that_nothing_names_has_no_effect(told: Told) -> None:
-    found, data = told('[quantize.linear.float8]\nrecipe_name = "rowwise"\n')
+def test_a_converter_section_that_nothing_names_has_no_effect(translated: Translate) -> None:
+    found, data = translated('[quantize.linear.float8]\nrecipe_name = "rowwise"\n')
     assert "converters" not in data
     assert [remark.text for remark in found.lost if remark.line] == [
         "no effect: model.converters does not name it"
@@ -125,9 +127,9 @@ def test_a_converter_section_that_nothing_names_has_no_effect(told: Told) -> Non
 
 @pytest.mark.parametrize(("text", "model"), [(jobs.QWEN3, "qwen3"), (jobs.DEEPSEEK, "deepseek_v3")])
 def test_a_model_that_is_not_installed_is_a_reason_and_the_rest_is_translated(
-    told: Told, load: Callable[..., Loaded], text: str, model: str
+    translated: Translate, load: Callable[..., Loaded], text: str, model: str
 ) -> None:
-    found, data = told(text)
+    found, data = translated(text)
     reason = next(remark.text for remark in found.lost if remark.name == "model.name")
     assert f"no installed plugin provides the model '{model}'" in reason
     assert data["model"]["type"] == model
@@ -139,8 +141,8 @@ def test_a_model_that_is_not_installed_is_a_reason_and_the_rest_is_translated(
     assert recipe.training.steps == tomli.loads(text)["training"]["steps"]
 
 
-def test_a_flux_job_is_told_field_by_field(told: Told) -> None:
-    found, data = told(jobs.FLUX)
+def test_a_flux_job_is_reported_field_by_field(translated: Translate) -> None:
+    found, data = translated(jobs.FLUX)
     lost = names(found.lost)
     assert {"model.name", "training.dataset", "job.custom_config_module", "encoder.t5_encoder"} <= lost
     [why] = [remark for remark in found.lost if "training.dataset" in names([remark])]
@@ -149,14 +151,14 @@ def test_a_flux_job_is_told_field_by_field(told: Told) -> None:
     assert data["training"]["steps"] == 30000
 
 
-def test_names_of_before_0_2_2_are_known(told: Told, load: Callable[..., Loaded]) -> None:
+def test_names_of_before_0_2_2_are_known(translated: Translate, load: Callable[..., Loaded]) -> None:
     recipe = load(jobs.OLD).recipe
     assert recipe.training.local_batch_size == 4 and recipe.lr_scheduler.warmup_steps == 2
     assert recipe.compile.enable and recipe.checkpoint.enable
     assert recipe.optimizer.implementation == "foreach"
     assert str(recipe.tokenizer.path).endswith("assets/llama")
     assert len(recipe.converters) == 1
-    found, _ = told(jobs.OLD)
+    found, _ = translated(jobs.OLD)
     assert {"job.use_for_integration_test", "model.norm_type", "checkpoint.interval_type"} <= names(
         found.lost
     )
@@ -171,16 +173,16 @@ def test_the_table_is_torchtitans() -> None:
 
 
 @pytest.mark.parametrize("name", FIELDS)
-def test_every_field_is_carried_or_told(told: Told, name: str) -> None:
+def test_every_field_is_carried_or_reported(translated: Translate, name: str) -> None:
     default, other = FIELDS[name]
-    _, plain = told(job_with("training.steps", 1000))
-    found, data = told(job_with(name, other))
+    _, plain = translated(job_with("training.steps", 1000))
+    found, data = translated(job_with(name, other))
     remarks = names(found.lost + found.changed + found.idle)
     assert data != plain or name in remarks
     assert any(name in line for line in found.lines("x")) == (name in remarks)
     assert name in {*found.moved, *remarks}
     if default is not None:
-        found, _ = told(job_with(name, default))
+        found, _ = translated(job_with(name, default))
         assert name in {*found.moved, *names(found.lost + found.changed + found.idle)}
 
 
@@ -252,15 +254,15 @@ def test_defaults_that_are_left_out_are_titans_own(load: Callable[..., Loaded]) 
         ),
     ],
 )
-def test_what_cannot_be_carried_has_a_reason(told: Told, text: str, name: str, words: str) -> None:
-    found, _ = told(text)
+def test_what_cannot_be_carried_has_a_reason(translated: Translate, text: str, name: str, words: str) -> None:
+    found, _ = translated(text)
     (reason,) = [remark.text for remark in found.lost if remark.name == name]
     assert words in reason
 
 
 @pytest.mark.parametrize(("degree", "name"), [("tp", "tensor"), ("pp", "pipeline"), ("cp", "context")])
-def test_a_degree_is_carried(told: Told, degree: str, name: str) -> None:
-    _, data = told(job_with(f"parallelism.{name}_parallel_degree", 2))
+def test_a_degree_is_carried(translated: Translate, degree: str, name: str) -> None:
+    _, data = translated(job_with(f"parallelism.{name}_parallel_degree", 2))
     assert data["mesh"][degree] == 2
 
 
@@ -277,30 +279,32 @@ def test_a_layout_is_carried_whole(load: Callable[..., Loaded]) -> None:
     assert recipe.compile.components == ["model"]
 
 
-def test_experts_are_spread_where_a_model_has_some(told: Told) -> None:
-    found, data = told(jobs.DEEPSEEK)
+def test_experts_are_spread_where_a_model_has_some(translated: Translate) -> None:
+    found, data = translated(jobs.DEEPSEEK)
     assert data["mesh"]["ep"] == 8
-    found, data = told(job_with("parallelism.expert_parallel_degree", 2))
+    found, data = translated(job_with("parallelism.expert_parallel_degree", 2))
     assert data["mesh"]["ep"] == 1 and "parallelism.expert_parallel_degree" in names(found.lost)
 
 
-def test_what_is_left_out_of_a_checkpoint_has_its_name_here(told: Told) -> None:
+def test_what_is_left_out_of_a_checkpoint_has_its_name_here(translated: Translate) -> None:
     job = "[checkpoint]\nenable = true\nexclude_from_loading = "
     for written in ('"optimizer, dataloader,lr_scheduler"', '["optimizer", "dataloader", "lr_scheduler"]'):
-        found, data = told(f"{job}{written}\n")
+        found, data = translated(f"{job}{written}\n")
         assert data["checkpoint"]["exclude_from_loading"] == ["optimizer", "data", "step"]
         assert "checkpoint.exclude_from_loading" in found.moved
-    found, data = told(f'{job}["mine"]\n')
+    found, data = translated(f'{job}["mine"]\n')
     assert "no part 'mine'" in found.lost[0].text
 
 
-def test_the_weights_at_the_end_are_saved_beside_the_state(load: Callable[..., Loaded], told: Told) -> None:
+def test_the_weights_at_the_end_are_saved_beside_the_state(
+    load: Callable[..., Loaded], translated: Translate
+) -> None:
     job = "[checkpoint]\nenable = true\nexport_dtype = 'bfloat16'\n"
     section = load(f"{job}last_save_model_only = true\n").recipe.checkpoint
     assert (section.last_save_model_only, section.export_dtype) == (True, "bfloat16")
     section = load(f"{job}last_save_in_hf = true\n").recipe.checkpoint
     assert (section.last_save_model_only, section.last_save_in_hf) == (False, True)
-    found, data = told(job)
+    found, data = translated(job)
     assert "last_save_model_only" not in data["checkpoint"]
     assert {"checkpoint.last_save_model_only", "checkpoint.export_dtype"} <= names(found.lost)
 
@@ -338,12 +342,12 @@ def test_a_dataset_path_is_one_on_disk(load: Callable[..., Loaded]) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[x]\ny = 1\n", "recipe = 1\n[model]\ntype = 'llama3'\n", "[job\n"])
-def test_what_is_no_job_config_is_refused(told: Told, text: str) -> None:
+def test_what_is_no_job_config_is_refused(translated: Translate, text: str) -> None:
     with pytest.raises(RecipeError):
-        told(text)
+        translated(text)
 
 
-def test_a_converters_distribution_is_required(told: Told) -> None:
+def test_a_converters_distribution_is_required(translated: Translate) -> None:
     from titancli.registry import hookspecs
     from titancli.registry.lookup import Registry
     from titancli.registry.plugins import Plugin
@@ -354,5 +358,5 @@ def test_a_converters_distribution_is_required(told: Told) -> None:
         def titan_components() -> list[type]:
             return [jobs.Float8]
 
-    _, data = told(jobs.FLOAT8, Registry([Plugin("f8", lambda: Offer, distribution="titan-float8")]))
+    _, data = translated(jobs.FLOAT8, Registry([Plugin("f8", lambda: Offer, distribution="titan-float8")]))
     assert data["requires"] == {"plugins": ["titan-float8"]}

@@ -1,4 +1,4 @@
-"""Job configs of torchtitan as recipes: `titan recipe from-torchtitan`."""
+"""Convert job configs of torchtitan to recipes: `titan recipe from-torchtitan`."""
 
 from __future__ import annotations
 

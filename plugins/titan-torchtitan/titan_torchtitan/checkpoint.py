@@ -1,4 +1,4 @@
-"""What becomes of torchtitan's `[checkpoint]` fields that say something together."""
+"""Translation of torchtitan's `[checkpoint]` fields that depend on each other."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def checkpoint(job: Job, registry: Registry) -> None:
 
 
 def _left_out(job: Job) -> None:
-    """Its parts by our names; torchtitan takes them as one text too."""
+    """Translate the excluded parts to titan's names; torchtitan also accepts them as one string."""
     value = job.value("checkpoint.exclude_from_loading")
     names = value.split(",") if isinstance(value, str) else value
     names = [TORCHTITAN.get(name.strip(), name.strip()) for name in names if name.strip()]
@@ -57,7 +57,8 @@ def _left_out(job: Job) -> None:
 
 
 def _exports(job: Job) -> None:
-    """There the last checkpoint is the weights alone, here they are saved beside it."""
+    """Translate the export of the last checkpoint: torchtitan saves only weights there, titan saves them
+    beside it."""
     weights, in_hf, dtype = (job.value(f"checkpoint.{name}") for name in EXPORTS)
     beside = "saved beside the last checkpoint, which holds the whole state like every other one"
     if not job.written("checkpoint.last_save_model_only") and not in_hf:

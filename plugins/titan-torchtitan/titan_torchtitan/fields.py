@@ -1,8 +1,8 @@
-"""Every field of a torchtitan 0.2.2 job config, and what becomes of it.
+"""Every field of a torchtitan 0.2.2 job config, and its translation.
 
-`carried`: the recipe has a key that means the same. `told`: it has none, and the reason is said unless the
-value asks for nothing that titan does not do anyway. `part`: one of several fields that together say what a
-component is; `parts.py` reads it.
+`carried`: the recipe has a key with the same meaning. `dropped`: it has none, and the reason is reported
+unless the value matches what titan does anyway. `part`: one of several fields that together define a
+component; read by `parts.py`.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ class Field:
     types: tuple[type, ...]
     default: Any
     to: str | None = None
-    """The recipe's key that takes the value."""
+    """Recipe key that takes the value."""
     why: str = ""
-    """What to say where it cannot be carried."""
+    """Reason to report if the value cannot be carried over."""
     titan: Any = None
-    """The value that says what titan does anyway."""
+    """Value that matches what titan does anyway."""
     always: bool = False
-    """The recipe gets it even where the job leaves it out, since titan's own default is another."""
+    """Whether the recipe gets the value even if the job omits it, because titan's own default differs."""
 
 
 def carried(
@@ -36,7 +36,7 @@ def carried(
     return Field(name, _types(types), default, to or name, why, default, always)
 
 
-def told(name: str, types: Any, default: Any, why: str, **titan: Any) -> Field:
+def dropped(name: str, types: Any, default: Any, why: str, **titan: Any) -> Field:
     return Field(name, _types(types), default, None, why, titan.get("titan", default))
 
 
@@ -51,10 +51,10 @@ def _types(types: Any) -> tuple[type, ...]:
 
 def _loader(section: str) -> list[Field]:
     return [
-        told(f"{section}.num_workers", int, 0, _LOADER),
-        told(f"{section}.persistent_workers", bool, False, _LOADER),
-        told(f"{section}.pin_memory", bool, False, "titan always pins batches when there is a GPU"),
-        told(f"{section}.prefetch_factor", int, None, _LOADER),
+        dropped(f"{section}.num_workers", int, 0, _LOADER),
+        dropped(f"{section}.persistent_workers", bool, False, _LOADER),
+        dropped(f"{section}.pin_memory", bool, False, "titan always pins batches when there is a GPU"),
+        dropped(f"{section}.prefetch_factor", int, None, _LOADER),
     ]
 
 
@@ -72,21 +72,23 @@ def _profiling() -> list[Field]:
 
 
 JOB = [
-    told("job.config_file", str, None, "a recipe names its base recipes with `extends`"),
-    told("job.dump_folder", str, "./outputs", "the run folder is set on the command line: --run-dir DIR"),
+    dropped("job.config_file", str, None, "a recipe names its base recipes with `extends`"),
+    dropped("job.dump_folder", str, "./outputs", "the run folder is set on the command line: --run-dir DIR"),
     carried("job.description", str, "default job", "description"),
-    told("job.print_config", bool, False, "`titan recipe show RECIPE` prints the resolved recipe"),
-    told(
+    dropped("job.print_config", bool, False, "`titan recipe show RECIPE` prints the resolved recipe"),
+    dropped(
         "job.save_config_file", str, None, "every run folder contains its resolved recipe, recipe.lock.toml"
     ),
-    told("job.custom_config_module", str, "", "a recipe runs no code; provide its components in a plugin"),
+    dropped("job.custom_config_module", str, "", "a recipe runs no code; provide its components in a plugin"),
 ]
 METRICS = [
     carried("metrics.log_freq", int, 10),
     part("metrics.enable_tensorboard", bool, False),
-    told("metrics.disable_color_printing", bool, False, "set NO_COLOR in the environment"),
-    told("metrics.save_tb_folder", str, "tb", "TensorBoard files are in tb/ of the run folder"),
-    told("metrics.save_for_all_ranks", bool, False, "metrics are aggregated over all ranks and written once"),
+    dropped("metrics.disable_color_printing", bool, False, "set NO_COLOR in the environment"),
+    dropped("metrics.save_tb_folder", str, "tb", "TensorBoard files are in tb/ of the run folder"),
+    dropped(
+        "metrics.save_for_all_ranks", bool, False, "metrics are aggregated over all ranks and written once"
+    ),
     part("metrics.enable_wandb", bool, False),
 ]
 MODEL = [
@@ -95,7 +97,7 @@ MODEL = [
     part("model.hf_assets_path", str, "./tests/assets/tokenizer"),
     part("model.tokenizer_path", str, None),
     part("model.converters", (list, str), []),
-    told("model.print_after_conversion", bool, False, "titan does not print modules"),
+    dropped("model.print_after_conversion", bool, False, "titan does not print modules"),
 ]
 OPTIMIZER = [
     part("optimizer.name", str, "AdamW"),
@@ -105,7 +107,7 @@ OPTIMIZER = [
     carried("optimizer.eps", float, 1e-8),
     carried("optimizer.weight_decay", float, 0.1),
     carried("optimizer.implementation", str, "fused"),
-    told(
+    dropped(
         "optimizer.early_step_in_backward",
         bool,
         False,
@@ -132,7 +134,7 @@ TRAINING = [
     carried("training.mixed_precision_param", str, "bfloat16"),
     carried("training.mixed_precision_reduce", str, "float32"),
     carried("training.gc_freq", int, 50),
-    told("training.gc_debug", bool, False, "titan has no debug output for garbage collection"),
+    dropped("training.gc_debug", bool, False, "titan has no debug output for garbage collection"),
     *_loader("training.dataloader"),
 ]
 PARALLELISM = [
@@ -140,7 +142,7 @@ PARALLELISM = [
     carried("parallelism.data_parallel_shard_degree", int, -1, "mesh.dp_shard"),
     carried("parallelism.fsdp_reshard_after_forward", str, "default", "parallelize.reshard_after_forward"),
     carried("parallelism.tensor_parallel_degree", int, 1, "mesh.tp"),
-    told(
+    dropped(
         "parallelism.disable_loss_parallel",
         bool,
         False,
@@ -157,21 +159,21 @@ PARALLELISM = [
     ),
     carried("parallelism.pipeline_parallel_layers_per_stage", int, None, "pipeline.layers_per_stage"),
     part("parallelism.pipeline_parallel_schedule", str, "1F1B"),
-    told(
+    dropped(
         "parallelism.pipeline_parallel_schedule_csv",
         str,
         "",
         "titan runs torch's named schedules, not schedules from a file",
     ),
     carried("parallelism.pipeline_parallel_microbatch_size", int, 1, "pipeline.microbatch_size"),
-    told(
+    dropped(
         "parallelism.pipeline_parallel_expert_parallel_overlap",
         bool,
         True,
         "DualPipeV runs as torch implements it",
     ),
     carried("parallelism.context_parallel_degree", int, 1, "mesh.cp"),
-    told(
+    dropped(
         "parallelism.context_parallel_load_balancer",
         str,
         "headtail",
@@ -179,13 +181,13 @@ PARALLELISM = [
     ),
     part("parallelism.context_parallel_rotate_method", str, "allgather"),
     carried("parallelism.expert_parallel_degree", int, 1, "mesh.ep"),
-    told(
+    dropped(
         "parallelism.expert_tensor_parallel_degree",
         int,
         1,
         "experts have no tensor-parallel degree of their own",
     ),
-    told(
+    dropped(
         "parallelism.expert_parallel_comm_backend",
         str,
         "standard",
@@ -194,11 +196,11 @@ PARALLELISM = [
 ]
 CHECKPOINT = [
     carried("checkpoint.enable", bool, False, always=True),
-    told("checkpoint.enable_ft_dataloader_checkpoints", bool, True, _FAULT),
-    told("checkpoint.folder", str, "checkpoint", "checkpoints are in checkpoints/ of the run folder"),
+    dropped("checkpoint.enable_ft_dataloader_checkpoints", bool, True, _FAULT),
+    dropped("checkpoint.folder", str, "checkpoint", "checkpoints are in checkpoints/ of the run folder"),
     carried("checkpoint.interval", int, 500),
     part("checkpoint.initial_load_path", str, None),
-    told(
+    dropped(
         "checkpoint.initial_load_model_only",
         bool,
         True,
@@ -206,7 +208,7 @@ CHECKPOINT = [
         "false loads its whole state",
     ),
     part("checkpoint.initial_load_in_hf", bool, False),
-    told(
+    dropped(
         "checkpoint.initial_load_in_hf_quantized",
         bool,
         False,
@@ -217,7 +219,9 @@ CHECKPOINT = [
     part("checkpoint.export_dtype", str, "float32"),
     carried("checkpoint.async_mode", str, "disabled"),
     carried("checkpoint.keep_latest_k", int, 10),
-    told("checkpoint.load_step", int, -1, "given when a run is resumed: titan train RUN --resume --step N"),
+    dropped(
+        "checkpoint.load_step", int, -1, "given when a run is resumed: titan train RUN --resume --step N"
+    ),
     part("checkpoint.exclude_from_loading", (list, str), []),
     part("checkpoint.enable_first_step_checkpoint", bool, False),
     part("checkpoint.create_seed_checkpoint", bool, False),
@@ -226,23 +230,23 @@ CHECKPOINT = [
 ACTIVATION_CHECKPOINT = [
     part("activation_checkpoint.mode", str, "selective"),
     part("activation_checkpoint.selective_ac_option", (str, int), "2"),
-    told(
+    dropped(
         "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns",
         list,
         ["moe.router.gate"],
         "the outputs of all matrix multiplications are treated alike",
     ),
-    told("activation_checkpoint.early_stop", bool, False, "torch decides where recomputation stops"),
+    dropped("activation_checkpoint.early_stop", bool, False, "torch decides where recomputation stops"),
     carried("activation_checkpoint.memory_budget", float, 0.5),
-    told(
+    dropped(
         "activation_checkpoint.visualize_memory_budget_pareto",
         bool,
         False,
         "titan does not plot memory budgets",
     ),
-    told("activation_checkpoint.preserve_rng_state", bool, True, "the random state is always preserved"),
-    told("activation_checkpoint.determinism_check", str, "default", "torch's default check is used"),
-    told("activation_checkpoint.debug", bool, False, "titan has no debug output for recomputation"),
+    dropped("activation_checkpoint.preserve_rng_state", bool, True, "the random state is always preserved"),
+    dropped("activation_checkpoint.determinism_check", str, "default", "torch's default check is used"),
+    dropped("activation_checkpoint.debug", bool, False, "titan has no debug output for recomputation"),
 ]
 COMPILE = [
     carried("compile.enable", bool, False),
@@ -268,32 +272,34 @@ COMM = [
     carried("comm.init_timeout_seconds", int, 300),
     carried("comm.train_timeout_seconds", int, 100),
     carried("comm.trace_buf_size", int, 20000),
-    told("comm.save_traces_folder", str, "comm_traces", "the flight recorder writes to the run folder"),
-    told("comm.save_traces_file_prefix", str, "rank_", "the flight recorder chooses its own file names"),
-    told("comm.mode", str, "default", "`titan plan RECIPE --world-size N --check` simulates a run's ranks"),
+    dropped("comm.save_traces_folder", str, "comm_traces", "the flight recorder writes to the run folder"),
+    dropped("comm.save_traces_file_prefix", str, "rank_", "the flight recorder chooses its own file names"),
+    dropped(
+        "comm.mode", str, "default", "`titan plan RECIPE --world-size N --check` simulates a run's ranks"
+    ),
 ]
 OTHERS = [
-    told("memory_estimation.enable", bool, False, "`titan plan RECIPE --world-size N` estimates memory"),
-    told(
+    dropped("memory_estimation.enable", bool, False, "`titan plan RECIPE --world-size N` estimates memory"),
+    dropped(
         "memory_estimation.disable_fake_mode",
         bool,
         False,
         "`titan plan RECIPE --world-size N` estimates memory",
     ),
-    told("fault_tolerance.enable", bool, False, _FAULT),
-    told("fault_tolerance.process_group", str, "gloo", _FAULT),
-    told("fault_tolerance.process_group_timeout_ms", int, 10000, _FAULT),
-    told("fault_tolerance.replica_id", int, 0, _FAULT),
-    told("fault_tolerance.group_size", int, 0, _FAULT),
-    told("fault_tolerance.min_replica_size", int, 1, _FAULT),
-    told("fault_tolerance.semi_sync_method", str, None, _FAULT),
-    told(
+    dropped("fault_tolerance.enable", bool, False, _FAULT),
+    dropped("fault_tolerance.process_group", str, "gloo", _FAULT),
+    dropped("fault_tolerance.process_group_timeout_ms", int, 10000, _FAULT),
+    dropped("fault_tolerance.replica_id", int, 0, _FAULT),
+    dropped("fault_tolerance.group_size", int, 0, _FAULT),
+    dropped("fault_tolerance.min_replica_size", int, 1, _FAULT),
+    dropped("fault_tolerance.semi_sync_method", str, None, _FAULT),
+    dropped(
         "experimental.custom_import",
         str,
         "",
         "provide in a plugin what the module registers: `titan plugin list`",
     ),
-    told(
+    dropped(
         "experimental.custom_args_module", str, "", "a recipe runs no code; provide its settings in a plugin"
     ),
 ]
@@ -310,7 +316,7 @@ VALIDATION = [
 DEBUG = [
     carried("debug.seed", int, None, "training.seed"),
     carried("debug.deterministic", bool, False),
-    told(
+    dropped(
         "debug.deterministic_warn_only",
         bool,
         False,
@@ -339,4 +345,4 @@ FIELDS: dict[str, Field] = {
         *DEBUG,
     ]
 }
-"""By name."""
+"""All fields by name."""

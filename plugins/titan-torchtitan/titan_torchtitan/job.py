@@ -1,4 +1,4 @@
-"""A job config while it is translated: what it says, where, and what has become of it so far."""
+"""A job config during translation: its fields, their lines, and the results so far."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from titancli.registry.fields import fields_of
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A field that the job writes."""
+    """A field that is set in the job."""
 
     name: str
-    """As it is written; `field.name` is what torchtitan 0.2.2 calls it."""
+    """Name as written in the job; `field.name` is the name in torchtitan 0.2.2."""
     field: Field
     value: Any
     line: int
@@ -26,11 +26,11 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Remark:
-    """Something to say of one field."""
+    """A remark about one field."""
 
     name: str
     line: int | None
-    """None for a field that the job leaves to torchtitan's default."""
+    """None for a field that is not set in the job."""
     value: Any
     text: str
 
@@ -41,13 +41,13 @@ class Job:
     def __init__(self, root: Node) -> None:
         self.recipe: dict[str, Any] = {}
         self.lost: list[Remark] = []
-        """What the recipe does not say."""
+        """Fields that the recipe does not carry over."""
         self.changed: list[Remark] = []
-        """What the recipe says in another way, or more exactly."""
+        """Fields that the recipe expresses differently, or more precisely."""
         self.idle: list[Remark] = []
-        """Fields without a counterpart whose values ask for what titan does anyway."""
+        """Fields without a counterpart whose values match what titan does anyway."""
         self.moved: set[str] = set()
-        """Names, as written, that the recipe has taken over."""
+        """Names, as written, that the recipe carries over."""
         self.entries: dict[str, Entry] = {}
         for path, node in _leaves(root):
             self._read(path, node)
@@ -77,7 +77,7 @@ class Job:
             self.entries[name] = Entry(written, field, value, line)
 
     def value(self, name: str) -> Any:
-        """What a field is: what the job writes, or torchtitan's default."""
+        """Return a field's value: as set in the job, or torchtitan's default."""
         entry = self.entries.get(name)
         return entry.value if entry else (FIELDS.get(name) or GONE[name]).default
 
@@ -94,20 +94,20 @@ class Job:
         self.take(*sources)
 
     def take(self, *names: str) -> None:
-        """Fields whose meaning the recipe has."""
+        """Mark fields as carried over."""
         self.moved.update(self.entries[name].name for name in names if name in self.entries)
 
     def lose(self, name: str, why: str) -> None:
-        """A field that the recipe does not say, and why."""
+        """Mark a field as not carried over, with the reason."""
         self.lost.append(self._remark(name, why))
 
     def change(self, name: str, how: str) -> None:
-        """A field that the recipe says in another way, and how."""
+        """Mark a field as expressed differently, with the explanation."""
         self.take(name)
         self.changed.append(self._remark(name, how))
 
     def ignore(self, name: str) -> None:
-        """A field that asks for what titan does anyway."""
+        """Mark a field as matching what titan does anyway."""
         self.idle.append(self._remark(name, ""))
 
     def _remark(self, name: str, text: str) -> Remark:
@@ -118,14 +118,14 @@ class Job:
 
 
 def _nearest(written: str) -> str | None:
-    """The hint that names a field of the same section, or one of the same name in a section like it."""
+    """Return a hint that names a similar field of the same section, or of a similar section."""
     section, _, name = written.rpartition(".")
     names = [known.rpartition(".")[2] for known in FIELDS if known.rpartition(".")[0] == section]
     return nearest(name, names) if names else nearest(written, FIELDS)
 
 
 def has_key(key: str) -> bool:
-    """Whether recipes of this titan have a key; what stands in a component's table is the component's."""
+    """Return whether recipes have a key; keys in a component's table count as existing."""
     cls: Any = Recipe
     for part in key.split("."):
         if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
@@ -138,7 +138,8 @@ def has_key(key: str) -> bool:
 
 
 def _leaves(node: Node, at: KeyPath = ()) -> Iterator[tuple[KeyPath, Node]]:
-    """Everything below the tables of a config; an array is one value, and an empty section says nothing."""
+    """Yield every value below the tables of a config; an array is one value, and empty sections yield
+    nothing."""
     if isinstance(node.value, dict):
         for key, below in node.value.items():
             yield from _leaves(below, (*at, key))

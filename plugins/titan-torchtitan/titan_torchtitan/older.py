@@ -1,8 +1,8 @@
-"""Names that fields had in torchtitan before 0.2.2, and fields that it has no more."""
+"""Fields of torchtitan before 0.2.2: renamed and removed ones."""
 
 from __future__ import annotations
 
-from titan_torchtitan.fields import FLOAT8, GROUPED_FLOAT8, GROUPED_MX, MX, Field, part, told
+from titan_torchtitan.fields import FLOAT8, GROUPED_FLOAT8, GROUPED_MX, MX, Field, dropped, part
 
 _DEGREES = ("data_parallel_replicate_degree", "data_parallel_shard_degree", "tensor_parallel_degree")
 _PIPELINE = (
@@ -51,7 +51,7 @@ RENAMED: dict[str, str] = {
     "mx.filter_fqns": f"{MX}.filter_fqns",
     "mx.moe_fqns_prototype": f"{GROUPED_MX}.fqns",
 }
-"""Old name to the name in 0.2.2; the meaning is the same."""
+"""Old names to names in 0.2.2, with the same meaning."""
 
 _SPLIT = "name each stage's modules in pipeline.module_fqns_per_model_part instead"
 _SCALING = "titan-float8 recomputes all scales in each step"
@@ -59,18 +59,20 @@ _SCALING = "titan-float8 recomputes all scales in each step"
 GONE: dict[str, Field] = {
     field.name: field
     for field in [
-        told("job.use_for_integration_test", bool, False, "it was only used by torchtitan's own tests"),
-        told("metrics.rank_0_only", bool, True, "metrics are aggregated over all ranks and written once"),
-        told(
+        dropped("job.use_for_integration_test", bool, False, "it was only used by torchtitan's own tests"),
+        dropped("metrics.rank_0_only", bool, True, "metrics are aggregated over all ranks and written once"),
+        dropped(
             "metrics.enable_color_printing",
             bool,
             False,
             "colors are used on a terminal unless NO_COLOR is set",
         ),
-        told("model.norm_type", str, "rmsnorm", "the norm is part of the model's definition"),
+        dropped("model.norm_type", str, "rmsnorm", "the norm is part of the model's definition"),
         part("optimizer.fused", bool, None),
-        told("training.data_parallel_type", str, "fsdp", "for DDP set mesh.dp_replicate, and dp_shard = 1"),
-        told(
+        dropped(
+            "training.data_parallel_type", str, "fsdp", "for DDP set mesh.dp_replicate, and dp_shard = 1"
+        ),
+        dropped(
             "training.enable_loss_parallel",
             bool,
             True,
@@ -79,16 +81,16 @@ GONE: dict[str, Field] = {
         part("training.enable_fp8_linear", bool, False),
         part("training.enable_float8_linear", bool, False),
         part("float8.enable_float8_linear", bool, False),
-        told("float8.force_recompute_fp8_weight_in_bwd", bool, False, "titan-float8 has no such setting"),
-        told("float8.scaling_type_input", str, "dynamic", _SCALING),
-        told("float8.scaling_type_weight", str, "dynamic", _SCALING),
-        told("float8.scaling_type_grad_output", str, "dynamic", _SCALING),
-        told("checkpoint.interval_type", str, "steps", "the interval is always in steps; set it again"),
-        told("parallelism.enable_compiled_autograd", bool, False, "compiled autograd is not used"),
-        told("experimental.enable_compiled_autograd", bool, False, "compiled autograd is not used"),
-        told("parallelism.pipeline_parallel_split_points", (list, str), [], _SPLIT),
-        told("experimental.pipeline_parallel_split_points", (list, str), [], _SPLIT),
-        told(
+        dropped("float8.force_recompute_fp8_weight_in_bwd", bool, False, "titan-float8 has no such setting"),
+        dropped("float8.scaling_type_input", str, "dynamic", _SCALING),
+        dropped("float8.scaling_type_weight", str, "dynamic", _SCALING),
+        dropped("float8.scaling_type_grad_output", str, "dynamic", _SCALING),
+        dropped("checkpoint.interval_type", str, "steps", "the interval is always in steps; set it again"),
+        dropped("parallelism.enable_compiled_autograd", bool, False, "compiled autograd is not used"),
+        dropped("experimental.enable_compiled_autograd", bool, False, "compiled autograd is not used"),
+        dropped("parallelism.pipeline_parallel_split_points", (list, str), [], _SPLIT),
+        dropped("experimental.pipeline_parallel_split_points", (list, str), [], _SPLIT),
+        dropped(
             "experimental.pipeline_parallel_microbatches",
             int,
             None,
@@ -96,4 +98,4 @@ GONE: dict[str, Field] = {
         ),
     ]
 }
-"""Fields that 0.2.2 has no more, by name."""
+"""Fields removed before 0.2.2, by name."""

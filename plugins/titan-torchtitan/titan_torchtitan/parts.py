@@ -1,4 +1,4 @@
-"""What several fields of a job config say together: model, tokenizer, data, converters, and the like."""
+"""Translation of fields that belong together: model, tokenizer, data, converters, and others."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SAME_MODEL = {
     "llama3_simple_fsdp": "llama3",
     "simple_fsdp.llama3": "llama3",
 }
-"""torchtitan's models that differ from another in how they are run only."""
+"""torchtitan's models that differ from another only in how they are run."""
 DATASETS: dict[str, dict[str, Any]] = {
     "c4": {"type": "hf", "path": "allenai/c4", "name": "en", "streaming": True},
     "c4_validation": {
@@ -42,7 +42,7 @@ IMAGES = dict.fromkeys(
     "{0!r} is a set of images, which titan reads encoded: titan flux-encode IMAGES SHARDS --model FLUX "
     '(plugin titan-flux), then [dataset] type = "latents", paths = ["SHARDS/*.safetensors"]',
 )
-"""The datasets of torchtitan's flux recipes."""
+"""Datasets of torchtitan's flux recipes."""
 CONVERTERS = {
     "float8": FLOAT8,
     "mx": MX,
@@ -51,7 +51,7 @@ CONVERTERS = {
     GROUPED_FLOAT8: GROUPED_FLOAT8,
     GROUPED_MX: GROUPED_MX,
 }
-"""What `model.converters` names, and the section that sets it up."""
+"""Names in `model.converters`, and the sections that configure them."""
 SUBMODULES = {"output", "wq", "wk", "wv", "wo", "w1", "w2", "w3"}
 """Last parts of the names of linear layers, the same here as in torchtitan."""
 AUTO_FILTER = "auto_filter_small_kn"
@@ -113,14 +113,14 @@ def validation(job: Job, registry: Registry) -> None:
         job.lose("validation.seq_len", "rows of held-out data are as long as training.seq_len")
     for name in ("freq", "steps", "local_batch_size"):
         value, field = job.value(f"validation.{name}"), f"validation.{name}"
-        if value > 0:  # steps = -1: all of it, as in titan where it is left out
+        if value > 0:  # steps = -1 means all of it, as does omitting it in titan
             job.put(field, value, field)
         job.take(field)
     job.put("validation.datasets", {"validation": held_out}, "validation.enable")
 
 
 def _dataset(job: Job, registry: Registry, section: str) -> dict[str, Any]:
-    """The table of the dataset that a section names."""
+    """Return the table of the dataset that a section names."""
     key = f"{section}.dataset"
     name, path = job.value(key), job.value(f"{key}_path")
     table = dict(DATASETS.get(name, {"type": name}))
@@ -159,7 +159,8 @@ def optimizer(job: Job, registry: Registry) -> None:
 
 
 def schedule(job: Job, registry: Registry) -> None:
-    """A warm-up or a decay that is too long for the run is written as short as torchtitan makes it."""
+    """Translate the schedule; a warm-up or decay that is too long for the run is shortened as in
+    torchtitan."""
     total = job.value("lr_scheduler.total_steps") or job.value("training.steps")
     warmup, ratio = job.value("lr_scheduler.warmup_steps"), job.value("lr_scheduler.decay_ratio")
     if warmup > total:
@@ -252,7 +253,8 @@ def activation_checkpoint(job: Job, registry: Registry) -> None:
 
 
 def compile_components(job: Job, registry: Registry) -> None:
-    """torchtitan compiles the loss by default too; titan's is computed in chunks, which pays less."""
+    """Translate the parts to compile: torchtitan compiles the loss by default too, but titan's is computed
+    in chunks, which gains less."""
     name = "compile.components"
     known = [component for component in _names(job.value(name)) if component in ("model", "loss")]
     if not job.written(name):
@@ -266,7 +268,7 @@ def compile_components(job: Job, registry: Registry) -> None:
 
 
 def parallel(job: Job, registry: Registry) -> None:
-    """What is chosen by another word here, or asks for something else besides."""
+    """Translate the parallelism settings whose values have other names or conditions here."""
     name = "parallelism.pipeline_parallel_schedule"
     known = {schedule.lower(): schedule for schedule in SCHEDULES}
     if job.written(name) and job.value(name).lower() in known:
@@ -292,7 +294,7 @@ def parallel(job: Job, registry: Registry) -> None:
 
 
 def converters(job: Job, registry: Registry) -> None:
-    """`[[converters]]`, in the order that the job names them; sections of unused ones have no effect."""
+    """Translate `[[converters]]`, in the order of the job; sections of unused converters have no effect."""
     named = _names(job.value("model.converters"))
     for switch in (
         "training.enable_fp8_linear",
@@ -350,7 +352,7 @@ def _float8(job: Job, registry: Registry) -> None:
         skip.remove(AUTO_FILTER)
         job.lose(f"{FLOAT8}.filter_fqns", f"{AUTO_FILTER} is not supported: list the small layers in skip")
     if skip:
-        # torchtitan leaves out every name that contains the text.
+        # torchtitan skips every name that contains the text.
         table["skip"] = [name if name.rpartition(".")[2] in SUBMODULES else f"*{name}*" for name in skip]
     if job.value(f"{FLOAT8}.emulate"):
         table["emulate"] = True
@@ -361,7 +363,7 @@ def _float8(job: Job, registry: Registry) -> None:
 
 
 def _append(job: Job, registry: Registry, table: dict[str, Any]) -> None:
-    """Add a converter, and require the distribution that brings it."""
+    """Add a converter, and require the distribution that provides it."""
     job.recipe.setdefault("converters", []).append(table)
     plugin = registry.full_name(registry.find("converter", table["type"])).partition("/")[0]
     needed = next((p.distribution for p in registry.plugins if p.name == plugin), None)
@@ -380,7 +382,7 @@ def _lose_section(job: Job, section: str | None, why: str) -> None:
 
 
 def _names(value: Any) -> list[str]:
-    """A list, or the comma-separated text that the command line takes for one."""
+    """Return a list, or split the comma-separated text that torchtitan also accepts."""
     return (
         [name.strip() for name in value.split(",") if name.strip()] if isinstance(value, str) else list(value)
     )

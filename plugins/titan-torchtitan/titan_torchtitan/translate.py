@@ -1,7 +1,7 @@
-"""From a torchtitan job config (0.2.2 and before) to a recipe. Nothing is dropped in silence.
+"""Translate a torchtitan job config (0.2.2 and earlier) to a recipe. Nothing is dropped silently.
 
-`fields.py` says what becomes of each field, `older.py` what fields were called before 0.2.2, `parts.py` what
-several fields mean together. `translate` goes through all of them and keeps an account of what it could not
+`fields.py` defines the translation of each field, `older.py` the fields before 0.2.2, `parts.py` that of
+fields which belong together. `translate` goes through all of them and reports everything that it could not
 carry over.
 """
 
@@ -29,29 +29,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Translation:
-    """A recipe's text, and what became of the job config's fields."""
+    """A recipe's text, and the results for the job config's fields."""
 
     text: str
-    """The recipe as TOML; what was not carried over stands at its end as comments."""
+    """The recipe as TOML; fields that were not carried over are listed at its end as comments."""
     moved: list[str]
-    """Fields of the job that the recipe has taken over, by the names that the job writes."""
+    """Fields of the job that the recipe carries over, by their names in the job."""
     lost: list[Remark]
-    """Not carried over, each with its reason; those without a line are torchtitan's defaults."""
+    """Fields that are not carried over, with reasons; those without a line are torchtitan's defaults."""
     changed: list[Remark]
-    """Said in another way."""
+    """Fields that are expressed differently."""
     idle: list[Remark]
-    """Without a counterpart, and asking for what titan does anyway."""
+    """Fields without a counterpart whose values match what titan does anyway."""
 
     def lines(self, path: str) -> list[str]:
-        """The account, for people; `path` is how they know the job config."""
+        """Return the report for users; `path` names the job config."""
         return list(_account(self, path))
 
 
 def translate(path: Path, name: str, registry: Registry) -> Translation:
-    """The recipe that comes nearest to a job config.
+    """Return the recipe closest to a job config.
 
     Raises:
-        RecipeError: the file cannot be read, is not TOML, or is no job config at all.
+        RecipeError: the file cannot be read, is not TOML, or is not a job config.
     """
     problems = Problems()
     root = read_file(path, problems)
@@ -73,7 +73,7 @@ def translate(path: Path, name: str, registry: Registry) -> Translation:
 
 
 def _field(job: Job, field: Field) -> None:
-    """What becomes of a field that stands for itself."""
+    """Translate a field that is independent of others."""
     entry = job.entries.get(field.name)
     if field.to is not None:
         _carry(job, field, entry)
@@ -102,13 +102,13 @@ def _carry(job: Job, field: Field, entry: Entry | None) -> None:
 
 
 def _overruled(job: Job, key: str) -> bool:
-    """Whether a part has set the key already, knowing more than the field alone says."""
+    """Return whether a part has already set the key, with more information than this field alone."""
     section, _, name = key.partition(".")
     return name in job.recipe.get(section, {}) if name else key in job.recipe
 
 
 def _ordered(data: dict[str, Any]) -> dict[str, Any]:
-    """Sections in the order that recipes have."""
+    """Return the sections in the order of recipes."""
     order = list(Recipe.__dataclass_fields__)
     return {key: data[key] for key in sorted(data, key=order.index)}
 

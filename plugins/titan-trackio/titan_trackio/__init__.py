@@ -1,4 +1,4 @@
-"""Trackio. This file has the config and imports nothing; `logger.py` has the code."""
+"""Trackio logger. This file has the config and imports nothing; `logger.py` has the code."""
 
 from __future__ import annotations
 

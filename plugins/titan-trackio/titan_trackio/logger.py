@@ -24,12 +24,13 @@ ELSEWHERE = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")
 
 
 class TrackioLogger:
-    """Trackio's run is named after the run folder and its id, so every attempt continues the same one."""
+    """A Trackio run named after the run folder and its id, so that every attempt continues the same one."""
 
     def __init__(self, config: Trackio, run_folder: Path) -> None:
-        """
+        """Check that Trackio writes to this machine.
+
         Raises:
-            TitanError: Trackio would write to another machine, where rows cannot be dropped at a resume.
+            TitanError: it would write to another one, where rows cannot be dropped when resuming.
         """
         for name in ELSEWHERE:
             if os.environ.get(name):
@@ -58,7 +59,7 @@ class TrackioLogger:
                 resume="allow",
                 embed=False,
             )
-        # Trackio would finish the current run when another begins, and at exit, with words on stdout.
+        # Trackio would finish the current run when another begins, and at exit, printing to stdout.
         context_vars.current_run.set(None)
         atexit.register(self._finish)
 
@@ -70,13 +71,13 @@ class TrackioLogger:
         self._finish()
 
     def _finish(self) -> None:
-        """Write what is not written yet; called at exit where the run has failed."""
+        """Write pending rows; called at exit if the run failed."""
         with redirect_stdout(sys.stderr):
             self._run.finish()
 
 
 def drop_after(step: int, project: str, name: str) -> None:
-    """Delete the rows of a run after a step: the run goes on from there and will log them again."""
+    """Delete a run's rows after a step, since the run continues from there and will log them again."""
     database = SQLiteStorage.get_project_db_path(project)
     if database.is_file():
         with closing(sqlite3.connect(database, timeout=30)) as connection, connection:
@@ -84,7 +85,7 @@ def drop_after(step: int, project: str, name: str) -> None:
 
 
 def build(config: Trackio, *, run_folder: Path, is_main: bool) -> Any:
-    """Return a TrackioLogger on rank 0; elsewhere a logger without methods.
+    """Return a TrackioLogger on rank 0, and a logger without methods elsewhere.
 
     Raises:
         TitanError: see TrackioLogger.

@@ -82,7 +82,7 @@ def test_logits_equal_transformers(name: str, record_property: Callable[[str, ob
         torch.testing.assert_close(ours(text), theirs(text, use_cache=False).logits, **CLOSE)
         packed = theirs(text, position_ids=positions, use_cache=False).logits  # it sees the documents itself
         torch.testing.assert_close(ours(text, positions, documents), packed, **CLOSE)
-        # positions alone are no documents: a row is one, unless it is told otherwise
+        # positions alone are no documents: a row is one document by default
         assert (ours(text, positions) - packed).abs().max() > 0.01
 
 
@@ -221,7 +221,7 @@ def test_experts_that_a_token_does_not_visit_cost_nothing() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "llama, tied", "gpt2"])
 def test_flops_are_those_that_torch_counts(name: str) -> None:
-    """Of the forward, times 3; biases and norms count as matrices in the formula."""
+    """Return the FLOPs of forward, times 3; biases and norms count as matrices in the formula."""
     with torch.device("meta"):
         model = build(config(name), seq_len=64)
         text = torch.empty(1, 64, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""The config of any causal language model that transformers has: what its config.json says."""
+"""The config of any causal language model in transformers, defined by its config.json."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
     from titancli.recipe.schema import Recipe
 
 PLAIN_ROPES = {"default", "linear", "llama3"}
-"""Rotary embeddings that max_position_embeddings has no part in."""
+"""RoPE types that do not depend on max_position_embeddings."""
 
 
 class FolderOrTable:
-    """Marks a table of config.json's keys, for which a folder that has the file may stand.
+    """Marks a table of config.json's keys, in place of which a folder with the file may be given.
 
-    A folder's name is the table's `type`, as a component's is; keys beside it win. The folder is read when
-    the recipe is: the lock file holds the table, so that a run, and each of its checkpoints, knows its model
-    whatever becomes of the folder.
+    A folder's name is the table's `type`, like a component's; keys beside it take precedence. The folder is
+    read together with the recipe: the lock file holds the table, so a run, and each of its checkpoints, knows
+    its model even if the folder changes or disappears.
     """
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
@@ -53,7 +53,7 @@ class FolderOrTable:
     hf="titan_transformers.weights:FolderForm",
 )
 class HFCausalLM:
-    """Any causal language model of transformers, by its config.json: its modules, titan's engine."""
+    """Any causal language model of transformers, defined by its config.json: its modules, titan's engine."""
 
     config: Annotated[Path | dict[str, Any], FolderOrTable()]
     """A folder with config.json; or the keys of such a file as a table, where "null" stands for null; or a
@@ -64,7 +64,7 @@ class HFCausalLM:
 
     @property
     def values(self) -> dict[str, Any]:
-        """What config.json says of the text model.
+        """The text model's part of config.json.
 
         Raises:
             EnvironmentProblem: there is no such file.
@@ -74,10 +74,11 @@ class HFCausalLM:
 
     @staticmethod
     def from_config_json(config_json: Mapping[str, Any]) -> dict[str, Any]:
-        """The keys of `[model]` for a `config.json`; of a model that sees images too, for its text model.
+        """Return the keys of `[model]` for a `config.json`; for a multimodal model, those of its text model.
 
         Raises:
-            EnvironmentProblem: code that comes with the weights, quantised weights, an encoder.
+            EnvironmentProblem: the model has code beside its weights, an unsupported quantization, or an
+                encoder.
         """
         values = text_part(dict(config_json))
         for fault in faults(values):
@@ -85,8 +86,8 @@ class HFCausalLM:
         return {"config": encoded(values)}
 
     def explicit(self) -> HFCausalLM:
-        """The same, without keys that do not change what is computed; with the architecture's defaults where
-        transformers is there already to name them."""
+        """Return the config without keys that do not change the computation; with the architecture's
+        defaults if transformers is already imported."""
         values = self.values
         if "transformers" in sys.modules:
             from titan_transformers.theirs import hf_config
@@ -103,7 +104,7 @@ class HFCausalLM:
         return HFCausalLM(config=encoded(kept))
 
     def small(self) -> HFCausalLM:
-        """A copy for `titan prove`; see `titan_transformers.tiny`."""
+        """Return a small copy for `titan prove`; see `titan_transformers.tiny`."""
         from titan_transformers.tiny import tiny
 
         return HFCausalLM(config=encoded(tiny(self.values)))
@@ -127,7 +128,7 @@ class HFCausalLM:
         degrees = (mesh.tp, mesh.cp, mesh.pp)
         if wrong or not (exports or mesh.ep != 1 or degrees != (1, 1, 1)):
             return
-        # Only transformers knows, and to ask it takes seconds; nobody else waits for it.
+        # Only transformers knows, and asking it takes seconds, which others should not wait for.
         from titan_transformers.conversion import weights_fault
         from titan_transformers.parts import experts_fault
 
@@ -146,7 +147,7 @@ class HFCausalLM:
             yield "config", f"checkpoint.last_save_in_hf: {fault}"
 
     def try_out(self) -> None:
-        """Build the model on meta, and with that try it on a tiny copy. Imports torch; takes seconds.
+        """Build the model on meta, which also tests a tiny copy of it. Imports torch; takes seconds.
 
         Raises:
             RecipeError: titan cannot train it.
@@ -162,21 +163,21 @@ class HFCausalLM:
             return build(self, seq_len=1)
 
     # ------------------------------------------------------------------------------------------- sizes
-    # By transformers' usual names. None where config.json leaves them to the architecture's defaults.
+    # By transformers' usual names. None if config.json leaves them to the architecture's defaults.
 
     @property
     def n_heads(self) -> int | None:
-        """Query heads."""
+        """Number of query heads."""
         return first(self.values, "num_attention_heads", "n_head")
 
     @property
     def n_kv_heads(self) -> int | None:
-        """Key and value heads."""
+        """Number of key and value heads."""
         return first(self.values, "num_key_value_heads")
 
     @property
     def n_layers(self) -> int | None:
-        """Blocks."""
+        """Number of blocks."""
         return first(self.values, "num_hidden_layers", "n_layer", "num_layers")
 
     @property
@@ -186,7 +187,7 @@ class HFCausalLM:
 
     @property
     def n_experts(self) -> int | None:
-        """Routed experts of a layer."""
+        """Number of routed experts per layer."""
         names = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
         return first(self.values, *names)
 
@@ -197,17 +198,17 @@ class HFCausalLM:
 
     @property
     def vocab_size(self) -> int | None:
-        """Rows of the embedding."""
+        """Number of rows of the embedding."""
         return first(self.values, "vocab_size")
 
     @property
     def max_seq_len(self) -> int | None:
-        """The longest row that it is meant for."""
+        """Maximum length of a row."""
         return first(self.values, "max_position_embeddings", "n_positions")
 
 
 def _table(value: Any) -> Any:
-    """A folder's table in place of the folder. Errors are those that pydantic takes."""
+    """Replace a folder by its table. Raises errors that pydantic handles."""
     above = value if isinstance(value, dict) else {"type": value}
     if not isinstance(above.get("type"), str):
         return value

@@ -1,10 +1,10 @@
 """titan's attention in transformers' modules.
 
-transformers' models look the function that attends up in a table, and that of masks in another. What stands
-there for titan's models says, where transformers has a mask, what a layer sees (`Seen`), and attends through
+transformers' models look up their attention function in a table, and their mask function in another. titan's
+entries return the reach of a layer (`Seen`) in place of a mask, and attend through
 `titancli.models.blocks.attention`: documents, windows and chunks without a matrix of S x S, sinks, and
-context parallel, which puts a method in the place of each module's `core_attention`. Models with attention of
-their own are given a dense mask of the same.
+context parallelism, which replaces each module's `core_attention`. Models with their own attention code get
+an equivalent dense mask.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from titancli.models.blocks.masks import Mask, MaskOf, document_mask
 from titancli.models.blocks.reach import WHOLE, Reach
 
 ATTENTION = "titan"
-"""What transformers knows our attention and our masks by."""
+"""Name of our attention and mask functions in transformers' tables."""
 DENSE = "titan_dense"
-"""Our masks for models that have attention of their own: as tensors to be added to scores."""
+"""Name of our masks for models with their own attention code: tensors that are added to scores."""
 UNREAD = ("position_ids", "sliding_window", "past_key_values", "use_cache", "cache_position")
-"""What transformers' models pass to attention besides: masks contain it already."""
+"""Arguments that transformers' models pass to attention, but which the mask already accounts for."""
 
 LOOKED_INTO = "model.config: its modules compute with the mask of attention"
 
 
 @dataclass(frozen=True)
 class Rows:
-    """What attention must know of whole rows that are trained on."""
+    """Facts about whole training rows that attention needs."""
 
     documents: Tensor | None
     """[B, S]; None: a row is one document."""
     masks: MaskOf
-    """`titancli.models.blocks.masks.document_masks`."""
+    """See `titancli.models.blocks.masks.document_masks`."""
 
 
 class Seen(NamedTuple):
@@ -50,7 +50,7 @@ class Seen(NamedTuple):
 
     reach: Reach
     mask: Mask | None
-    """With the reach in it; None: the reach says all."""
+    """Mask including the reach; None: the reach is enough."""
 
     def __getitem__(self, key: Any) -> Any:
         if isinstance(key, int):
@@ -64,7 +64,7 @@ class Seen(NamedTuple):
 
 
 class Attending(NamedTuple):
-    """What a module's attention is, but for what it sees in a forward."""
+    """A module's attention options, other than its mask."""
 
     scale: float | None
     cap: float | None
@@ -82,13 +82,13 @@ def register_attention() -> None:
 
 
 def has_own_attention(kind: type) -> bool:
-    """Return whether a model's code does not ask transformers' table for its attention."""
+    """Return whether a model's code does not use transformers' table of attention functions."""
     return not hasattr(inspect.getmodule(kind), "ALL_ATTENTION_FUNCTIONS")
 
 
 @contextmanager
 def seen_by_attention(config: Any, rows: Rows) -> Iterator[None]:
-    """While a base runs on whole rows."""
+    """Make rows known to attention while a base runs on them."""
     config.titan_rows = rows
     try:
         yield
@@ -100,11 +100,11 @@ def seen_by_attention(config: Any, rows: Rows) -> Iterator[None]:
 
 
 def mask(*, config: Any, mask_function: Callable[..., Any], **rest: Any) -> Any:
-    """What a layer sees; in generation, with a cache, transformers' own mask.
+    """Return what a layer sees; in generation, with a cache, transformers' own mask.
 
-    In training transformers is given an `attention_mask` of ones only so that it does not look for documents
-    itself: it would read positions to the host, and take every restart for a document. It is not read, and
-    nor are lengths, which are those of a part of a row under context or tensor parallel.
+    In training, transformers gets an `attention_mask` of ones only to keep it from looking for documents
+    itself: it would read positions to the host, and take every restart for a document. The mask is not read,
+    nor are lengths, which under context or tensor parallelism are those of a part of a row.
     """
     rows: Rows | None = getattr(config, "titan_rows", None)
     if rows is None:
@@ -116,7 +116,8 @@ def mask(*, config: Any, mask_function: Callable[..., Any], **rest: Any) -> Any:
 
 
 def dense_mask(*, config: Any, mask_function: Callable[..., Any], **rest: Any) -> Any:
-    """The same as a tensor that is added to scores: 0 where a key is seen, the least number elsewhere."""
+    """Return the mask as a tensor that is added to scores: 0 where a key is seen, the lowest number
+    elsewhere."""
     from transformers.masking_utils import eager_mask
 
     rows: Rows | None = getattr(config, "titan_rows", None)
@@ -132,22 +133,22 @@ def dense_mask(*, config: Any, mask_function: Callable[..., Any], **rest: Any) -
 
 
 def reach_of(mask_function: Callable[..., Any]) -> Reach:
-    """What transformers' description of a mask says.
+    """Return the reach that transformers' description of a mask stands for.
 
     Raises:
-        RecipeError: it says something else than causal, of a window, or of chunks.
+        RecipeError: it is something other than causal, a window, or chunks.
     """
     from transformers.masking_utils import causal_mask_function
 
     reach = WHOLE
     for part in _parts(mask_function):
-        told = inspect.getclosurevars(part).nonlocals if part is not causal_mask_function else {}
+        closure = inspect.getclosurevars(part).nonlocals if part is not causal_mask_function else {}
         if part is not causal_mask_function:
             name = getattr(part, "__qualname__", repr(part))
             if name.startswith("sliding_window_overlay."):
-                reach = reach._replace(window=int(told["sliding_window"]))
+                reach = reach._replace(window=int(closure["sliding_window"]))
             elif name.startswith("chunked_overlay."):
-                reach = reach._replace(chunk=int(told["chunk_size"]))
+                reach = reach._replace(chunk=int(closure["chunk_size"]))
             else:
                 what = name.split(".")[0]
                 raise RecipeError(
@@ -157,7 +158,7 @@ def reach_of(mask_function: Callable[..., Any]) -> Reach:
 
 
 def _parts(mask_function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
-    """The functions that must all be true, which transformers joins by a closure."""
+    """Yield the functions that must all be true, which transformers combines in a closure."""
     if getattr(mask_function, "__qualname__", "").startswith("and_masks."):
         for part in inspect.getclosurevars(mask_function).nonlocals["mask_functions"]:
             yield from _parts(part)
@@ -182,19 +183,19 @@ def attention(
     s_aux: Tensor | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """Attend as titan's own models do.
+    """Attend like titan's own models.
 
     Args:
-        query, key, value: [B, heads, S, head_dim], fewer heads for keys and values.
-        attention_mask: `Seen`; with a cache a tensor, or None where causality says all.
-        softcap: what scores are capped at.
+        query, key, value: [B, heads, S, head_dim], with fewer heads for keys and values.
+        attention_mask: `Seen`; with a cache a tensor, or None if plain causality is enough.
+        softcap: cap of the scores.
         s_aux: [heads], sinks.
 
     Returns:
         [B, S, heads, value_dim].
 
     Raises:
-        RecipeError: a model gives it what it would leave out without a word: a choice of keys, a bias.
+        RecipeError: a model passes arguments that would be silently ignored: a choice of keys, a bias.
     """
     other = [
         name
@@ -218,17 +219,17 @@ def attention(
     if isinstance(attention_mask, Seen):
         _declare(module, what, attention_mask.reach, query.shape[-1])
         out: Tensor = module.core_attention(q, k, v, attention_mask.mask, **sinks)  # type: ignore[operator]
-        return out.contiguous(), None  # some ask for a view of it
+        return out.contiguous(), None  # some models ask for a view of it
     causal = attention_mask is None and q.shape[1] > 1
     return core(what, WHOLE, q, k, v, attention_mask, causal, **sinks), None
 
 
 DECLARED = ("attending", "reach", "is_plain_softmax", "core_attention")
-"""What a module is given by `_declare`."""
+"""Attributes that `_declare` sets on a module."""
 
 
 def _declare(module: Any, what: Attending, reach: Reach, width: int) -> None:
-    """Give a module what context parallel looks for, at its first forward: one that is tried on meta."""
+    """Set the attributes that context parallelism needs, at a module's first forward, on meta."""
     known = getattr(module, "attending", None)
     if known is None:
         module.attending, module.reach = what, reach
@@ -249,7 +250,7 @@ def core(
     causal: bool = True,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """A module's `core_attention`; shapes as of `titancli.models.blocks.attention.attend`."""
+    """Implement a module's `core_attention`; shapes as in `titancli.models.blocks.attention.attend`."""
     grouped = q.shape[2] != k.shape[2]
     if what.cap is not None:
         return _capped(what, what.cap, reach, q, k, v, mask, causal)
@@ -259,13 +260,14 @@ def core(
 def _capped(
     what: Attending, cap: float, reach: Reach, q: Tensor, k: Tensor, v: Tensor, mask: Any, causal: bool
 ) -> Tensor:
-    """softmax(cap · tanh(scale · q·kᵀ / cap)) · v; torch's kernels but flex attention cannot.
+    """Compute softmax(cap · tanh(scale · q·kᵀ / cap)) · v, which of torch's kernels only flex attention
+    supports.
 
     Source: Gemma 2 (arXiv 2408.00118, section 2).
     """
     scale = what.scale or q.shape[-1] ** -0.5
     if mask is not None and not isinstance(mask, Tensor):
-        from titancli.models.blocks.flex import attend_in_blocks  # brings torch's compiler
+        from titancli.models.blocks.flex import attend_in_blocks  # imports torch's compiler
 
         grouped = q.shape[2] != k.shape[2]
         return attend_in_blocks(q, k, v, mask, scale=scale, grouped=grouped, sinks=None, cap=cap)

@@ -1,4 +1,4 @@
-"""transformers' cache, as titan generates with it."""
+"""transformers' cache, as used in titan's generation."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Cache:
         self._used = 0
 
     def extend(self, base: Any, tokens: Tensor) -> Tensor:
-        """Hidden states [B, S, dim] of tokens [B, S] that follow those that the cache holds.
+        """Return the hidden states [B, S, dim] of tokens [B, S] that follow those in the cache.
 
         Raises:
-            TitanError: they come to where RoPE depends on other rows, or on what was there before.
+            TitanError: RoPE would depend on other rows, or on earlier tokens.
         """
         start, self._used = self._used, self._used + tokens.shape[1]
         if (rope := self._parts.rope) is not None:
@@ -46,7 +46,7 @@ class Cache:
         )[0]
 
     def select(self, rows: Tensor) -> None:
-        """See `titancli.protocols.Cache`."""
+        """Select rows, see `titancli.protocols.Cache`."""
         self._states.batch_select_indices(rows)
         if self._padding is not None:
             self._padding = self._padding[rows]

@@ -1,4 +1,4 @@
-"""Any config.json of transformers: what titan refuses of it, and how a recipe holds it. Torch-free."""
+"""Any config.json of transformers: unsupported keys, and its form in a recipe. Torch-free."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from titancli.models.config_json import kernels_of_the_hub
 from titancli.models.quantization import KEY, quantization_of
 
 NULL = "null"
-"""What stands in a table for JSON's null, which TOML has not."""
+"""Stands for JSON's null, which TOML does not have."""
 
 
 TEXT_TYPES = {
@@ -22,24 +22,24 @@ TEXT_TYPES = {
     "qwen3_vl_text": "qwen3",
     "qwen3_vl_moe_text": "qwen3_moe",
 }
-"""Types of text models that are other types where all that they see is text: RoPE by rows and columns of an
-image counts tokens there."""
+"""Types of text models that equal another type if they only see text: RoPE over rows and columns of an
+image then counts tokens."""
 FLAT = {"qwen2_vl": "qwen2_vl_text", "qwen2_5_vl": "qwen2_5_vl_text"}
-"""Types whose config.json may have the keys of its text model beside those of its others."""
+"""Types whose config.json may have the text model's keys at the top level."""
 NAMED_OTHERWISE = (("language_model.", ""), ("model.language_model.", "model."))
-"""How names of tensors in a folder of more than a text model begin, and in one of the text model alone."""
+"""Prefixes of tensor names in a multimodal folder, and in one of the text model alone."""
 BESIDE_TEXT = re.compile(
     r"(model\.)?(vision\w*|visual|audio\w*|embed_vision|embed_audio|multi_modal_projector|mm_projector|"
     r"patch_merger|image_newline)(\.|$)"
 )
-"""Names of tensors that text does not meet."""
+"""Names of tensors that text does not pass through."""
 
 
 def text_part(values: dict[str, Any]) -> dict[str, Any]:
-    """Return what a config.json says of its text model; all that it says, where it describes nothing else."""
+    """Return the text model's part of a config.json, or all of it if it describes nothing else."""
     text, kind = values.get("text_config"), values.get("model_type")
     if isinstance(text, dict) and isinstance(text.get("model_type"), str):
-        # What is said of the whole holds, as in transformers.
+        # Keys at the top level take precedence, as in transformers.
         text = text | {key: values[key] for key in (KEY, "tie_word_embeddings") if key in values}
     elif kind in FLAT and isinstance(values.get("hidden_size"), int):
         others = ("text_config", "vision_config", "auto_map", "architectures")
@@ -64,7 +64,7 @@ def _counting_tokens(rope: Any) -> Any:
 
 
 def faults(values: Mapping[str, Any]) -> Iterator[str]:
-    """What config.json asks for and is refused, as far as it can be told without transformers."""
+    """Yield the faults of a config.json that can be found without transformers."""
     if not isinstance(values.get("model_type"), str):
         yield "config.json has no model_type"
         return
@@ -92,10 +92,11 @@ def faults(values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def growing_rope(values: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    """The RoPE of which a row's frequencies depend on the rows beside it, and the tokens from which on."""
-    told = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    """Yield the RoPE types whose frequencies depend on other rows in the batch, and the length from which
+    they do."""
+    ropes = values.get("rope_parameters") or values.get("rope_scaling") or {}
     longest = first(values, "max_position_embeddings")
-    for table in (told, *(row for row in told.values() if isinstance(row, dict))):
+    for table in (ropes, *(row for row in ropes.values() if isinstance(row, dict))):
         kind = table.get("rope_type") or table.get("type") or ""
         length = longest
         if kind in ("longrope", "su"):
@@ -107,7 +108,7 @@ def growing_rope(values: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
 
 
 def encoded(value: Any) -> Any:
-    """JSON's data as a recipe can hold it."""
+    """Return JSON data in a form that a recipe can hold."""
     if isinstance(value, dict):
         return {key: encoded(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -116,7 +117,7 @@ def encoded(value: Any) -> Any:
 
 
 def decoded(value: Any) -> Any:
-    """The inverse of `encoded`."""
+    """Invert `encoded`."""
     if isinstance(value, dict):
         return {key: decoded(item) for key, item in value.items()}
     if isinstance(value, list):

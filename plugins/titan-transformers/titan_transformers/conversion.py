@@ -1,7 +1,7 @@
-"""How the tensors of a transformers folder become parameters, and back, by transformers' own rules.
+"""Conversion of a transformers folder's tensors to parameters, and back, by transformers' own rules.
 
-Most folders have the modules' own names. Those of others (stacked experts, for one) transformers converts as
-it reads them, by rules that it can also reverse; they are applied here to one parameter at a time.
+Most folders have the modules' own names. Others (such as stacked experts) are converted by transformers on
+loading, by rules that it can also reverse; they are applied here to one parameter at a time.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ class Conversion:
     """transformers' rules for one model: files to parameters, and back."""
 
     def __init__(self, whole: Any) -> None:
-        """
+        """Collect the rules.
+
         Args:
-            whole: transformers' model, whose modules' names are those of the parameters; on meta.
+            whole: transformers' model on meta, whose modules have the names of the parameters.
         """
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming
@@ -36,12 +37,12 @@ class Conversion:
         self._converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
         self._by_pattern = {p: rule for rule in self._converters for p in rule.source_patterns}
         kept = get_model_conversion_mapping(whole, add_legacy=False)
-        # What transformers reverses when it saves: for a model that it has not loaded, no prefixes.
+        # The rules that transformers reverses when it saves: no prefixes, for a model that it has not loaded.
         self._saved = [rule for rule in kept if not isinstance(rule, PrefixChange)]
         self._names = whole.state_dict().keys()
 
     def to_files(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
-        """Return the tensors of a folder that a parameter is saved as, by name."""
+        """Return the tensors that a parameter is saved as, by name."""
         from transformers.core_model_loading import revert_weight_conversion
 
         if not self._saved:
@@ -54,10 +55,10 @@ class Conversion:
         return self._renamed(file_name)[0]
 
     def from_files(self, name: str, given: Iterable[tuple[str, Tensor]]) -> Tensor:
-        """Return a parameter made of a folder's tensors.
+        """Return a parameter made from a folder's tensors.
 
         Raises:
-            ValueError: the rules make something else of them.
+            ValueError: the rules make something else from them.
         """
         found: dict[str, Any] = {}
         for file_name, tensor in given:
@@ -83,10 +84,10 @@ class Conversion:
 
 
 def sources_of(conversion: Conversion, state: Mapping[str, Tensor]) -> dict[str, list[str]]:
-    """Return the names in a folder of what each parameter is made of, in order.
+    """Return the names of the tensors that each parameter is made from, in order.
 
     Raises:
-        ValueError: one of them is not made of these, or two are of the same.
+        ValueError: a parameter does not survive a round trip, or two share a tensor.
     """
     found: dict[str, list[str]] = {}
     owner: dict[str, str] = {}
@@ -106,14 +107,14 @@ def sources_of(conversion: Conversion, state: Mapping[str, Tensor]) -> dict[str,
 
 
 def weights_fault(values: Mapping[str, Any]) -> str | None:
-    """Return why a model has no Hugging Face form; None: it has one. Tried on a tiny copy."""
+    """Return why a model has no Hugging Face form; None if it has one. Determined with a tiny copy."""
     try:
         with quiet(), torch.device("meta"):
             whole = take_apart(tiny_values(values)).whole
             sources_of(Conversion(whole), dict(named_state(whole)))
     except RecipeError as error:
         return error.message
-    except Exception as error:  # whatever it is, it is of transformers' rules
+    except Exception as error:  # any error of transformers' rules
         return no_form(values["model_type"], error)
     return None
 

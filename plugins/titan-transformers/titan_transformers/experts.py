@@ -1,7 +1,7 @@
-"""titan's experts in transformers' mixtures: products in groups, and tokens that travel to other ranks.
+"""titan's experts in transformers' mixtures: grouped products, and tokens sent to other ranks.
 
-transformers' modules of stacked experts ask a table for the function that computes them. They stay where they
-are, with their parameters under their names; what they compute is that of `titancli.models.blocks.moe`.
+transformers' modules of stacked experts look up the function that computes them in a table. They keep their
+place and their parameters' names, but compute with `titancli.models.blocks.moe`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from titancli.models.blocks.grouped import add_bias
 from titancli.models.blocks.moe import Experts, Rearrange
 
 EXPERTS = "titan"
-"""What transformers knows our function by."""
+"""Name of our function in transformers' table."""
 
 
 def register_experts() -> None:
@@ -27,7 +27,7 @@ def register_experts() -> None:
 
 
 def stacked_experts(base: nn.Module) -> dict[str, nn.Module]:
-    """Make a base's modules of stacked experts titan's, in place; return them by their names in it."""
+    """Turn a base's modules of stacked experts into titan's, in place; return them by their names in it."""
     found: dict[str, nn.Module] = {}
     module: Any
     for name, module in base.named_modules():
@@ -45,14 +45,14 @@ def _ours(kind: Any) -> type[nn.Module]:
 
 
 class _Stacked(Experts):
-    """Above a class of transformers: parameters, gate and activation are its."""
+    """Mixed in before a class of transformers, which keeps its parameters, gate and activation."""
 
     def forward(self, hidden: Tensor, choices: Tensor, weights: Tensor) -> Tensor:  # type: ignore[override]
-        """What the chosen experts make of tokens, weighed.
+        """Return the weighted sum of the chosen experts' outputs.
 
         Args:
             hidden: [N, dim].
-            choices: [N, top_k], numbers of experts; what is no number of one adds nothing.
+            choices: [N, top_k], indices of experts; an index out of range adds nothing.
             weights: [N, top_k].
         """
         top_k, none = choices.shape[-1], choices >= self.num_experts
@@ -66,7 +66,7 @@ class _Stacked(Experts):
         return torch.bmm(weights[:, None], made.view(len(hidden), top_k, -1))[:, 0]
 
     def compute(self, x: Tensor, counts: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
-        """See `titancli.models.blocks.moe.Experts.compute`."""
+        """Compute the experts, see `titancli.models.blocks.moe.Experts.compute`."""
         own: Any = self
         ends = counts.cumsum(0).int()
         name = "gate_up_proj" if own.has_gate else "up_proj"
@@ -82,7 +82,7 @@ class _Stacked(Experts):
 
 
 def _forward(module: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """What transformers calls for a class that `stacked_experts` has not met, as one made on the way."""
+    """Compute experts whose class `stacked_experts` has not converted, such as one created later."""
     kind: Any = type(module)
     made: Tensor = _ours(kind).forward(module, *args, **kwargs)
     return made

@@ -1,8 +1,8 @@
 """Any causal language model of transformers, trained by titan's engine; and its Hugging Face form.
 
 The modules are transformers' own, under their own names, so that a folder's tensors are the parameters as
-they are. What is titan's: the output, with the loss inside it; the masks of documents; initial values that do
-not depend on the layout; and the styles of tensor parallel, from the plan that transformers declares.
+they are. titan provides the output, with the loss inside it; document masks; initialization that does not
+depend on the layout; and tensor-parallel styles, from the plan that transformers declares.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ JOINS = (
 
 
 class Blocks(nn.ModuleList):
-    """A list of blocks that can be asked as the dict that a model's `layers` is."""
+    """A list of blocks with the dict interface of a model's `layers`."""
 
     def items(self) -> Iterable[tuple[str, nn.Module]]:
         return [(name, block) for name, block in self._modules.items() if not isinstance(block, Passed)]
@@ -62,25 +62,25 @@ class TransformersModel(nn.Module):
     inputs = ("tokens", "positions", "document_ids")
     sequence_dim: ClassVar = {"tokens": 1, "positions": 1}
     row_cut: RowCut | None = None
-    """Set by context parallel: how rows are cut over ranks."""
+    """How rows are split over ranks; set by context parallelism."""
     tensor_group: Group | None = None
-    """Set by tensor parallel: the ranks that each have a part of a row between regions."""
+    """The ranks that each have a part of a row between regions; set by tensor parallelism."""
     apart = False
-    """Whether documents are rows of their own, as layers that are no attention need it."""
+    """Whether documents must be rows of their own, as needed by layers that are not attention."""
     stage_ends = ((BEFORE,), (AFTER,))
     first = last = True
-    """Whether this stage has what stands before the blocks, and after them."""
+    """Whether this stage has the modules before the blocks, and after them."""
     border: Border | None = None
-    """Of a stage: what enters and leaves it."""
+    """Input and output of a pipeline stage."""
     embeds_alone = True
-    """Whether what stands before the blocks can be a stage of its own."""
+    """Whether the modules before the blocks can be a stage of their own."""
     sharded: Sharded
-    """By tensor parallelism; set by `build`."""
+    """Tensor-parallel sharding; set by `build`."""
     mesh_faults: Mapping[str, str] = {}
     """See `titancli.protocols.ModelDefaults`; set by `build`."""
 
     def __init__(self, config: HFCausalLM) -> None:
-        """On meta; see `build`."""
+        """Create the model on meta; see `build`."""
         super().__init__()
         self.config = config
         parts = take_apart(config.values)
@@ -92,7 +92,7 @@ class TransformersModel(nn.Module):
 
     @property
     def base(self) -> Any:
-        """Tokens to hidden states."""
+        """The module from tokens to hidden states."""
         return getattr(self, self._parts.base_name)
 
     @property
@@ -114,11 +114,11 @@ class TransformersModel(nn.Module):
         return {name: module for name, module in self.named_modules() if isinstance(module, Experts)}
 
     def stage(self, names: Collection[str]) -> TransformersModel:
-        """The part of it that a pipeline's stage has.
+        """Return a pipeline stage's part of the model.
 
         Raises:
-            RecipeError: more than hidden states passes between blocks, or the first and the last would share
-                a weight.
+            RecipeError: blocks pass more than hidden states, or the first and last stage would share a
+                weight.
         """
         if (fault := self.mesh_faults.get("pp")) is not None:
             raise RecipeError(f"mesh.pp: {fault}", hint="set mesh.pp = 1")
@@ -138,7 +138,7 @@ class TransformersModel(nn.Module):
 
     @property
     def rope(self) -> GrowingRope | None:
-        """Where a row's RoPE depends on the rows beside it."""
+        """RoPE that depends on the other rows in a batch, if the model has it."""
         return self._parts.rope
 
     @property
@@ -148,13 +148,13 @@ class TransformersModel(nn.Module):
 
     @property
     def tied(self) -> bool:
-        """Whether the output uses the embedding's weight."""
+        """Return whether the output uses the embedding's weight."""
         if self.border is not None:
             return False
         return self.output.weight is self.base.get_input_embeddings().weight
 
     def tie(self) -> None:
-        """Make the output's weight the embedding's again, where they are tied and have got other memory."""
+        """Tie the output's weight to the embedding's again, if they are tied but were reallocated."""
         if self._tied:
             self.output.weight = self.base.get_input_embeddings().weight
 
@@ -168,15 +168,16 @@ class TransformersModel(nn.Module):
         loss: Loss | None = None,
         cache: Cache | None = None,
     ) -> Tensor | LossResult:
-        """Logits [B, S, V], or a LossResult when a loss is given; with a cache the last token's, [B, 1, V].
+        """Return logits [B, S, V], or a LossResult if a loss is given; with a cache, the last token's logits
+        [B, 1, V].
 
         Args:
             tokens: [B, S] int64.
             positions: [B, S] int64; None counts from 0 in every row.
             document_ids: [B, S]; None means that a row is one document, whatever its positions are.
-            batch: what the loss is computed on.
+            batch: the batch that the loss is computed on.
             loss: computed inside the output module.
-            cache: holds the tokens before these, and is given these.
+            cache: holds the tokens before these, and stores these.
         """
         if cache is not None:
             hidden = cache.extend(self.base, tokens)
@@ -203,8 +204,8 @@ class TransformersModel(nn.Module):
         batch: Batch | None,
         loss: Loss | None,
     ) -> Any:
-        """`forward` of a stage: tokens enter the first, hidden states the others, which leave all but the
-        last."""
+        """Run `forward` of a stage: the first takes tokens, the others hidden states, and all but the last
+        return hidden states."""
         if positions is None:
             raise TypeError("a stage needs positions")
         if self.rope is not None:
@@ -222,30 +223,30 @@ class TransformersModel(nn.Module):
             pieces = self.row_cut.queries(document_ids.shape[1])
         rows = Rows(document_ids, document_masks(document_ids, pieces))
         self._length = tokens.shape[1]
-        # Bases ask tokens, too, how many they work on. Rows without equal parts are refused where tokens are
-        # embedded.
+        # Bases also ask tokens for the number that they work on. Rows of unequal parts are rejected at the
+        # embedding.
         if (group := self.tensor_group) is not None and self._length % group.size == 0:
             tokens = tokens.chunk(group.size, 1)[group.rank]
         return run_base(self.base, self._parts.config, tokens, positions, rows)
 
     def tensor_parallel(self, group: Group, style: str | None) -> None:
-        """Called by the `decoder` plan: the base is given this rank's part of the tokens, and embeds all of
-        them, since a rank has a part of the vocabulary."""
+        """Shard the model; called by the `decoder` plan. The base gets this rank's part of the tokens, but
+        embeds all of them, since a rank has a part of the vocabulary."""
         self.tensor_group = group
         for module in self.base.modules():
             if isinstance(module, nn.Embedding):
                 module.register_forward_pre_hook(self._whole_row)
 
     def _whole_row(self, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Tokens of all ranks; positions are whole already."""
+        """Return the tokens of all ranks; positions are already whole."""
         if self.tensor_group is None or args[0].shape[-1] == self._length:
             return args
         return gather_same(args[0], SEQUENCE, self.tensor_group), *args[1:]
 
     def _documents_apart(self, tokens: Tensor, document_ids: Tensor) -> Tensor:
-        """Hidden states [B, S, dim], for which each document is a row of its own, as long as the longest one:
-        its size waits for the device, and no layer sees another document. What fills a row up comes after its
-        document, which sees nothing of it."""
+        """Return hidden states [B, S, dim], computed with each document as a row of its own, padded to the
+        longest: reading its length waits for the device, but no layer sees another document. Padding comes
+        after the document, which does not see it."""
         begins = torch.ones_like(document_ids, dtype=torch.bool)
         begins[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
         row = begins.flatten().cumsum(0) - 1
@@ -258,10 +259,10 @@ class TransformersModel(nn.Module):
         return hidden.flatten(0, 1)[place].view(*tokens.shape, -1)
 
     def new_cache(self, length: int, padding: Tensor | None = None) -> Cache:
-        """An empty cache for `forward(tokens, cache=…)`; its memory grows with the rows.
+        """Return an empty cache for `forward(tokens, cache=…)`; its memory grows with the rows.
 
         Raises:
-            RecipeError: with transformers' cache a tiny copy gives other logits.
+            RecipeError: a tiny copy gives other logits with transformers' cache.
         """
         try_cache_once(self.config.values, _on_meta)
         return Cache(self._parts, padding)
@@ -269,9 +270,9 @@ class TransformersModel(nn.Module):
     # ------------------------------------------------------------------------------------------- values
 
     def init_weights(self, generator_for: Callable[[str], torch.Generator]) -> None:
-        """transformers' own initial values.
+        """Initialize as transformers does.
 
-        A block, or what stands before or after the blocks, is drawn whole from the generator of its first
+        A block, or a module before or after the blocks, is drawn whole from the generator of its first
         parameter, on a second model that has memory for one of them at a time.
         """
         mine = dict(self.named_parameters())
@@ -280,13 +281,13 @@ class TransformersModel(nn.Module):
         for path, unit, whole in plain._units():
             first = next((name for name, _ in unit.named_parameters(path, recurse=whole)), None)
             if first is None or first not in mine:
-                continue  # without parameters, or tied to what is drawn elsewhere
+                continue  # without parameters, or tied to a parameter drawn elsewhere
             for name, value in initial_values(plain.base, unit, path, generator_for(first), whole=whole):
                 fill(mine[name], lambda whole, value=value: whole.copy_(value))  # type: ignore[misc]
 
     def _units(self) -> Iterable[tuple[str, nn.Module, bool]]:
-        """Blocks, every module above them, and the children beside them of these, by their names; and whether
-        what is in a module belongs to it."""
+        """Return the blocks, every module above them, and those modules' other children, by name; and
+        whether a module's submodules belong to it."""
         found: list[tuple[str, nn.Module, bool]] = []
         above: nn.Module = self
         path = ""
@@ -296,8 +297,8 @@ class TransformersModel(nn.Module):
         return found + [(f"{path}{name}", block, True) for name, block in above.named_children()]
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Buffers keep their values, and their dtype: rotary frequencies in bfloat16 would be others. Coming
-        from meta they have none yet, and are given what transformers computes."""
+        """Keep buffers' values and dtypes: rotary frequencies in bfloat16 would differ. Coming from meta,
+        they get the values that transformers computes."""
         before = dict(self.base.named_buffers())
         super()._apply(fn, recurse)
         for name, now in list(self.base.named_buffers()):
@@ -311,18 +312,20 @@ class TransformersModel(nn.Module):
 
     @property
     def tensor_plan(self) -> dict[str, str]:
-        """From transformers' plan, or by usual names; where there is nothing to shard, of what needs none."""
+        """Styles from transformers' plan, or by usual names; without shardable layers, only those of
+        modules that need none."""
         parts = self._parts
         experts = set(parts.experts.values())
         return tensor_plan(self, self.base, self.output, experts, self.sharded)
 
     @property
     def roles(self) -> dict[str, Role]:
-        """Of routers, and of GPT-2's layers, which are linear and no nn.Linear."""
+        """Roles of routers, and of GPT-2's linear layers, which are not nn.Linear."""
         return dict(declared_roles(self, self.whole))
 
     def flops_per_token(self, seq_len: int) -> float:
-        """6 per matrix weight that a token meets, and 12 · layers · width of attention · seq_len.
+        """Return the FLOPs per token: 6 per matrix weight applied to a token, and 12 · layers · width of
+        attention · seq_len.
 
         Source: PaLM (arXiv 2204.02311), appendix B.
         """
@@ -333,25 +336,25 @@ class TransformersModel(nn.Module):
         chosen = getattr(config, "num_experts_per_tok", None)
         names = ("num_experts", "num_local_experts", "n_routed_experts")
         experts = next((n for name in names if (n := getattr(config, name, None))), None)
-        if isinstance(chosen, list):  # of each layer
+        if isinstance(chosen, list):  # one per layer
             chosen = sum(chosen) / len(chosen)
         if chosen and experts:
             stacked = sum(p.numel() for n, p in self.named_parameters() if ".experts." in n)
             matrices -= (1 - chosen / experts) * stacked
-        # Where layers differ, transformers refuses to say of the whole what each of them has.
+        # If layers differ, transformers raises on attributes of the whole config.
         differ = getattr(config, "is_heterogeneous", False)
         widths = sum(map(_width, config.per_layer_config if differ else [config] * len(self.layers)))
         return 6.0 * matrices + 12.0 * widths * seq_len
 
 
 def _width(config: Any) -> int:
-    """Of queries in a layer, over all heads."""
+    """Return the width of queries in a layer, over all heads."""
     heads: int = getattr(config, "num_attention_heads", None) or 0  # a recurrent model has none
     return heads * (getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1))
 
 
 def build(config: HFCausalLM, *, seq_len: int) -> TransformersModel:
-    """The model on the current device, without initial values.
+    """Build the model on the current device, without initializing it.
 
     Raises:
         RecipeError: transformers has no such model, or titan cannot train it; says why.

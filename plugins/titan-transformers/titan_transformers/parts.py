@@ -1,8 +1,8 @@
-"""transformers' models, taken apart so that titan's engine can train them.
+"""transformers' models, split into parts that titan's engine can train.
 
-What comes out of here is what transformers has for a `config.json`: the model under its output, the output,
-and what must be known of both. What would be wrong in silence is refused by name: an output that is more than
-a matrix with a scale and a cap, attention that is not causal, random numbers in forward.
+The parts are the model below its output, the output, and further facts about both, for a `config.json`.
+Anything that would silently compute something else is rejected by name: an output that is more than a matrix
+with a scale and a cap, attention that is not causal, random numbers in forward.
 """
 
 from __future__ import annotations
@@ -36,33 +36,33 @@ from titancli.models.blocks.masks import document_masks
 
 @dataclass(frozen=True)
 class Parts:
-    """A model of transformers, on meta, and what it is made of."""
+    """A model of transformers on meta, and its parts."""
 
     whole: Any
-    """As it is, with its output."""
+    """The whole model, with its output."""
     config: Any
-    """transformers' own."""
+    """transformers' config."""
     base_name: str
     base: Any
-    """A PreTrainedModel: tokens to hidden states."""
+    """A PreTrainedModel that maps tokens to hidden states."""
     head_name: str
     head: Output
     layers_path: str
-    """Where the blocks are in the base."""
+    """Path of the blocks in the base."""
     experts: dict[str, nn.Module]
     """Stacked experts by their names in the base."""
     buffers: dict[str, Tensor]
-    """The values of all buffers of the base by name, on the CPU: on meta they would be lost."""
+    """Values of the base's buffers by name, on the CPU: on meta they would be lost."""
     rope: GrowingRope | None
-    """Where a row's RoPE depends on the rows beside it."""
+    """RoPE that depends on the other rows in a batch, if the model has it."""
     untraced: str | None
-    """Why the base cannot run on meta; None: it has, and attention is declared."""
+    """Why the base cannot run on meta; None: it ran, and attention is declared."""
     gives_tuples: bool
     """Whether a block returns its hidden states in a tuple."""
 
 
 def take_apart(values: Mapping[str, Any]) -> Parts:
-    """Build a model on meta, and ensure that titan can train it.
+    """Build a model on meta, and check that titan can train it.
 
     Raises:
         RecipeError: it cannot; says why.
@@ -73,7 +73,7 @@ def take_apart(values: Mapping[str, Any]) -> Parts:
     if has_own_attention(type(whole)):
         choose(whole, DENSE, EXPERTS)
     config = whole.config
-    # Some have the prefix of the model of which they are a part.
+    # Some have the prefix of a model that contains them.
     base_name = whole.base_model_prefix if hasattr(whole, whole.base_model_prefix) else "model"
     base, head = getattr(whole, base_name, None), whole.get_output_embeddings()
     children = dict(whole.named_children())
@@ -126,7 +126,8 @@ def take_apart(values: Mapping[str, Any]) -> Parts:
 
 
 def experts_fault(values: Mapping[str, Any]) -> str | None:
-    """Why a model's experts cannot be spread over ranks; None: they can. Seen in a tiny copy."""
+    """Return why a model's experts cannot be sharded over ranks; None if they can. Determined with a tiny
+    copy."""
     try:
         with torch.device("meta"):
             found = take_apart(tiny_values(values)).experts
@@ -136,14 +137,14 @@ def experts_fault(values: Mapping[str, Any]) -> str | None:
 
 
 def _trace(base: Any, config: Any) -> str | None:
-    """Run a base on meta, in which its attention is declared; why that is not possible, if so."""
+    """Run a base on meta, which declares its attention; return why that fails, if it does."""
     tokens = torch.zeros(1, 8, dtype=torch.int64, device="meta")
-    # Some keep what they have computed, which on meta is nothing.
+    # Some modules cache results, which would stay on meta.
     before = [(module, dict(vars(module)), dict(module._buffers)) for module in base.modules()]
     try:
         with torch.no_grad(), torch.device("meta"):
             run_base(base, config, tokens, torch.arange(8)[None], Rows(None, document_masks(None)))
-    except Exception as error:  # data decides what is computed, for one
+    except Exception as error:  # for example data-dependent control flow
         return error.message if isinstance(error, RecipeError) else line_of(error)
     finally:
         for module, own, buffers in before:
@@ -156,7 +157,7 @@ def _trace(base: Any, config: Any) -> str | None:
 
 
 def run_base(base: Any, config: Any, tokens: Tensor, positions: Tensor, rows: Rows) -> Tensor:
-    """Hidden states [B, S, dim] of whole rows, or of this rank's parts of them."""
+    """Return the hidden states [B, S, dim] of whole rows, or of this rank's parts of them."""
     given = {"position_ids": positions, "attention_mask": torch.ones_like(tokens), "use_cache": False}
     takes = inspect.signature(base.forward).parameters
     with seen_by_attention(config, rows):
@@ -167,7 +168,7 @@ def run_base(base: Any, config: Any, tokens: Tensor, positions: Tensor, rows: Ro
 
 
 class _Anything(tuple):
-    """Stands for what a base returns: hidden states first, and None for everything else."""
+    """Stands in for a base's output: hidden states first, and None for everything else."""
 
     last_hidden_state: Tensor
 
@@ -176,10 +177,10 @@ class _Anything(tuple):
 
 
 def _output(values: Mapping[str, Any], whole: Any, base: Any, head: nn.Linear) -> Output:
-    """The output, with what is done to hidden states before it and to logits afterwards.
+    """Return the output, including operations on hidden states before it and on logits after it.
 
-    The loss is computed inside it, from what the base returns. What is around the base is run with numbers in
-    place of hidden states and of logits; what comes out must be cap · tanh(scale · x / cap), or scale · x.
+    The loss is computed inside it, from what the base returns. The code around the base is run with test
+    values in place of hidden states and logits; the result must be cap · tanh(scale · x / cap), or scale · x.
     """
     hidden = torch.linspace(-2, 3, 2 * head.in_features).view(1, 2, -1) + 0.1
     steps = torch.tensor([-40.0, -3.0, -1e-3, 1e-3, 0.5, 7.0, 90.0, 1e30])
@@ -192,7 +193,7 @@ def _output(values: Mapping[str, Any], whole: Any, base: Any, head: nn.Linear) -
         entered.append(x)
         return logits.clone()
 
-    # Some call the model within the base, and not the base.
+    # Some call the model within the base rather than the base.
     bases = [module for module in base.modules() if hasattr(module, "base_model_prefix")]
     for module in bases:
         module.forward = lambda *args, **kwargs: returned
@@ -219,13 +220,13 @@ def _output(values: Mapping[str, Any], whole: Any, base: Any, head: nn.Linear) -
         )
     with torch.device("meta"):
         output = Output(head.in_features, head.out_features, bias=head.bias is not None)
-    output.weight, output.bias = head.weight, head.bias  # the embedding's, where they are tied
+    output.weight, output.bias = head.weight, head.bias  # the embedding's, if they are tied
     output.scale, output.cap = before * after[0], after[1]
     return output
 
 
 def _scale(given: Tensor, found: Tensor) -> float | None:
-    """By what number the one was multiplied to be the other; None: it is something else."""
+    """Return the factor between two tensors; None if they are not proportional."""
     if given.shape != found.shape or found.is_meta:
         return None
     factor = float((found / given).flatten()[0])
@@ -234,7 +235,7 @@ def _scale(given: Tensor, found: Tensor) -> float | None:
 
 
 def _bend(given: Tensor, found: Tensor) -> tuple[float, float | None] | None:
-    """Scale and cap; None: it is something else."""
+    """Return scale and cap; None if it is another function."""
     if given.shape != found.shape or found.is_meta or not bool(found.isfinite().all()):
         return None
     largest = float(found.max())
@@ -252,7 +253,7 @@ def _bend(given: Tensor, found: Tensor) -> tuple[float, float | None] | None:
 
 
 def _blocks(values: Mapping[str, Any], base: nn.Module) -> str:
-    """The path of the blocks: the longest list of modules that is not within another list."""
+    """Return the path of the blocks: the longest list of modules that is not within another list."""
     lists: dict[str, int] = {}
     for path, module in base.named_modules():
         within = any(path.startswith(f"{other}.") for other in lists)
@@ -268,7 +269,7 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _causal(block: nn.Module) -> list[bool]:
-    """Of each attention in it, whether it is causal, as transformers says."""
+    """Return whether each attention in a block is causal, according to transformers."""
     return [bool(module.is_causal) for module in block.modules() if hasattr(module, "is_causal")]
 
 
@@ -277,9 +278,9 @@ def _refuse_odd_blocks(values: Mapping[str, Any], base: Any, blocks: Any) -> Non
         if not all(_causal(block)):
             raise refused(values, f"{type(block).__name__} has no causal attention")
     if draws := sorted(_random(base)):
-        told = base.config.to_dict()  # its defaults too
-        keys = [k for k, v in told.items() if "drop" in k and isinstance(v, float) and v > 0]
-        named = ", ".join(f"{key} = {told[key]}" for key in sorted(keys)) or ", ".join(draws)
+        settings = base.config.to_dict()  # including its defaults
+        keys = [k for k, v in settings.items() if "drop" in k and isinstance(v, float) and v > 0]
+        named = ", ".join(f"{key} = {settings[key]}" for key in sorted(keys)) or ", ".join(draws)
         raise refused(
             values,
             f"it uses dropout ({named}), which titan does not support",
@@ -288,7 +289,7 @@ def _refuse_odd_blocks(values: Mapping[str, Any], base: Any, blocks: Any) -> Non
 
 
 def _random(base: nn.Module) -> Iterator[str]:
-    """The names of what draws random numbers in forward."""
+    """Yield the names of modules and fields that draw random numbers in forward."""
     for path, module in base.named_modules():
         if isinstance(module, nn.Dropout) and module.p > 0:
             yield path.rpartition(".")[2]

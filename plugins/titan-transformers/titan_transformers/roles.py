@@ -1,6 +1,5 @@
-"""What parameters of transformers' modules are in an optimizer's eyes, where `titancli.models.roles` cannot
-tell it by their classes.
-"""
+"""Roles of transformers' parameters for optimizers, where `titancli.models.roles` cannot infer them from
+their classes."""
 
 from __future__ import annotations
 
@@ -16,8 +15,8 @@ if TYPE_CHECKING:
 
 
 def declared_roles(model: nn.Module, theirs: Any) -> Iterator[tuple[str, Role]]:
-    """Yield parameters' names and roles: routers, whose class transformers names in order to record their
-    logits, or which stand beside experts and have as many outputs; and its own linear layers.
+    """Yield names and roles of parameters: of routers, whose class transformers names to record their logits,
+    or which are beside experts and have as many outputs; and of its own linear layers.
 
     Args:
         theirs: transformers' model of these modules.
@@ -37,14 +36,15 @@ def declared_roles(model: nn.Module, theirs: Any) -> Iterator[tuple[str, Role]]:
 
 
 def _recorded(theirs: Any) -> Iterator[Any]:
-    """The classes whose outputs transformers takes for a router's logits."""
-    for module in theirs.modules():  # some say it of the whole, some of the base
+    """Yield the classes whose outputs transformers records as router logits."""
+    for module in theirs.modules():  # declared by the whole model or by the base
         classes = (getattr(type(module), "_can_record_outputs", None) or {}).get("router_logits", ())
         for one in classes if isinstance(classes, (list, tuple)) else (classes,):
             yield getattr(one, "target_class", one)
 
 
 def _is_block(module: nn.Module) -> bool:
-    """Whether it has more than a router: of some models transformers records what the whole block returns."""
+    """Return whether it contains more than a router: for some models, transformers records a whole block's
+    output."""
     children = list(module.children())
     return any(isinstance(child, (nn.Embedding, Experts)) or list(child.children()) for child in children)

@@ -1,4 +1,5 @@
-"""RoPE whose frequencies transformers chooses by the longest row in a batch: kept to where all rows agree."""
+"""RoPE whose frequencies transformers chooses by the longest row in a batch, limited to lengths where all
+rows agree."""
 
 from __future__ import annotations
 
@@ -18,12 +19,13 @@ class GrowingRope:
     kind: str
     """transformers' name: dynamic, or longrope."""
     length: int
-    """Rows of at most so many tokens all have the same frequencies, whatever is beside them."""
+    """Length up to which rows have the same frequencies, whatever else is in the batch."""
 
     def refuse(self, config: Any, tokens: int) -> None:
-        """
+        """Check that rows of this length do not depend on the batch.
+
         Raises:
-            TitanError: rows of so many tokens have others.
+            TitanError: they would.
         """
         if tokens > self.length:
             raise TitanError(
@@ -34,8 +36,8 @@ class GrowingRope:
 
 
 def growing_rope(base: nn.Module) -> GrowingRope | None:
-    """The one that reaches least far. `dynamic` is kept from growing: what it once grew to, it would keep for
-    shorter rows, and it reads positions to the host in every forward."""
+    """Return the RoPE with the smallest limit. `dynamic` is kept from growing: it would keep its grown
+    frequencies for shorter rows, and it reads positions to the host in every forward."""
     found = []
     modules: Iterator[Any] = base.modules()
     for module in modules:
@@ -43,9 +45,9 @@ def growing_rope(base: nn.Module) -> GrowingRope | None:
         by_layer = types if isinstance(types, dict) else {None: types or ""}
         for layer, kind in by_layer.items():
             if kind == "longrope":
-                told = module.config.rope_parameters
-                told = told if layer is None else told[layer]
-                found.append(GrowingRope(kind, int(told["original_max_position_embeddings"])))
+                parameters = module.config.rope_parameters
+                parameters = parameters if layer is None else parameters[layer]
+                found.append(GrowingRope(kind, int(parameters["original_max_position_embeddings"])))
             elif "dynamic" in kind:
                 found.append(GrowingRope(kind, int(module.original_max_seq_len)))
         if any("dynamic" in kind for kind in by_layer.values()):

@@ -1,9 +1,9 @@
-"""Stages of a pipeline out of a transformers' base, which runs whole in each of them.
+"""Pipeline stages of a transformers base, which runs as a whole in each of them.
 
-The base's own forward goes on to do what it does around blocks: rotary embeddings, masks, which attention a
-layer has. Blocks of other stages pass hidden states on; the one before the stage's first gives those that it
-received, and the one after its last keeps those that are sent. What else has parameters stands in as zeros of
-the same shape. That nothing but hidden states passes between blocks is tried on a tiny copy.
+The base's own forward still does everything around blocks: rotary embeddings, masks, the choice of attention
+per layer. Blocks of other stages pass hidden states through; the one before the stage's first returns the
+received ones, and the one after its last keeps those to send. Other modules with parameters are replaced by
+zeros of the same shape. A tiny copy is used to check that only hidden states pass between blocks.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 BEFORE, AFTER = "embeddings", "output"
-"""All that has parameters before the blocks, and after them, as stages name it."""
+"""Names of everything with parameters before the blocks, and after them, in stages."""
 
 
 class Border:
-    """What enters a stage and what leaves it, in the forward that is under way."""
+    """Input and output of a stage in the current forward."""
 
     def __init__(self) -> None:
         self.received: Tensor | None = None
@@ -30,7 +30,7 @@ class Border:
 
 
 class Passed(nn.Module):
-    """Stands for a block of another stage, with the attributes by which a base asks for what it is."""
+    """Stands in for a block of another stage, with the attributes that a base reads from it."""
 
     def __init__(self, block: nn.Module, border: Border, *, gives: bool, keeps: bool, as_tuple: bool) -> None:
         super().__init__()
@@ -50,16 +50,17 @@ class Passed(nn.Module):
 
 
 class StandIn(nn.Module):
-    """Zeros of the shape of what a module of another stage gives."""
+    """Returns zeros of the shape of another stage's module's output."""
 
     def __init__(self, module: nn.Module, border: Border, *, embeds: bool, gives: bool) -> None:
-        """
+        """Create the stand-in.
+
         Args:
-            embeds: zeros are like what was received.
-            gives: what was received instead, if no block does.
+            embeds: return zeros like the received tensor.
+            gives: return the received tensor itself, if no block does.
         """
         super().__init__()
-        self._meta = (copy.deepcopy(module).to("meta"),)  # in a tuple, so that it is no module of the stage
+        self._meta = (copy.deepcopy(module).to("meta"),)  # in a tuple: not a submodule
         self._border, self._embeds, self._gives = border, embeds, gives
 
     def __getattr__(self, name: str) -> Any:
@@ -82,7 +83,7 @@ class StandIn(nn.Module):
 
 
 def stage_of(model: Any, names: Collection[str], as_tuple: bool) -> Any:
-    """A copy of a model that has the modules of these names alone: `embeddings`, `layers.0`, …, `output`."""
+    """Return a copy of a model with only these modules: `embeddings`, `layers.0`, …, `output`."""
     part, border = _copied(model), Border()
     part.border = border
     part.first, part.last = BEFORE in names, AFTER in names
@@ -115,7 +116,7 @@ def stage_of(model: Any, names: Collection[str], as_tuple: bool) -> Any:
                 block, border, gives=number == first - 1, keeps=number == end, as_tuple=as_tuple
             )
     if end == len(above) and mine and not part.last:
-        # Above FSDP2's hook on the same block, which only casts what comes out for itself.
+        # Registered before FSDP2's hook on the same block, which casts its own outputs only.
         above[-1].register_forward_hook(partial(_keep, border))
     return part
 
@@ -125,7 +126,7 @@ def _keep(border: Border, module: nn.Module, args: Any, out: Any) -> None:
 
 
 def _copied(module: Any) -> Any:
-    """A module of its own with the same children."""
+    """Return a new module with the same children."""
     made = copy.copy(module)
     for name, value in vars(module).items():
         if isinstance(value, dict | set):

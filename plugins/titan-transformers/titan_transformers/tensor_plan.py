@@ -1,10 +1,10 @@
-"""How transformers' modules are sharded by tensor parallelism: by the plan that transformers declares, or by
-the usual names of matrices.
+"""Tensor-parallel sharding of transformers' modules: by the plan that transformers declares, or by the usual
+names of matrices.
 
 A module with a `rowwise` child is a region, entered with whole rows and left with a sum over the ranks
-(`titancli.parallel.tensor`). What the plan says nothing of stays whole: outside of regions it works on single
-tokens, of which each rank has others; within one, its gradient on each rank is a part of the sum. Attention
-that is in no region is computed whole on each rank, which keeps its part of the rows.
+(`titancli.parallel.tensor`). Modules outside of the plan are replicated: outside of regions they work on
+single tokens, different ones on each rank; within one, their gradient on each rank is a partial sum.
+Attention outside of regions is computed whole on each rank, which keeps its part of the rows.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ STYLES = {
     "mla_kv_a_proj": "replicate",
     "replicate": "replicate",
 }
-"""transformers' ways to cut a module, by ours."""
+"""titan's styles, by transformers'."""
 
 
 USUAL = (
@@ -47,14 +47,14 @@ USUAL = (
     {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"},
     {"up_proj": "colwise", "down_proj": "rowwise"},
 )
-"""The matrices of attention and of feed-forward networks that transformers declares no plan for."""
+"""The matrices of attention and of feed-forward networks for which transformers declares no plan."""
 
 
 class Sharded(NamedTuple):
     """How the modules of a base are sharded, by their names in it."""
 
     styles: dict[str, str]
-    """transformers' style of modules and of parameters that belong to none of those."""
+    """transformers' style of modules, and of parameters outside of these."""
     regions: list[str]
     whole: list[str]
     """Attention that each rank computes whole."""
@@ -64,7 +64,7 @@ def sharded(config: Any, base: nn.Module, unlike: Collection[str] = ()) -> Shard
     """Return how tensor parallelism shards a base.
 
     Args:
-        unlike: classes of regions that do not compute in parts what they do as a whole; they are not sharded.
+        unlike: classes of regions whose shards do not add up to the whole; they are not sharded.
     """
     plan: Mapping[str, str] = getattr(config, "base_model_tp_plan", None) or {}
     styles: dict[str, str] = {}
@@ -102,12 +102,12 @@ def _usual(parent: nn.Module, linears: Mapping[str, nn.Module]) -> dict[str, str
 
 
 def attends(module: nn.Module) -> bool:
-    """Return whether it is an attention."""
+    """Return whether a module is an attention."""
     return hasattr(module, "core_attention") or hasattr(module, "is_causal")
 
 
 def plan_fault(config: Any, found: Sharded) -> str | None:
-    """Why a model cannot be sharded by tensor parallelism; None: nothing is known."""
+    """Return why a model cannot be sharded by tensor parallelism; None if no reason is known."""
     kind = config.model_type
     plan = getattr(config, "base_model_tp_plan", None) or {}
     known = {*STYLES, LOCAL, *(s for p, s in plan.items() if "experts" in p.split(".")), None}
@@ -121,7 +121,7 @@ def plan_fault(config: Any, found: Sharded) -> str | None:
 
 
 def parts_fault(module: nn.Module, styles: Mapping[str, str], args: Any, kwargs: Any) -> str | None:
-    """Why a region's two parts do not add up to what it computes as a whole; None: they do."""
+    """Return why a region's two shards do not add up to the whole; None if they do."""
     meant = _first(module(*args, **kwargs)).detach()
     summed = torch.zeros_like(meant)
     try:
@@ -130,7 +130,7 @@ def parts_fault(module: nn.Module, styles: Mapping[str, str], args: Any, kwargs:
             for name, style in styles.items():
                 _take_part(part, name, style, rank)
             summed += _first(part(*args, **kwargs)).detach()
-    except Exception as error:  # sizes that do not go together
+    except Exception as error:  # mismatched sizes
         return line_of(error)
     far = float((summed - meant).abs().max() / meant.abs().max())
     return None if far <= 1e-4 else f"parts differ by {far:.2g}"
@@ -142,7 +142,7 @@ def _first(out: Any) -> Tensor:
 
 
 def _take_part(module: Any, name: str, style: str, rank: int) -> None:
-    """Leave what one of two ranks has of a region's child or parameter."""
+    """Shard a region's child or parameter as on one of two ranks."""
     child = getattr(module, name)
     if isinstance(child, nn.Parameter):
         setattr(module, name, nn.Parameter(child.chunk(2)[rank]))
@@ -161,7 +161,8 @@ def _take_part(module: Any, name: str, style: str, rank: int) -> None:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether it norms single tokens, or heads; by its name, as transformers itself finds them."""
+    """Return whether a module normalizes single tokens or heads; by its name, as transformers itself finds
+    norms."""
     own = list(module.parameters(recurse=False))
     return "Norm" in type(module).__name__ and bool(own) and all(p.ndim == 1 for p in own)
 
@@ -169,7 +170,7 @@ def is_norm(module: nn.Module) -> bool:
 def tensor_plan(
     model: nn.Module, base: Any, output: nn.Module, experts: Collection[nn.Module], found: Sharded
 ) -> dict[str, str]:
-    """Every parameter's style; where nothing is sharded, those that need none."""
+    """Return every parameter's style; without regions, only of those that need no sharding."""
     named: dict[str, str] = {}
     kinds = {module: found.styles.get(path, "replicate") for path, module in base.named_modules()}
     for path, module in model.named_modules():
@@ -192,10 +193,10 @@ def tensor_plan(
 def prepare(
     base: Any, experts: Collection[nn.Module], found: Sharded, readers: Collection[nn.Module] = ()
 ) -> None:
-    """Tell modules what tensor parallelism is to do with them, where it does not know by their class.
+    """Set the tensor-parallel method of modules whose class does not define it.
 
     Args:
-        readers: blocks that compute with the weight of a Linear in them, as some routers do.
+        readers: blocks that use the weight of a Linear inside them directly, as some routers do.
     """
     whole = {base.get_submodule(path) for path in found.whole}
     for path, module in base.named_modules():
@@ -215,12 +216,13 @@ def prepare(
 
 
 def _whole(module: nn.Module, group: Group, style: str | None, *, linears: bool = False) -> None:
-    """Called by the `decoder` plan: transformers has many classes of norms and routers."""
+    """Use local parameters; called by the `decoder` plan, since transformers has many classes of norms and
+    routers."""
     with_local_parameters(module, linears=linears)
 
 
 def _on_whole_rows(module: Any, group: Group, style: str | None) -> None:
-    """Called by the `decoder` plan."""
+    """Compute on whole rows; called by the `decoder` plan."""
     with_local_parameters(module)
     kind: Any = type(module)
     module.__class__ = _on_whole_rows_of(kind)
@@ -233,7 +235,7 @@ def _on_whole_rows_of(kind: Any) -> type[nn.Module]:
 
 
 class _OnWholeRows(nn.Module):
-    """Enters with a part of the sequence, computes all of it, and leaves with the same part."""
+    """Gathers its part of the sequence, computes all of it, and returns the same part."""
 
     _tensor_group: Group
 
@@ -241,7 +243,7 @@ class _OnWholeRows(nn.Module):
         group = self._tensor_group
         part = args[0] if args else kwargs["hidden_states"]
         rows = gather(part, SEQUENCE, group)
-        # Some are given the same for queries, keys and values.
+        # Some get the same tensor for queries, keys and values.
         args = tuple(rows if x is part else x for x in args)
         kwargs = {name: rows if x is part else x for name, x in kwargs.items()}
         out = super().forward(*args, **kwargs)
@@ -250,13 +252,13 @@ class _OnWholeRows(nn.Module):
 
 
 def _cut(module: Any, declared: str, group: Group, style: str | None) -> None:
-    """Called by the `decoder` plan."""
+    """Shard the layer; called by the `decoder` plan."""
     module.__class__ = _Gathered if declared == GATHERED else _Split
     module._tensor_group = group
 
 
 class _Gathered(nn.Linear):
-    """Has some rows of the matrix, and gives what all ranks have made."""
+    """Has some rows of the matrix, and gathers the outputs of all ranks."""
 
     _tensor_group: Group
 
@@ -266,7 +268,7 @@ class _Gathered(nn.Linear):
 
 
 class _Split(nn.Linear):
-    """Has some columns of the matrix, and takes its part of what all ranks have."""
+    """Has some columns of the matrix, and uses its part of the replicated input."""
 
     _tensor_group: Group
 
@@ -275,5 +277,5 @@ class _Split(nn.Linear):
         part = x.chunk(group.size, -1)[group.rank]
         bias = None if self.bias is None else local(self.bias)
         if bias is not None and group.rank > 0:
-            bias = bias * 0  # keeps its place in the graph: its gradient here is zero, not missing
+            bias = bias * 0  # stays in the graph: its gradient here is zero, not missing
         return linear(part, local(self.weight), bias)

@@ -1,4 +1,4 @@
-"""transformers' config and model of a config.json's values, and refusals in titan's words."""
+"""transformers' config and model for a config.json's values, with errors in titan's terms."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def refused(values: Mapping[str, Any], what: str, hint: str | None = None) -> Re
 
 
 def hf_config(values: Mapping[str, Any]) -> Any:
-    """transformers' config of these values.
+    """Return transformers' config of these values.
 
     Raises:
-        RecipeError: they ask for what is refused, or transformers does not know them.
+        RecipeError: the values are not supported, or unknown to transformers.
     """
     with quiet():
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -37,34 +37,34 @@ def hf_config(values: Mapping[str, Any]) -> Any:
         raise refused(values, f"transformers {transformers.__version__} has no such model")
     try:
         with quiet():
-            # Kernels are titan's to choose, and transformers would download some of them.
-            # Weights are read unquantized, whatever the folder holds.
+            # titan chooses kernels; transformers would download some. Weights are read unquantized, whatever
+            # the folder's format.
             left_out = {*KERNEL_KEYS, KEY}
             chosen = {key: value for key, value in values.items() if str(key).lstrip("_") not in left_out}
             kind: Any = CONFIG_MAPPING[values["model_type"]]
-            return kind.from_dict(kind._decode_special_floats(chosen))  # infinity, which JSON has not
-    except Exception as error:  # whatever it is, it is of what was written
+            return kind.from_dict(kind._decode_special_floats(chosen))  # infinity, which JSON does not have
+    except Exception as error:  # any error is caused by the given values
         raise refused(values, f"transformers rejects this config: {line_of(error)}") from error
 
 
 def whole_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values with transformers' defaults."""
+    """Return the values with transformers' defaults."""
     return hf_config(values).to_dict() | {"model_type": values["model_type"]}
 
 
 def tiny_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of a tiny copy (`titan_transformers.tiny`)."""
+    """Return the values of a tiny copy (`titan_transformers.tiny`)."""
     return tiny(whole_values(values))
 
 
 def made(values: Mapping[str, Any], attention: str, experts: str) -> Any:
-    """transformers' model on meta, in float32.
+    """Return transformers' model on meta, in float32.
 
     Args:
-        attention, experts: the names of their functions in transformers' tables.
+        attention, experts: names of their functions in transformers' tables.
 
     Raises:
-        RecipeError: there is none.
+        RecipeError: there is no such model.
     """
     config = hf_config(values)
     with quiet():
@@ -81,15 +81,15 @@ def made(values: Mapping[str, Any], attention: str, experts: str) -> Any:
     try:
         with quiet(), torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
-    except Exception as error:  # whatever it is, it is of what was written
+    except Exception as error:  # any error is caused by the given values
         raise refused(values, f"transformers cannot build it: {line_of(error)}") from error
-    # Not asked for when it is built: what a model declares to support is of transformers' own functions.
+    # Not passed to the constructor: a model declares support only for transformers' own functions.
     choose(model, attention, experts)
     return model
 
 
 def choose(model: Any, attention: str, experts: str) -> None:
-    """Have a model's modules look for their attention and experts under these names."""
+    """Select the attention and experts functions of a model's modules."""
     for module in model.modules():
         config: Any = getattr(module, "config", None)
         if hasattr(config, "_attn_implementation"):
@@ -97,13 +97,13 @@ def choose(model: Any, attention: str, experts: str) -> None:
 
 
 def line_of(error: Exception) -> str:
-    told = " ".join(str(error).split())
-    return f"{type(error).__name__}: {told[:300]}" if told else type(error).__name__
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without what transformers warns of along the way: kernels that are not there, for one."""
+    """Suppress transformers' warnings, for example about missing kernels."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -1,7 +1,7 @@
-"""A config of transformers with all that costs time made small: the same architecture and kinds of layers.
+"""Shrink everything costly in a transformers config: the same architecture and kinds of layers.
 
-Sizes are told by their names, as transformers' configs have them. What decides how far attention looks is
-made smaller than the rows that a tiny model is tried on, so that it shows.
+Sizes are recognized by their names in transformers' configs. Limits on how far attention looks are made
+smaller than the test rows, so that they have an effect.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 VOCABULARY, INNER, RANK, EXPERTS, REACH, LAYERS = 128, 96, 32, 8, 6, 8
-"""At most: rows of the embedding, widths inside feed-forward, ranks of latents, experts, tokens that a window
-or an index takes in, and layers."""
+"""Maximum sizes: rows of the embedding, widths inside feed-forward, ranks of latents, experts, tokens
+covered by a window or an index, and layers."""
 
 DEPTH = ("num_hidden_layers", "n_layer", "num_layers")
 HEADS = ("num_attention_heads", "n_head", "num_heads")
 MAMBA = ("mamba_expand", "mamba_d_head")
-"""What says together with the hidden size how many heads there are."""
+"""Keys that, with the hidden size, determine the number of heads."""
 KV_HEADS = re.compile(r"(num|n)_(\w+_)?(key_value|kv)_heads|n_head_kv|num_kv_heads")
 CAPS = [
     (re.compile(r"vocab_size(_per_layer_input)?"), VOCABULARY),
@@ -42,14 +42,14 @@ PERIODS = re.compile(
     r"_?sliding_window_pattern|decoder_sparse_step|\w+_interval|\w+_every_n_layers|\w+_period"
 )
 INDICES = ("mlp_only_layers", "full_attn_idxs")
-"""Lists of layers' numbers."""
+"""Lists of layer indices."""
 
 
 def tiny(values: Mapping[str, Any]) -> dict[str, Any]:
-    """All sizes made small.
+    """Return the values with all sizes made small.
 
     Args:
-        values: of the whole config, defaults too.
+        values: the whole config, including defaults.
     """
     made = fewer_layers(values)
     heads = next((made[key] for key in HEADS if isinstance(made.get(key), int)), None)
@@ -74,7 +74,8 @@ def tiny(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fewer_layers(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Few layers of each kind, few experts, a small vocabulary, short windows; layers as wide as they are."""
+    """Return the values with few layers of each kind, few experts, a small vocabulary, and short windows,
+    but unchanged layer widths."""
     made = {key: _capped(key, value) for key, value in values.items()}
     vocabulary = made.get("vocab_size")
     for key, value in made.items():
@@ -104,7 +105,7 @@ def fewer_layers(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _capped(key: str, value: Any) -> Any:
-    if isinstance(value, list):  # of a number for each layer
+    if isinstance(value, list):  # one number per layer
         return [_capped(key, item) for item in value]
     if isinstance(value, dict):
         return {name: _capped(str(name), item) for name, item in value.items()}
@@ -114,13 +115,13 @@ def _capped(key: str, value: Any) -> Any:
 
 
 def _by_layer(value: Any) -> bool:
-    """Whether it is a table whose keys are layers' numbers."""
+    """Return whether it is a table whose keys are layer indices."""
     tables = isinstance(value, dict) and bool(value) and all(isinstance(row, dict) for row in value.values())
     return tables and all(str(key).isdigit() for key in value)
 
 
 def _kept(values: Mapping[str, Any], depth: int) -> tuple[list[int], int]:
-    """The layers that a few stand for, and how many of them use the keys of others."""
+    """Return the layers that represent all kinds, and how many of them use the keys of others."""
     kinds = [_kind(values, layer, depth) for layer in range(depth)]
     shared = values.get("num_kv_shared_layers") or 0
     own = list(_first_of_each(kinds[: depth - shared], 0))
@@ -138,7 +139,7 @@ def _kept(values: Mapping[str, Any], depth: int) -> tuple[list[int], int]:
 
 
 def _kind(values: Mapping[str, Any], layer: int, depth: int) -> str:
-    """What its lists and tables by layer say of it."""
+    """Return a layer's entries in lists and tables by layer."""
     lists = {
         k: v[layer] for k, v in values.items() if isinstance(v, list) and len(v) == depth and k not in INDICES
     }

@@ -1,8 +1,8 @@
-"""Whether a model of transformers computes under titan what it computes by itself: tried, on a tiny copy.
+"""Check, on a tiny copy, that a model of transformers computes the same under titan as by itself.
 
-What transformers gives to an attention function, and what it does around one, differs between its models and
-its releases. So each config is tried once a process, before it is trained: a copy of it with small sizes and
-random weights (`titan_transformers.tiny`), rows side by side, whole and of documents, against
+The arguments of attention functions, and the code around them, differ between transformers' models and
+releases. So each config is tested once per process before it is trained: a copy with small sizes and random
+weights (`titan_transformers.tiny`), on rows of a batch, whole and of documents, is compared with
 transformers' own eager forward of each document by itself: logits, and gradients.
 """
 
@@ -24,40 +24,41 @@ from titan_transformers.tiny import fewer_layers, tiny
 from titancli.errors import RecipeError
 
 LIMIT = 1e-3
-"""The largest difference of logits, relative to the largest one, and of gradients, relative to their norm."""
+"""Maximum difference of logits, relative to the largest one, and of gradients, relative to their norm."""
 ROWS, LENGTH = 2, 24
-"""Tokens that are tried; fewer, where RoPE reaches less far."""
+"""Tokens in the test; fewer, if RoPE is limited to fewer."""
 LARGEST = 50_000_000
-"""Parameters that a copy may have: some cannot be made with layers that are less wide."""
+"""Maximum number of parameters of a copy: some models cannot be made narrower."""
 
 _tried: dict[str, Tried | RecipeError] = {}
 
 
 class Tried(NamedTuple):
-    """What a trial has found out."""
+    """The results of a test."""
 
     apart: bool
-    """Whether documents must be rows of their own: a layer that is no attention joins tokens."""
+    """Whether documents must be rows of their own, because a layer other than attention joins tokens."""
     tokenwise: bool
-    """Whether nothing but attention that a plan can cut joins tokens."""
+    """Whether only attention that a plan can shard joins tokens."""
     staged: bool
-    """Whether blocks pass each other nothing but hidden states."""
+    """Whether blocks pass only hidden states to each other."""
     embeds_alone: bool
-    """Whether what stands before the blocks can be a stage of its own."""
+    """Whether the modules before the blocks can be a stage of their own."""
     unlike: frozenset[str]
-    """Classes of modules that compute something else where tensor parallelism shards them."""
+    """Classes of modules that compute something else when sharded by tensor parallelism."""
     reads_weights: bool
-    """Whether blocks compute with the weight of a Linear in them, and do not call it."""
+    """Whether blocks use the weight of a Linear inside them without calling it."""
 
 
 def try_once(values: Mapping[str, Any], make: Callable[[Mapping[str, Any]], Any]) -> Tried:
-    """Compare a tiny copy with transformers, unless these values have been tried in this process.
+    """Compare a tiny copy with transformers, unless these values were already tested in this process.
 
     Args:
         make: titan's model of values, on meta.
 
     Raises:
-        RecipeError: they differ, or the copy cannot be made or does not run; says which and how far.
+        RecipeError: they differ, or the copy cannot be made or does not run; says what differs and by how
+            much.
     """
     key = json.dumps(values, sort_keys=True, default=str)
     if key not in _tried:
@@ -82,11 +83,11 @@ def _try(values: Mapping[str, Any], make: Callable[[Mapping[str, Any]], Any]) ->
             found = list(_differences(ours, theirs))
         except RecipeError:
             raise
-        except Exception as error:  # whatever it is, it is of what was written
+        except Exception as error:  # any error is caused by the given values
             what = f"a tiny copy of the model does not run: {line_of(error)}"
             raise refused(values, what, HINT) from error
         for name, difference in found:
-            if not difference <= LIMIT:  # NaN is not
+            if not difference <= LIMIT:  # also for NaN
                 what = (
                     f"on a tiny copy of the model, {name} differ from those of transformers by "
                     f"{difference:.2g} (eager attention)"
@@ -103,7 +104,7 @@ _tried_cache: dict[str, str | None] = {}
 
 
 def try_cache_once(values: Mapping[str, Any], make: Callable[[Mapping[str, Any]], Any]) -> None:
-    """Compare a tiny copy with a cache, row by row and token by token, with the copy's own whole rows.
+    """Compare a tiny copy with a cache, token by token, with the copy's result for whole rows.
 
     Raises:
         RecipeError: they differ, or the cache cannot be used; says which.
@@ -116,7 +117,7 @@ def try_cache_once(values: Mapping[str, Any], make: Callable[[Mapping[str, Any]]
             _draw(model)
             try:
                 _tried_cache[key] = _cache_fault(model)
-            except Exception as error:  # whatever it is, it is of transformers
+            except Exception as error:  # any error of transformers
                 _tried_cache[key] = line_of(error)
     if (fault := _tried_cache[key]) is not None:
         raise refused(values, f"it cannot generate with transformers' cache ({fault})")
@@ -137,7 +138,7 @@ HINT = "hf_causal_lm cannot train it; titan list-components model lists titan's 
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """On the CPU with gradients, whatever the caller is in the middle of; its generator is put back."""
+    """Run on the CPU with gradients, whatever the caller's context; its generator is restored."""
     with (
         torch.inference_mode(False),
         torch.enable_grad(),
@@ -150,10 +151,10 @@ def _undisturbed() -> Iterator[None]:
 
 
 def _eager(values: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
-    """A copy's values, and transformers' own model of them: the smallest that can be made.
+    """Return a copy's values, and transformers' own model of them: the smallest that can be made.
 
     Raises:
-        RecipeError: none can, in so little memory.
+        RecipeError: none fits the limit.
     """
     from transformers import AutoModelForCausalLM
 
@@ -171,13 +172,15 @@ def _eager(values: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
             with torch.no_grad():
                 model(input_ids=_tokens(model)[:, :2], use_cache=False)
-        except Exception as error:  # sizes that do not go together
+        except Exception as error:  # mismatched sizes
             errors.append(line_of(error))
             continue
         return copy, model.eval()
-    told = "; ".join(dict.fromkeys(errors))
+    reasons = "; ".join(dict.fromkeys(errors))
     raise refused(
-        values, f"no tiny copy of the model can be created for a comparison with transformers ({told})", HINT
+        values,
+        f"no tiny copy of the model can be created for a comparison with transformers ({reasons})",
+        HINT,
     )
 
 
@@ -188,7 +191,7 @@ def _tokens(model: Any) -> Tensor:
 
 @torch.no_grad()
 def _draw(model: nn.Module) -> None:
-    """Weights under which everything shows: scores apart from each other, no bias at 0, no norm at 1."""
+    """Draw weights that make differences visible: distinct scores, no bias of 0, no norm of 1."""
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         if parameter.ndim < 2:
@@ -237,7 +240,8 @@ def _differences(ours: Any, theirs: Any) -> Iterator[tuple[str, float]]:
 
 @torch.no_grad()
 def _staged(ours: Any, first: int) -> bool:
-    """Whether stages one after the other compute what the whole does, the first with so many blocks."""
+    """Return whether consecutive stages compute the same as the whole, the first stage with `first`
+    blocks."""
     tokens = _tokens(ours.base)
     tokens = tokens[:, : LENGTH if ours.rope is None else min(LENGTH, ours.rope.length)]
     positions = torch.arange(tokens.shape[1]).expand(ROWS, -1)
@@ -249,14 +253,14 @@ def _staged(ours: Any, first: int) -> bool:
         for names in (("embeddings", *blocks[:first]), blocks[first:], ("output",)):
             part = stage_of(ours, names, ours._parts.gives_tuples)
             made = part(made, positions, documents)
-    except Exception:  # what it asks a block of another stage for is not there
+    except Exception:  # modules of another stage are missing
         return False
     return made is not None and made.shape == whole.shape and _far(made, whole) <= LIMIT
 
 
 @torch.no_grad()
 def _unlike(ours: Any) -> frozenset[str]:
-    """The classes of regions whose parts do not add up to the whole, on two ranks."""
+    """Return the classes of regions whose shards do not add up to the whole, on two ranks."""
     found, given = sharded(ours._parts.config, ours.base), {}
     hooks = [
         ours.base.get_submodule(path).register_forward_pre_hook(
@@ -280,7 +284,7 @@ def _unlike(ours: Any) -> frozenset[str]:
 
 @torch.no_grad()
 def _reads_weights(ours: Any) -> bool:
-    """Whether there is a Linear in blocks that nobody calls in training."""
+    """Return whether a Linear in the blocks is never called in training."""
     called: set[nn.Module] = set()
     linears = {module for module in ours.layers.modules() if type(module) is nn.Linear}
     hooks = [module.register_forward_pre_hook(lambda module, _: called.add(module)) for module in linears]
@@ -294,7 +298,7 @@ def _reads_weights(ours: Any) -> bool:
 
 @torch.no_grad()
 def _tokenwise(ours: Any) -> bool:
-    """Whether a part of a row by itself is that part of the row, where no token sees another."""
+    """Return whether a part of a row gives the same result by itself if no token sees another."""
     attentions: list[Any] = [module for module in ours.modules() if hasattr(module, "core_attention")]
     for module in attentions:
         module.core_attention = _alone
@@ -310,7 +314,7 @@ def _tokenwise(ours: Any) -> bool:
 
 
 def _alone(q: Tensor, k: Tensor, v: Tensor, mask: Any, causal: bool = True, sinks: Any = None) -> Tensor:
-    """Attention in which a token sees itself alone."""
+    """Attend from each token to itself only."""
     return v.repeat_interleave(q.shape[2] // v.shape[2], 2)
 
 

@@ -1,4 +1,4 @@
-"""The values of transformers' buffers and its initial values of parameters."""
+"""The values of transformers' buffers and its initialization of parameters."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from titancli.errors import RecipeError
 
 
 def buffer_values(values: Mapping[str, Any], base: Any) -> dict[str, Tensor]:
-    """What transformers' own initialisation puts into each buffer; it promises to, for models that it loads.
+    """Return the values that transformers' own initialization puts into each buffer, as it does for models
+    that it loads.
 
-    Tried on zeros and on ones: a buffer that is left as it was is refused.
+    Tested with zeros and with ones: a buffer that stays unchanged is an error.
     """
     found: list[dict[str, Tensor]] = []
     for number in (0, 1):
@@ -37,7 +38,7 @@ def buffer_values(values: Mapping[str, Any], base: Any) -> dict[str, Tensor]:
 
 @contextmanager
 def seeded(generator: torch.Generator) -> Iterator[None]:
-    """Draw from torch's default generators as from a fresh one with this one's seed."""
+    """Draw from torch's default generators as from a fresh generator with this one's seed."""
     devices = [generator.device] if generator.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(generator.initial_seed())
@@ -47,15 +48,15 @@ def seeded(generator: torch.Generator) -> Iterator[None]:
 def initial_values(
     base: Any, unit: nn.Module, path: str, generator: torch.Generator, *, whole: bool = True
 ) -> Iterator[tuple[str, Tensor]]:
-    """Whole fp32 values of a unit's parameters, by name, as transformers would draw them.
+    """Yield whole fp32 values of a unit's parameters, by name, as transformers would draw them.
 
     Args:
-        base: whose `_init_weights` it is.
-        unit: on meta, and not needed afterwards.
-        whole: the parameters of the modules in it, too.
+        base: model whose `_init_weights` is used.
+        unit: module on meta, not needed afterwards.
+        whole: include the parameters of its submodules.
 
     Raises:
-        RecipeError: transformers leaves a parameter without a value.
+        RecipeError: transformers does not initialize a parameter.
     """
     unit.to_empty(device=generator.device, recurse=whole)
     with torch.no_grad(), torch.device(generator.device), seeded(generator):

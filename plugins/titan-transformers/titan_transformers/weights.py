@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 class FolderForm:
     """The Hugging Face form of a model of transformers.
 
-    It reads no model_type unless it is asked to: a folder's own family comes first.
+    It claims no model_type by default: a folder's own family takes precedence.
     """
 
     model_types: ClassVar[tuple[str, ...]] = ()
@@ -35,7 +35,7 @@ class FolderForm:
         self.values = config.values
         self._copies: dict[str, str] | None = None
         self._ignored: list[str] = []
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self._conversion: Conversion
         self._sources: dict[str, list[str]] = {}
 
@@ -56,7 +56,7 @@ class FolderForm:
         return self._conversion.from_files(name, zip(self._sources[name], tensors, strict=True))
 
     def known_as(self, hf_name: str) -> str:
-        """The name in a folder of the text model alone."""
+        """Return a name as in a folder of the text model alone."""
         for start, ours in NAMED_OTHERWISE:
             if hf_name.startswith(start):
                 return ours + hf_name.removeprefix(start)
@@ -64,7 +64,7 @@ class FolderForm:
 
     def ignored(self, hf_name: str) -> bool:
         if found := BESIDE_TEXT.match(hf_name):
-            self._tell(f"leaving out what stands beside the text model: {found[0]}")
+            self._warn(f"ignoring tensors outside the text model: {found[0]}")
             return True
         if self.model_type == "qwen3_moe" and hf_name.endswith(".mlp.experts.gate_up_proj"):
             raise EnvironmentProblem(JOINED_EXPERTS[0], hint=JOINED_EXPERTS[1])
@@ -75,16 +75,16 @@ class FolderForm:
         self._look()
         return (self._copies or {}).get(hf_name)
 
-    def _tell(self, what: str) -> None:
-        if what not in self._told:
-            self._told.add(what)
+    def _warn(self, what: str) -> None:
+        if what not in self._warned:
+            self._warned.add(what)
             logger.warning(what)
 
     def _look(self) -> None:
-        """Find out, once, what a folder holds.
+        """Determine the contents of a folder, once.
 
         Raises:
-            EnvironmentProblem: a parameter and its tensors in a folder do not make each other.
+            EnvironmentProblem: a parameter and its tensors in a folder cannot be converted to each other.
         """
         if self._copies is not None:
             return
@@ -94,7 +94,7 @@ class FolderForm:
         state = dict(named_state(model))
         try:
             self._sources = sources_of(self._conversion, state)
-        except Exception as error:  # whatever it is, it is of transformers' rules
+        except Exception as error:  # any error of transformers' rules
             raise EnvironmentProblem(
                 no_form(self.model_type, error),
                 hint="use a model family that reads it (titan list-components model); training from "

@@ -23,7 +23,7 @@ OFFLINE = '[[loggers]]\ntype = "wandb"\nmode = "offline"\n'
 
 
 def records(run: Path) -> Iterator[Any]:
-    """What a .wandb file holds: LevelDB's log format, in blocks of 32 KiB, after a header of 7 bytes."""
+    """Yield the records of a .wandb file: LevelDB's log format, blocks of 32 KiB after a 7-byte header."""
     (file,) = run.glob("*.wandb")
     data, at, whole = file.read_bytes(), 7, b""
     while at + 7 <= len(data):

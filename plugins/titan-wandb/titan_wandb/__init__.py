@@ -1,4 +1,4 @@
-"""Weights & Biases. This file has the config and imports nothing; `logger.py` has the code."""
+"""Weights & Biases logger. This file has the config and imports nothing; `logger.py` has the code."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ class WandB:
     tags: list[str] = field(default_factory=list)
     """Tags of the run."""
     mode: Literal["online", "offline"] | None = None
-    """Whether to send metrics, or keep them in the run folder for `wandb sync`; None: as WANDB_MODE says."""
+    """Whether to send metrics, or keep them in the run folder for `wandb sync`; None: as set by
+    WANDB_MODE."""
     rewind: bool = True
-    """After a crash, have W&B drop the rows that the resumed run will log again (a beta feature of W&B)."""
+    """After a crash, let W&B drop the rows that the resumed run will log again (a beta feature of W&B)."""
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         if sum(isinstance(one, WandB) for one in recipe.loggers) > 1:

@@ -19,16 +19,17 @@ ENVIRONMENT = ("host", "platform", "device", "world", "mesh", "versions", "git",
 
 logger = logging.getLogger(
     "titancli.wandb"
-)  # below titancli: what it says is shown with titan's own messages
+)  # below titancli, so that its messages are shown with titan's own
 
 
 class WandBLogger:
-    """W&B's step is titan's, and its run has the id of run.json: every attempt continues the same one."""
+    """A W&B run with titan's steps and the id in run.json, which every attempt continues."""
 
     def __init__(self, config: WandB, run_folder: Path) -> None:
-        """
+        """Check the credentials.
+
         Raises:
-            TitanError: nobody is logged in. W&B would ask for a key, in the middle of the start.
+            TitanError: there is no API key. W&B would prompt for one during the start.
         """
         self._config = config
         self._folder = run_folder
@@ -79,7 +80,7 @@ class WandBLogger:
 
 
 def last_step(events: Path) -> int:
-    """Return the last step that an event log names, 0 if it has none."""
+    """Return the last step in an event log, or 0 if there is none."""
     last = 0
     if events.is_file():
         for line in events.read_bytes().splitlines():
@@ -93,7 +94,7 @@ def last_step(events: Path) -> int:
 
 
 def build(config: WandB, *, run_folder: Path, is_main: bool) -> Any:
-    """Return a WandBLogger on rank 0; elsewhere a logger without methods.
+    """Return a WandBLogger on rank 0, and a logger without methods elsewhere.
 
     Raises:
         TitanError: see WandBLogger.

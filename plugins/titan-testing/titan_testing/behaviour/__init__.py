@@ -1,8 +1,8 @@
-"""What components do, kind by kind: the checks that `check_plugin` runs once a component can be built.
+"""Behaviour checks of components by kind: run by `check_plugin` for components that can be built.
 
-Each file beside this has the checks of a kind, in a table `CHECKS` from a check's name to a function that
-yields what is wrong. They run on the CPU, on rows of a few tokens; what needs two ranks is collected and run
-by `ranks.py` in one go.
+Each file beside this one has the checks of a kind, in a table `CHECKS` from a check's name to a function that
+yields faults. They run on the CPU, on rows of a few tokens; checks that need two ranks are collected and run
+by `ranks.py` all at once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ROOMS = {
     "advantage": "rollouts",
     "generator": "rollouts",
 }
-"""The file that a kind's checks are in."""
+"""The file with a kind's checks."""
 
 
 def checks_of(kind: str) -> dict[str, Check]:
@@ -42,10 +42,10 @@ def checks_of(kind: str) -> dict[str, Check]:
 
 
 def behaviour_faults(subject: Subject, skip: frozenset[str]) -> Iterator[str]:
-    """Run a component's checks, and say by name what each found.
+    """Run a component's checks, and yield their faults by the check's name.
 
     Args:
-        skip: names of checks to leave out.
+        skip: names of checks to skip.
     """
     for name, check in checks_of(subject.kind).items():
         if name in skip:

@@ -1,4 +1,4 @@
-"""Callbacks: a step with and without them, on an engine that goes on as one without."""
+"""Callbacks: steps with and without them, with equal weights as a result."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from titan_testing.behaviour.subject import Check, Subject, first_difference
 
 
 def steps(subject: Subject) -> Iterator[str]:
-    """Steps, one of them without targets: weights are those of an engine without it, vetoes apart."""
+    """Check that steps leave the same weights as on an engine without the callback, unless it vetoes."""
     plain, engine = engine_of(), engine_of()
     run: Any = SimpleNamespace(folder=subject.folder, export=lambda *given: None, end_early=lambda why: None)
     try:
@@ -24,7 +24,7 @@ def steps(subject: Subject) -> Iterator[str]:
                 return  # it vetoes
             step(plain, batch_of(seed=number))
         if found := first_difference(weights(plain), weights(engine), 0.0):
-            yield f"steps with it are others than without it: {found}"
+            yield f"steps with it differ from those without it: {found}"
         engine.save(subject.folder / "step-2")
         engine.load(subject.folder / "step-2")
         step(engine, batch_of(seed=2))

@@ -1,4 +1,4 @@
-"""Converters and plans: names that stay, gradients that recomputation does not change, weights that load."""
+"""Converters and plans: stable names, gradients that recomputation does not change, and weights that load."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from titancli.registry.defaults import with_defaults
 
 RECOMPUTED = ("full", "selective")
 RANKS = 0.25
-"""How far gradients on two ranks may be off: what rounds by a scale of its rank's rows (float8) differs with
-their number, while a sum that is taken twice, or not at all, is off by half of itself or more."""
+"""Tolerance of gradients on two ranks: rounding by a scale of the rank's rows (float8) differs with the
+number of ranks, while a sum that is taken twice, or not at all, is off by half its size or more."""
 
 
 def parts(subject: Subject) -> dict[str, Any]:
-    """What of an engine it takes the place of; a converter finds weights there, which adapters need."""
+    """Return the parts of an engine that it replaces; a converter also gets weights, which adapters need."""
     if subject.kind == "parallelize":
         return {"parallelize": subject.config}
     base = subject.folder / "base" / "step-1"
@@ -42,7 +42,7 @@ def parts(subject: Subject) -> dict[str, Any]:
 
 
 def names(subject: Subject) -> Iterator[str]:
-    """Parameters keep their names and shapes; what is added is the converter's own."""
+    """Check that parameters keep their names and shapes; added ones must be the converter's own."""
     with torch.device("meta"):
         model = build(small_model(), seq_len=LENGTH)
     before = {name: tuple(p.shape) for name, p in model.named_parameters()}
@@ -64,7 +64,7 @@ def names(subject: Subject) -> Iterator[str]:
 
 
 def recomputation(subject: Subject) -> Iterator[str]:
-    """The gradients are the same whether blocks keep what backward needs or run again for it."""
+    """Check that gradients are the same whether blocks keep activations or recompute them."""
     found = {}
     for mode in ("none", *RECOMPUTED):
         engine = engine_of(**parts(subject), recompute=mode)
@@ -82,7 +82,7 @@ def recomputation(subject: Subject) -> Iterator[str]:
 
 
 def again(subject: Subject) -> Iterator[str]:
-    """A step that is made again is the same one: what it draws follows from the seed and the step."""
+    """Check that a repeated step is the same: random draws must depend only on the seed and the step."""
     found = []
     for _ in range(2):
         with engine_of(**parts(subject)) as engine:
@@ -92,7 +92,7 @@ def again(subject: Subject) -> Iterator[str]:
 
 
 def plain(subject: Subject) -> Iterator[str]:
-    """`plain` gives each parameter without the converter's own class, in the same memory."""
+    """Check that `plain` returns each parameter without the converter's own class, in the same memory."""
     from torch.distributed.tensor import DTensor
 
     engine = engine_of(**parts(subject))
@@ -121,7 +121,7 @@ def _same_memory(converter: Any, name: str, parameter: Any, inner: torch.Tensor)
 
 
 def saved(subject: Subject) -> Iterator[str]:
-    """Saved after a step and loaded into a fresh model, the next step is the same, bit for bit."""
+    """Check that after a save and a load into a fresh model, the next step is bitwise the same."""
     engine, fresh = engine_of(**parts(subject)), None
     try:
         step(engine, batch_of())
@@ -143,7 +143,7 @@ def saved(subject: Subject) -> Iterator[str]:
 
 
 def two_ranks(subject: Subject) -> Iterator[str]:
-    """On two ranks the gradients are those of one, or a TitanError refuses the layout."""
+    """Check that gradients on two ranks are those of one, or that a TitanError rejects the layout."""
     engine = engine_of(**parts(subject))
     try:
         deterministic = not first_difference(
@@ -152,7 +152,7 @@ def two_ranks(subject: Subject) -> Iterator[str]:
         reference = gradients(engine, batch_of())
     finally:
         engine.close()
-    if not deterministic:  # what is drawn is each data-parallel rank's own
+    if not deterministic:  # random draws differ between data-parallel ranks
         return
     layouts = {"dp_shard = 2": {"dp_shard": 2}, "tp = 2": {"tp": 2}}
     later(Job(subject.label, "ranks", parts(subject), layouts, "gradients", RANKS, [batch_of()], reference))
@@ -161,7 +161,7 @@ def two_ranks(subject: Subject) -> Iterator[str]:
 
 
 def _at_another_step(engine: Any) -> dict[str, torch.Tensor]:
-    """The same gradients under the draws of another step."""
+    """Return the gradients with another step's random draws."""
     engine.step += 1
     try:
         return gradients(engine, batch_of())
@@ -170,7 +170,7 @@ def _at_another_step(engine: Any) -> dict[str, torch.Tensor]:
 
 
 def same_answer(subject: Subject) -> Iterator[str]:
-    """On one rank a plan changes no gradient."""
+    """Check that on one rank a plan changes no gradient."""
     one, other = engine_of(), engine_of(**parts(subject))
     try:
         if found := first_difference(gradients(one, batch_of()), gradients(other, batch_of()), 1e-5):

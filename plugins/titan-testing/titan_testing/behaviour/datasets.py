@@ -1,4 +1,4 @@
-"""Datasets: batches of one shape, a position that leads back, and the same rows on any number of ranks."""
+"""Datasets: batches of one shape, a position to resume from, and the same rows on any number of ranks."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _two(subject: Subject) -> list[Batch]:
 
 
 def batches(subject: Subject) -> Iterator[str]:
-    """Return two batches of the same shape, as the engine takes them."""
+    """Check that two batches have the same valid shapes."""
     found = _two(subject)
     if len(found) < 2:
         yield (
@@ -93,7 +93,7 @@ def _ids(subject: Subject, name: str, ids: torch.Tensor) -> Iterator[str]:
 
 
 def again(subject: Subject) -> Iterator[str]:
-    """The same configuration and seed give the same rows."""
+    """Check that the same configuration and seed give the same rows."""
     for number, (one, other) in enumerate(zip(_two(subject), _two(subject), strict=True)):
         if found := difference(one, other):
             yield (
@@ -103,7 +103,7 @@ def again(subject: Subject) -> Iterator[str]:
 
 
 def position(subject: Subject) -> Iterator[str]:
-    """The state after a batch is plain JSON, stays what it was, and leads a fresh dataset to the next one."""
+    """Check that states are constant plain JSON that lead a fresh dataset to the next batch."""
     dataset = made(subject)
     rows = iter(dataset)
     begin = _plain(dataset.state_dict())
@@ -126,7 +126,7 @@ def position(subject: Subject) -> Iterator[str]:
 
 
 def _plain(state: Any) -> Any:
-    """The state as JSON brings it back."""
+    """Return the state after a round trip through JSON."""
     found = json.loads(json.dumps(state, allow_nan=False))
     if found != state:
         raise TypeError(f"a state must be plain JSON, but {state} becomes {found} in JSON")
@@ -134,7 +134,7 @@ def _plain(state: Any) -> Any:
 
 
 def prefetched(subject: Subject) -> Iterator[str]:
-    """Read ahead by a thread, a batch is still the same."""
+    """Check that batches prefetched by a thread are the same."""
     wanted = _two(subject)
     loader = Loader(made(subject), device="cpu", prefetch=4)
     try:
@@ -147,7 +147,7 @@ def prefetched(subject: Subject) -> Iterator[str]:
 
 
 def ranks(subject: Subject) -> Iterator[str]:
-    """One rank and two see the same rows in the same order, and leave the same state."""
+    """Check that one rank and two see the same rows in the same order, and have the same state."""
     alone = made(subject)
     one = next(iter(alone))
     state = _plain(alone.state_dict())
@@ -171,7 +171,7 @@ def ranks(subject: Subject) -> Iterator[str]:
 
 
 def _joined(parts: list[Batch]) -> Batch:
-    """The rows of all ranks, as one batch."""
+    """Return the rows of all ranks as one batch."""
     return Batch({name: torch.cat([part[name] for part in parts]) for name in parts[0]}, unit=parts[0].unit)
 
 

@@ -1,4 +1,4 @@
-"""Small engines, and what they compute: gradients and weights by name, whole, to be compared."""
+"""Small engines, and their gradients and weights by name, gathered for comparison."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROWS, LENGTH, VOCABULARY = 4, 16, 64
 
 
 def small_model() -> Llama3:
-    """Return a Llama 3 with two layers, whose sizes are multiples of 16 on two ranks as well."""
+    """Return a Llama 3 with two layers, whose sizes are multiples of 16 even on two ranks."""
     return Llama3(dim=64, n_layers=2, n_heads=4, n_kv_heads=4, hidden_dim=128, vocab_size=VOCABULARY)
 
 
@@ -79,7 +79,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def gradients(engine: Engine, *batches: Batch) -> dict[str, Tensor]:
-    """Return the gradients of the loss's sum over batches, in one call. The engine keeps none."""
+    """Return the gradients of the loss's sum over batches, in one call, and clear them."""
     engine.forward_backward(list(batches))
     found = {
         name: whole(parameter.grad)

@@ -1,4 +1,4 @@
-"""Loggers: a whole run told to them, with numbers that come, go, and are none."""
+"""Loggers: a whole run, with metrics that appear, disappear, and are not finite."""
 
 from __future__ import annotations
 
@@ -16,27 +16,28 @@ STEPS: list[dict[str, float]] = [
 ]
 
 
-def told(logger: Any, folder: Path, first: int) -> None:
-    """All that a run tells, as far as the logger listens."""
+def call_all(logger: Any, folder: Path, first: int) -> None:
+    """Make all calls of a run that the logger implements."""
 
-    def tell(method: str, *given: Any) -> None:
+    def call(method: str, *given: Any) -> None:
         if hasattr(logger, method):
             getattr(logger, method)(*given)
 
-    tell("run_start", {"id": "run", "recipe": {"name": "kit", "training": {"steps": 3}}})
+    call("run_start", {"id": "run", "recipe": {"name": "kit", "training": {"steps": 3}}})
     for step, metrics in enumerate(STEPS, first):
-        tell("step_end", step, dict(metrics))
-    tell("validated", first + 1, {"validation/books/loss": 2.5}, 0.1)
-    tell("checkpoint_saved", first + 2, folder / "checkpoints" / f"step-{first + 2}")
-    tell("run_end", {"why": "done", "step": first + 2})
+        call("step_end", step, dict(metrics))
+    call("validated", first + 1, {"validation/books/loss": 2.5}, 0.1)
+    call("checkpoint_saved", first + 2, folder / "checkpoints" / f"step-{first + 2}")
+    call("run_end", {"why": "done", "step": first + 2})
 
 
 def a_run(subject: Subject) -> Iterator[str]:
-    """A run, and one that goes on in the same folder, on the main rank and on another."""
+    """Check that a logger accepts a run and a resumed one in the same folder, on the main rank and
+    another."""
     for number in range(2):
         for is_main in (True, False):
             logger = subject.target(subject.config, run_folder=subject.folder, is_main=is_main)
-            told(logger, subject.folder, 1 + number * len(STEPS))
+            call_all(logger, subject.folder, 1 + number * len(STEPS))
     return
     yield
 

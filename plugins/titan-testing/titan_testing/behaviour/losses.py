@@ -1,4 +1,4 @@
-"""Losses: sums that add up, whatever rows stand beside each other, and metrics with names of their own."""
+"""Losses: sums that add up, independent rows, and metrics with valid names."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KNOWN = {
     "reference_logprobs": ("BS", -5.0, -3.5),
     "reference_row_logprobs": ("B", -60.0, -40.0),
 }
-"""What a loss may need in a batch of tokens: a number for each row or token, and between which numbers."""
+"""Inputs that a loss may need in a batch: one number per row or token, with the range of values."""
 TOLERANCE = 1e-5
 
 
@@ -65,7 +65,7 @@ def log_probs(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def called(loss: Any, out: Tensor, batch: Batch) -> tuple[LossResult, Tensor]:
-    """Return what the loss returns, and the gradient of its sum."""
+    """Return the loss's result, and the gradient of its sum."""
     leaf = out.detach().clone().requires_grad_()
     result = checked(loss(leaf, batch), loss)
     (gradient,) = torch.autograd.grad(result.sum, leaf, allow_unused=True)
@@ -77,7 +77,7 @@ def _numbers(result: LossResult) -> dict[str, Tensor]:
 
 
 def backward(subject: Subject) -> Iterator[str]:
-    """A gradient, finite numbers, and the same again."""
+    """Check that the gradient and numbers are finite, and the same on a second call."""
     loss, given = subject.target(subject.config), example(subject)
     assert given.out is not None
     result, gradient = called(loss, given.out, given.batch)
@@ -95,7 +95,7 @@ def backward(subject: Subject) -> Iterator[str]:
 
 
 def metrics(subject: Subject) -> Iterator[str]:
-    """Metrics that have names of their own, and the same ones for every batch."""
+    """Check that metrics have valid names, the same for every batch."""
     loss, given = subject.target(subject.config), example(subject)
     assert given.out is not None
     names = list(loss(given.out, given.batch).metrics)
@@ -117,7 +117,8 @@ def metrics(subject: Subject) -> Iterator[str]:
 
 
 def accumulation(subject: Subject) -> Iterator[str]:
-    """Two micro-batches are one batch: sums, weights and metrics add up, and gradients are the same."""
+    """Check that two micro-batches equal one batch: sums, weights and metrics add up, and gradients are
+    the same."""
     loss, given = subject.target(subject.config), example(subject)
     assert given.out is not None
     half = given.batch.rows // 2
@@ -143,7 +144,7 @@ def accumulation(subject: Subject) -> Iterator[str]:
 
 
 def nothing_left(subject: Subject) -> Iterator[str]:
-    """Rows without a target count for nothing: a rank whose data have ended gives such a batch."""
+    """Check that rows without a target count for nothing, as on a rank whose data have ended."""
     loss, given = subject.target(subject.config), example(subject)
     assert given.out is not None
     if "targets" not in given.batch:
@@ -158,7 +159,8 @@ def nothing_left(subject: Subject) -> Iterator[str]:
 
 
 def chunks(subject: Subject) -> Iterator[str]:
-    """With `token_weights` the engine makes the gradient in chunks: it is that of the loss itself."""
+    """Check that `token_weights`, with which the engine computes the gradient in chunks, reproduce the
+    loss."""
     loss = subject.target(subject.config)
     given = example(subject)
     assert given.out is not None
@@ -181,7 +183,7 @@ def chunks(subject: Subject) -> Iterator[str]:
 
 
 def on_an_engine(subject: Subject) -> Iterator[str]:
-    """Through a model's head, in micro-batches and in one piece, the gradients are the same."""
+    """Check that gradients through a model's head are the same in micro-batches and in one piece."""
     if subject.example is not None:
         return
     from titan_testing.behaviour.engines import gradients

@@ -1,4 +1,4 @@
-"""Models: initial values that follow from the seed, and one answer on every layout that a model claims."""
+"""Models: initial values that depend on the seed, and equal results on every layout that a model supports."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from titancli.errors import TitanError
 from titancli.registry.defaults import ModelConfigDefaults, with_defaults
 
 LARGEST = 20_000_000
-"""Parameters of a model that is tried here."""
+"""Maximum number of parameters of a model tested here."""
 LAYOUTS: dict[str, dict[str, int]] = {
     "dp_shard = 2": {"dp_shard": 2},
     "dp_replicate = 2": {"dp_replicate": 2},
@@ -42,7 +42,7 @@ def example(subject: Subject, seed: int = 0) -> Example:
 
 
 def size(subject: Subject) -> Iterator[str]:
-    """It is small enough to be tried."""
+    """Check that the model is small enough."""
     if (count := _parameters(subject)) > LARGEST:
         yield (
             f"with these values it has {count:.1e} parameters, too many for a check on a CPU: pass small "
@@ -57,7 +57,7 @@ def _parameters(subject: Subject) -> int:
 
 
 def initial_values(subject: Subject) -> Iterator[str]:
-    """Drawn again they are the same, finite, and all there."""
+    """Check that initialization is reproducible, finite and complete."""
     if _parameters(subject) > LARGEST:
         return
     given, found = example(subject), []
@@ -77,7 +77,7 @@ def initial_values(subject: Subject) -> Iterator[str]:
 
 
 def recomputation(subject: Subject) -> Iterator[str]:
-    """Every parameter has a gradient, in micro-batches and with blocks that run again the same one."""
+    """Check that every parameter has a gradient, the same in micro-batches and with recomputation."""
     if _parameters(subject) > LARGEST:
         return
     given, found = example(subject), {}
@@ -100,7 +100,7 @@ def recomputation(subject: Subject) -> Iterator[str]:
 
 
 def documents(subject: Subject) -> Iterator[str]:
-    """Two documents in a row do not see each other: a row of both is each by itself."""
+    """Check that two documents in a row do not see each other."""
     with torch.device("meta"):
         model = subject.target(subject.config, seq_len=LENGTH)
     if subject.example is not None or "document_ids" not in model.inputs or _parameters(subject) > LARGEST:
@@ -126,7 +126,8 @@ def documents(subject: Subject) -> Iterator[str]:
 
 
 def layouts(subject: Subject) -> Iterator[str]:
-    """On two ranks, in every way that it can be cut, it has the gradients of one; or a TitanError refuses."""
+    """Check that every supported layout of two ranks gives the gradients of one, or is rejected by a
+    TitanError."""
     if _parameters(subject) > LARGEST:
         return
     given = example(subject)

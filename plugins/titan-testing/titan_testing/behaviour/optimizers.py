@@ -1,4 +1,4 @@
-"""Optimizers: a step that the learning rate decides on, and state that is saved by name and led back to."""
+"""Optimizers: steps scaled by the learning rate, and state that is saved and restored by name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from titancli.engine import Engine, outside_of_state
 
 
 def moves(subject: Subject) -> Iterator[str]:
-    """A step moves weights, to finite numbers; one at a learning rate of 0 moves none."""
+    """Check that a step changes weights to finite values, and not at all with a learning rate of 0."""
     engine = engine_of(optimizer=subject.config)
     try:
         begin = weights(engine)
@@ -36,7 +36,7 @@ def moves(subject: Subject) -> Iterator[str]:
 
 
 def resume(subject: Subject) -> Iterator[str]:
-    """Saved by name and loaded into a fresh optimizer, its state gives the next step bit for bit."""
+    """Check that after restoring its state, a fresh optimizer's next step is bitwise the same."""
     engine, fresh = engine_of(optimizer=subject.config), None
     try:
         step(engine, batch_of())
@@ -68,7 +68,7 @@ def _outside(engine: Engine) -> dict[str, Any]:
 
 
 def two_ranks(subject: Subject) -> Iterator[str]:
-    """Two ranks that each hold a part of every parameter take the steps that one takes, and resume."""
+    """Check that two ranks with sharded parameters take the same steps as one, and resume."""
     engine = engine_of(optimizer=subject.config)
     try:
         for number in range(2):

@@ -1,7 +1,7 @@
-"""What needs two ranks: jobs that checks leave behind, run together by two processes that start once.
+"""Checks that need two ranks: jobs queued by checks, run together by two processes that start once.
 
-The processes are `python -m titan_testing.behaviour.ranks FOLDER`. They find the jobs in `jobs.json`, with
-batches and what one rank has computed in safetensors, and write what is wrong to `faults.json`.
+The processes are `python -m titan_testing.behaviour.ranks FOLDER`. They read the jobs from `jobs.json`, with
+batches and one rank's results in safetensors, and write faults to `faults.json`.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ if TYPE_CHECKING:
 
 WORLD = 2
 SECONDS = 240
-"""How long the ranks may take in all."""
+"""Time limit for all jobs."""
 EXCHANGE_SECONDS = 15
-"""How long one may wait for the other in an exchange."""
+"""Time limit for a rank to wait for the other in a collective."""
 
 _jobs: list[Job] = []
 
 
 @dataclass(frozen=True)
 class Job:
-    """An engine that is to compute on two ranks what one has computed."""
+    """A computation on two ranks, to be compared with the result of one."""
 
     label: str
     check: str
     parts: dict[str, Any]
-    """What `engine_of` takes: configs, lists of them, and a path."""
+    """Arguments of `engine_of`: configs, lists of them, and a path."""
     layouts: dict[str, dict[str, int]]
     measure: str
     """`gradients` of the first batch, or `weights` after a step on each."""
@@ -52,22 +52,22 @@ class Job:
 
 
 def later(job: Job) -> None:
-    """Leave a job behind for `run_jobs`."""
+    """Queue a job for `run_jobs`."""
     _jobs.append(job)
 
 
 def take_jobs() -> list[Job]:
-    """Return the jobs that were left, and remove them."""
+    """Return the queued jobs, and clear the queue."""
     found = list(_jobs)
     _jobs.clear()
     return found
 
 
 def run_jobs(jobs: list[Job], files: list[Path]) -> Iterator[str]:
-    """Run them on two ranks, and say what is wrong, each with its component and check.
+    """Run jobs on two ranks, and yield faults, each with its component and check.
 
     Args:
-        files: the plugins in single files that the ranks load too.
+        files: single-file plugins that the ranks load too.
     """
     if not jobs:
         return
@@ -121,7 +121,7 @@ def _write(jobs: list[Job], files: list[Path], folder: Path) -> None:
             {
                 "label": job.label,
                 "check": job.check,
-                "parts": {name: _told(part) for name, part in job.parts.items()},
+                "parts": {name: _as_data(part) for name, part in job.parts.items()},
                 "layouts": job.layouts,
                 "measure": job.measure,
                 "tolerance": job.tolerance,
@@ -131,14 +131,14 @@ def _write(jobs: list[Job], files: list[Path], folder: Path) -> None:
     (folder / "jobs.json").write_text(json.dumps({"jobs": listed, "files": [str(file) for file in files]}))
 
 
-def _told(part: Any) -> Any:
-    """A config, or a list of them, as plain data."""
+def _as_data(part: Any) -> Any:
+    """Return a config, or a list of them, as plain data."""
     from titancli.recipe import DEFAULT, Node, resolved_data
     from titancli.registry import current
     from titancli.registry.component import component_info
 
     if isinstance(part, list):
-        return [_told(config) for config in part]
+        return [_as_data(config) for config in part]
     if isinstance(part, str):
         return part
     data = resolved_data(part, Node({}, DEFAULT), current())
@@ -149,8 +149,8 @@ def _told(part: Any) -> Any:
 
 
 def main(folder: Path) -> None:
-    """A rank's whole life. What the ranks say to each other of a layout goes through a file, for a rank that
-    raises leaves the others in the middle of an exchange; what is left is then not tried."""
+    """Run all jobs as one rank. Results of each layout are exchanged through a file, since a rank that
+    raises leaves the others in the middle of a collective; the remaining layouts are then skipped."""
     import torch
     import torch.distributed as dist
 
@@ -158,12 +158,12 @@ def main(folder: Path) -> None:
     from titancli.distributed import process_group
 
     torch.set_num_threads(1)
-    told = json.loads((folder / "jobs.json").read_text())
-    registry.configure(files=[Path(file) for file in told["files"]])
+    listed = json.loads((folder / "jobs.json").read_text())
+    registry.configure(files=[Path(file) for file in listed["files"]])
     rank, store = int(os.environ["RANK"]), dist.FileStore(str(folder / "store"), WORLD)
     store.set_timeout(timedelta(seconds=SECONDS / 4))
     faults: list[str] = []
-    for number, job in enumerate(told["jobs"]):
+    for number, job in enumerate(listed["jobs"]):
         for layout, mesh in job["layouts"].items():
             key = f"{number} {layout}"
             dist.init_process_group(
@@ -198,13 +198,13 @@ def _finish(folder: Path, rank: int, faults: list[str]) -> None:
 
 
 def _secondhand(fault: str) -> bool:
-    """Whether a rank says no more than that another one has failed."""
+    """Return whether a rank's error only reports that another one failed."""
     return any(words in fault for words in ("gloo", "Connection closed", "timeout", "rank 0", "rank 1"))
 
 
 def _compared(folder: Path, number: int, job: dict[str, Any], mesh: dict[str, int]) -> str | None:
-    """What is wrong with a job on one layout, as this rank sees it; None where a TitanError refuses to build
-    it so: right, or refused by name."""
+    """Return the fault of a job on one layout, as seen by this rank; None if there is none, or a
+    TitanError rejects the layout."""
     from safetensors.torch import load_file
 
     from titan_testing.behaviour.engines import engine_of, gradients, step, weights
@@ -255,7 +255,7 @@ def _bound(part: Any) -> Any:
 
 
 def _mine(batch: Batch, dp: int, dp_rank: int) -> Batch:
-    """This data-parallel rank's rows."""
+    """Return this data-parallel rank's rows."""
     return batch.split(batch.rows // dp)[dp_rank]
 
 

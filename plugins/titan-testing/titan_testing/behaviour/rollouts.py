@@ -25,18 +25,18 @@ from titancli.rl.scoring import NoNumber, number_of
 LENGTH = 16
 SEED = 7
 NUMBERS = (3, 0, 7, 1, 2, 5, 4, 6)
-"""Prompts are asked for in this order, and in the order of numbers."""
+"""Order in which prompts are requested, besides the sorted order."""
 LOG_PROBABILITIES = 0.05
-"""How far those of a generator may be from the engine's, in nats: it may compute in bfloat16."""
+"""Tolerance of a generator's log-probabilities in nats: it may compute in bfloat16."""
 
 # ------------------------------------------------------------------------------------------------- tasks
 
 
 def prompts(subject: Subject) -> Iterator[str]:
-    """Each number has a prompt with tokens; a count is that of different ones."""
+    """Check that each index has a prompt with tokens; `count` must be the number of distinct ones."""
     task = subject.target(subject.config, seed=SEED)
     source = PromptSource(task, build(ByteTokenizer()), longest=1 << 20)
-    source.take(len(NUMBERS))  # raises what is no prompt
+    source.take(len(NUMBERS))  # raises if it is not a prompt
     count = with_defaults(TaskDefaults, task).count
     if count is not None and (type(count) is not int or count < 1):
         yield f"count is {count!r}, but must be the number of prompts, or None"
@@ -47,31 +47,34 @@ def prompts(subject: Subject) -> Iterator[str]:
 
 
 def _alike(one: Any, other: Any) -> bool:
-    """Whether two are equal, or look so: a row may hold an array, which does not compare, or a NaN."""
+    """Return whether two values are equal or have the same repr: rows may hold arrays, which do not
+    compare, or NaN."""
     try:
         return one == other or repr(one) == repr(other)
-    except (ValueError, RuntimeError):  # NumPy's, torch's
+    except (ValueError, RuntimeError):  # NumPy's and torch's errors
         return repr(one) == repr(other)
 
 
 def task_again(subject: Subject) -> Iterator[str]:
-    """A number has the same prompt always: asked again, in another order, of a second instance."""
+    """Check that an index always has the same prompt: on a second call, in another order, in another
+    instance."""
     one, other = (subject.target(subject.config, seed=SEED) for _ in range(2))
     first = {number: copy.deepcopy(one.prompt(number)) for number in NUMBERS}
     for number in sorted(NUMBERS):
         if not _alike(one.prompt(number), first[number]):
-            yield f"prompt {number} is another one when it is asked for again: it must follow from the number"
+            yield f"prompt {number} differs on a second call: it must depend only on the number"
             return
         if not _alike(other.prompt(number), first[number]):
             yield (
-                f"prompt {number} differs in a second instance, as another rank or a resume has: it must "
-                f"follow from the seed and the number"
+                f"prompt {number} differs in a second instance, as on another rank or after a resume: it "
+                f"must depend only on the seed and the number"
             )
             return
 
 
 def identity(subject: Subject) -> Iterator[str]:
-    """It is plain JSON, the same in a second instance, and another one where the prompts are."""
+    """Check that the identity is plain JSON, the same in a second instance, and different if the prompts
+    are."""
     tasks = [subject.target(subject.config, seed=seed) for seed in (SEED, SEED, SEED + 1)]
     before = copy.deepcopy(dict(tasks[0].identity))
     made = [[task.prompt(number) for number in range(8)] for task in tasks]
@@ -87,23 +90,23 @@ def identity(subject: Subject) -> Iterator[str]:
 
 
 def rated_pairs(subject: Subject) -> list[tuple[Prompt, Completion]]:
-    """Return the author's prompts and completions, or some with an answer that is right or wrong."""
+    """Return the author's prompts and completions, or some with right and wrong answers."""
     if subject.example is not None:
         return list(subject.example(4))
-    told = [("6*2=", "12"), ("2+2=", "4"), ("Say a.", "a")]
+    questions = [("6*2=", "12"), ("2+2=", "4"), ("Say a.", "a")]
     texts = ["12", " 4 ", "a", "", "The answer is 12.", "#### 4", '```json\n{"a": 1}\n```', "é🙂 " * 9]
     return [
         (
             Prompt(prompt, answer, row={"prompt": prompt, "answer": answer, "parts": [1, 2]}),
             Completion(text, list(text.encode()), [-1.0] * len(text.encode()), "eos"),
         )
-        for prompt, answer in told
+        for prompt, answer in questions
         for text in texts
     ]
 
 
 def _rated(reward: Any, pairs: Sequence[tuple[Prompt, Completion]]) -> list[float | str]:
-    """What it gives for each pair, or how it fails."""
+    """Return the reward of each pair, or the error."""
     found: list[float | str] = []
     for prompt, completion in pairs:
         try:
@@ -116,7 +119,7 @@ def _rated(reward: Any, pairs: Sequence[tuple[Prompt, Completion]]) -> list[floa
 
 
 def numbers(subject: Subject) -> Iterator[str]:
-    """It gives finite numbers, and does not fail every time."""
+    """Check that rewards are finite numbers, and that not every call fails."""
     try:
         found = _rated(subject.target(subject.config), rated_pairs(subject))
     except NoNumber as error:
@@ -131,13 +134,14 @@ def numbers(subject: Subject) -> Iterator[str]:
 
 
 def reward_again(subject: Subject) -> Iterator[str]:
-    """The same completion has the same reward: asked again, in another order, of a second instance."""
+    """Check that a completion always has the same reward: on a second call, in another order, in another
+    instance."""
     pairs = rated_pairs(subject)
     reward = subject.target(subject.config)
     first = _rated(reward, pairs)
     for what, found in (
-        ("asked again in another order", _rated(reward, pairs[::-1])[::-1]),
-        ("of a second instance, as another rank has", _rated(subject.target(subject.config), pairs)),
+        ("on a second call in another order", _rated(reward, pairs[::-1])[::-1]),
+        ("in a second instance, as on another rank", _rated(subject.target(subject.config), pairs)),
     ):
         for (prompt, completion), one, other in zip(pairs, first, found, strict=True):
             if one != other and not (isinstance(one, str) and isinstance(other, str)):
@@ -146,7 +150,7 @@ def reward_again(subject: Subject) -> Iterator[str]:
 
 
 def reward_inputs(subject: Subject) -> Iterator[str]:
-    """It changes neither the prompt nor the completion."""
+    """Check that a reward changes neither the prompt nor the completion."""
     pairs = rated_pairs(subject)
     before = copy.deepcopy(pairs)
     _rated(subject.target(subject.config), pairs)
@@ -158,12 +162,12 @@ def reward_inputs(subject: Subject) -> Iterator[str]:
 
 
 def groups() -> list[tuple[Tensor, Tensor]]:
-    """Return rewards [G, N] float64 and which of them count, for several numbers of samples."""
+    """Return rewards [G, N] float64 and a mask of those that count, for several numbers of samples."""
     drawn = torch.Generator().manual_seed(SEED)
     found = []
     for samples in (2, 5):
         rewards = torch.rand(6, samples, dtype=torch.float64, generator=drawn)
-        rewards[1] = 0.5  # all alike
+        rewards[1] = 0.5  # all equal
         counted = torch.ones(6, samples, dtype=torch.bool)
         counted[2, 0] = False
         counted[3, 1:] = False
@@ -177,7 +181,7 @@ def _advantages(subject: Subject, rewards: Tensor, counted: Tensor) -> Tensor:
 
 
 def shape(subject: Subject) -> Iterator[str]:
-    """One finite number for each sample, 0 for those that do not count."""
+    """Check that there is one finite number per sample, 0 for those that do not count."""
     for rewards, counted in groups():
         found = _advantages(subject, rewards, counted)
         wanted = list(rewards.shape)
@@ -193,12 +197,13 @@ def shape(subject: Subject) -> Iterator[str]:
 
 
 def alone(subject: Subject) -> Iterator[str]:
-    """A prompt's advantages depend on its own samples that count: each rank has other prompts."""
+    """Check that a prompt's advantages depend only on its own counted samples: each rank has other
+    prompts."""
     for rewards, counted in groups():
         whole = _advantages(subject, rewards, counted)
         for row in range(len(rewards)):
             own = _advantages(subject, rewards[row : row + 1], counted[row : row + 1])
-            if not torch.allclose(own[0], whole[row], rtol=1e-4, atol=1e-6, equal_nan=True):  # fp32 will do
+            if not torch.allclose(own[0], whole[row], rtol=1e-4, atol=1e-6, equal_nan=True):  # allow fp32
                 yield (
                     f"a prompt alone has the advantages {own[0].tolist()}, and {whole[row].tolist()} among "
                     f"others: ranks have different prompts, so each must be rated by itself"
@@ -211,7 +216,7 @@ def alone(subject: Subject) -> Iterator[str]:
 
 
 def advantage_again(subject: Subject) -> Iterator[str]:
-    """The same rewards have the same advantages, from a second instance too, and are left alone."""
+    """Check that advantages are reproducible, also in a second instance, and that rewards are not changed."""
     advantage = subject.target(subject.config)
     for rewards, counted in groups():
         given = rewards.clone(), counted.clone()
@@ -226,14 +231,14 @@ def advantage_again(subject: Subject) -> Iterator[str]:
 
 # -------------------------------------------------------------------------------------------- generators
 
-ASKED = [list(b"two plus two"), list(b"?"), list(b"hello")]
+PROMPTS = [list(b"two plus two"), list(b"?"), list(b"hello")]
 SEEDS = [[1, 2], [3, 1], [5, 6]]
 LIMITS = [4, 3, 1]
 VOCABULARY = 272
 
 
 class Trial:
-    """A generator on an engine of its own."""
+    """A generator on its own engine."""
 
     def __init__(self, subject: Subject) -> None:
         import dataclasses
@@ -254,15 +259,15 @@ class Trial:
         self.engine.close()
 
     def sample(self, picked: Sequence[int] = (0, 1, 2), **how: Any) -> list[list[Completion]]:
-        """What it gives for some of the prompts."""
-        asked = [[every[i] for i in picked] for every in (ASKED, SEEDS, LIMITS)]
+        """Return its completions for some of the prompts."""
+        asked = [[every[i] for i in picked] for every in (PROMPTS, SEEDS, LIMITS)]
         return self.generator.sample(*copy.deepcopy(asked), **how)
 
     def distance(self, made: Sequence[Sequence[Completion]]) -> float:
-        """How far its log-probabilities are from the engine's at most, in nats."""
+        """Return the largest difference between its log-probabilities and the engine's, in nats."""
         samples = [
             Sample(prompt, one.tokens, one.logprobs, 1.0)
-            for prompt, row in zip(ASKED, made, strict=True)
+            for prompt, row in zip(PROMPTS, made, strict=True)
             for one in row
         ]
         batch = pack([[sample] for sample in samples], LENGTH, len(samples))
@@ -271,11 +276,12 @@ class Trial:
 
 
 def completions(subject: Subject) -> Iterator[str]:
-    """For each prompt a completion for each seed, within its limit, with a log-probability for each token."""
+    """Check that there is a completion per prompt and seed, within its limit, with a log-probability per
+    token."""
     with Trial(subject) as trial:
-        given = copy.deepcopy([ASKED, SEEDS, LIMITS])
+        given = copy.deepcopy([PROMPTS, SEEDS, LIMITS])
         made = trial.generator.sample(*given)
-        if given != [ASKED, SEEDS, LIMITS]:
+        if given != [PROMPTS, SEEDS, LIMITS]:
             yield "it changes its arguments in place: work on copies"
         if [len(row) for row in made] != [len(seeds) for seeds in SEEDS]:
             yield f"it returns {[len(row) for row in made]} completions for prompts with {[2, 2, 2]} seeds"
@@ -297,13 +303,14 @@ def completions(subject: Subject) -> Iterator[str]:
 
 
 def generator_again(subject: Subject) -> Iterator[str]:
-    """A seed gives the same tokens again, for a prompt among others and alone; greedy ones need no seed."""
+    """Check that a seed gives the same tokens again, for a prompt among others and alone; greedy ones need
+    no seed."""
     with Trial(subject) as trial:
         found = [[one.tokens for one in row] for row in trial.sample()]
         if [[one.tokens for one in row] for row in trial.sample()] != found:
             yield "the same prompts and seeds give other tokens the second time: a resume would differ"
             return
-        for i in range(len(ASKED)):
+        for i in range(len(PROMPTS)):
             if [[one.tokens for one in row] for row in trial.sample([i])] != [found[i]]:
                 yield (
                     "a prompt alone gives other tokens than among others: what is drawn must depend on the "
@@ -317,7 +324,7 @@ def generator_again(subject: Subject) -> Iterator[str]:
 
 
 def log_probabilities(subject: Subject) -> Iterator[str]:
-    """They are those of the model itself, and after a step those of its new weights."""
+    """Check that log-probabilities are the model's own, also after a step."""
     with Trial(subject) as trial:
         for when in ("", " after a step and update(version): it must take over the new weights"):
             for greedy in (False, True):
@@ -327,19 +334,19 @@ def log_probabilities(subject: Subject) -> Iterator[str]:
                         f"temperature, top-k or top-p{when}"
                     )
                     return
-            batch = pack([[Sample(ASKED[0], list(b"fo"), [-1.0, -1.0], 1.0)]], LENGTH, 1)
-            step(trial.engine, batch, lr=0.05)  # by nats, and bfloat16 by less than 0.01
+            batch = pack([[Sample(PROMPTS[0], list(b"fo"), [-1.0, -1.0], 1.0)]], LENGTH, 1)
+            step(trial.engine, batch, lr=0.05)  # by nats; bfloat16 changes them by less than 0.01
             trial.generator.update(trial.engine.version)
 
 
 def training(subject: Subject) -> Iterator[str]:
-    """Sampling changes neither weights nor the gradients of the next step."""
-    batch = pack([[Sample(ASKED[0], list(b"four"), [-1.0] * 4, 1.0)]], LENGTH, 1)
+    """Check that sampling changes neither weights nor the gradients of the next step."""
+    batch = pack([[Sample(PROMPTS[0], list(b"four"), [-1.0] * 4, 1.0)]], LENGTH, 1)
     with Trial(subject) as trial:
         before = {**weights(trial.engine), **_gradients(trial, batch)}
         trial.sample()
         if found := first_difference(before, {**weights(trial.engine), **_gradients(trial, batch)}, 0.0):
-            yield f"after sampling, training is not what it was: {found}"
+            yield f"sampling changes training: {found}"
 
 
 def _gradients(trial: Trial, batch: Any) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Learning rate schedules: a factor at every step, the same one whenever it is asked for."""
+"""Learning rate schedules: a reproducible factor at every step."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ LENGTHS = (1, 7, 1000)
 
 
 def factors(subject: Subject) -> Iterator[str]:
-    """Finite numbers of at least 0 over runs of several lengths, and after the schedule's end."""
+    """Check that factors are finite numbers of at least 0 over runs of several lengths, and after the end."""
     for steps in LENGTHS:
         schedule = subject.target(subject.config, steps=steps)
         for step in (*range(steps), 2 * steps):
             value = schedule(step)
             number = isinstance(value, int | float) and not isinstance(value, bool)
             if not number or not 0 <= value < math.inf:
-                yield f"of {steps} steps, it gives {value!r} at step {step}: not a finite number >= 0"
+                yield f"with {steps} steps, it returns {value!r} at step {step}: not a finite number >= 0"
                 break
 
 
 def again(subject: Subject) -> Iterator[str]:
-    """A step has the same factor always: asked again, in another order, of a second instance."""
+    """Check that a step always has the same factor: on a second call, in another order, in another
+    instance."""
     one, other = (subject.target(subject.config, steps=LENGTHS[-1]) for _ in range(2))
     first = [one(step) for step in range(LENGTHS[-1])]
     for step in reversed(range(LENGTHS[-1])):
         if one(step) != first[step] or other(step) != first[step]:
-            yield f"step {step} has another factor when it is asked for again: it must follow from the step"
+            yield f"step {step} has another factor on a second call: it must depend only on the step"
             return
 
 

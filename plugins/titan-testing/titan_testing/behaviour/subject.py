@@ -1,4 +1,4 @@
-"""What the checks of all kinds are given, and compare by."""
+"""The component under test, as passed to all checks, and comparison of results."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 
 class Example(NamedTuple):
-    """What a model or a loss is tried on that takes something else than tokens."""
+    """An input for a model or a loss that takes something other than tokens."""
 
     batch: Batch
     loss: Any = None
-    """A model's: the config of the loss that it is trained with; None: cross-entropy."""
+    """For a model: the config of the loss that it is trained with; None: cross-entropy."""
     out: Tensor | None = None
-    """A loss's: what it is called with beside the batch; None: log-probabilities or logits of tokens."""
+    """For a loss: its argument besides the batch; None: log-probabilities or logits of tokens."""
 
 
 @dataclass(frozen=True)
@@ -33,24 +33,24 @@ class Subject:
     config: Any
     target: Callable[..., Any]
     folder: Path
-    """An empty one."""
+    """An empty folder."""
     example: Callable[[int], Any] | None = None
-    """Makes an `Example` of so many rows, always the same one; for a reward, prompts and completions."""
+    """Makes an `Example` with this many rows, always the same; for a reward, prompts and completions."""
     seq_len: int = 16
-    """How long a dataset's rows are."""
+    """Length of a dataset's rows."""
 
 
 Check = Callable[[Subject], Iterator[str]]
 
 
 def first_difference(one: dict[str, Tensor], other: dict[str, Tensor], tolerance: float) -> str | None:
-    """Describe which tensor of two sets differs most by ‖Δ‖ / ‖one‖; None if that is within the tolerance."""
+    """Describe the tensor that differs most by ‖Δ‖ / ‖one‖; None if it is within the tolerance."""
     worst, where = tolerance, None
     for name in one.keys() & other.keys():
         a, b = one[name].double(), other[name].double()
         if a.shape != b.shape:
             return f"{name} is {list(a.shape)} and {list(b.shape)}"
         distance = float((a - b).norm() / a.norm().clamp(min=1e-30)) if a.norm() or b.norm() else 0.0
-        if not distance <= worst:  # a NaN too
+        if not distance <= worst:  # also for NaN
             worst, where = distance, f"{name} differs by {distance:.1e} relative to its size"
     return where

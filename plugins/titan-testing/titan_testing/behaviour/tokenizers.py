@@ -1,4 +1,4 @@
-"""Tokenizers: ids that are in the vocabulary, text that comes back, batches that are their texts."""
+"""Tokenizers: ids within the vocabulary, text that survives a round trip, and consistent batches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ TALK = [
 
 
 def ids(subject: Subject) -> Iterator[str]:
-    """Every id is below vocab_size, the end marker too, and no text makes an end marker."""
+    """Check that all ids, including the end marker, are below vocab_size, and that no text yields an end
+    marker."""
     tokenizer = subject.target(subject.config)
     size, end = tokenizer.vocab_size, tokenizer.eos_id
     if not 0 <= end < size:
@@ -36,7 +37,7 @@ def ids(subject: Subject) -> Iterator[str]:
 
 
 def round_trip(subject: Subject) -> Iterator[str]:
-    """Text that was decoded once comes back whole, and the end marker leaves no trace."""
+    """Check that decoded text survives a round trip, and that the end marker is dropped."""
     tokenizer = subject.target(subject.config)
     for text in TEXTS:
         once = tokenizer.decode(tokenizer.encode(text))
@@ -52,7 +53,7 @@ def round_trip(subject: Subject) -> Iterator[str]:
 
 
 def many(subject: Subject) -> Iterator[str]:
-    """A batch of texts is its texts one by one, in every form."""
+    """Check that a batch of texts gives the same ids as its texts one by one, in every form."""
     tokenizer = subject.target(subject.config)
     wanted = [list(tokenizer.encode(text)) for text in TEXTS]
     forms = {"encode_batch": tokenizer.encode_batch}
@@ -67,7 +68,7 @@ def many(subject: Subject) -> Iterator[str]:
 
 
 def again(subject: Subject) -> Iterator[str]:
-    """Built a second time it is the same, by its ids and by what it says of itself."""
+    """Check that a second instance has the same ids and the same identity."""
     from titancli.data.packing import tokenizer_identity
 
     one, other = subject.target(subject.config), subject.target(subject.config)
@@ -78,7 +79,8 @@ def again(subject: Subject) -> Iterator[str]:
 
 
 def chat(subject: Subject) -> Iterator[str]:
-    """A conversation has ids, or a TitanError says that there is no template; a mask is of these ids."""
+    """Check that a conversation has ids, or a TitanError reports a missing template; and that masks match
+    the ids."""
     tokenizer = subject.target(subject.config)
     try:
         found = tokenizer.chat(TALK)
