@@ -346,7 +346,6 @@ def test_entropy_equals_the_full_logits_and_leaves_the_gradient_alone(chunk):
     log_probs, found = linear_log_probs_and_entropy(hidden, weight, targets)
     expected = entropy_of(hidden.detach() @ weight.detach().t()).masked_fill(targets < 0, 0.0)
     close(found, expected, torch.float32)
-    assert not found.requires_grad
     log_probs.sum().backward()
     picked, grad_hidden, grad_weight = reference(hidden, weight, targets, 1.0)
     close(log_probs.detach(), picked, torch.float32)
@@ -356,6 +355,49 @@ def test_entropy_equals_the_full_logits_and_leaves_the_gradient_alone(chunk):
     before = logits.clone()
     close(entropy(logits, targets), expected, torch.float32)
     assert torch.equal(logits, before)
+
+
+def test_entropy_carries_its_gradient(chunk):
+    hidden, weight, targets = problem()
+    log_probs, found = linear_log_probs_and_entropy(hidden, weight, targets)
+    factors = torch.randn(2, *targets.shape, generator=torch.Generator().manual_seed(5))
+    factors[:, 0] = torch.nan  # where there is no target nothing is read
+    assert targets[0] < 0
+    torch.autograd.backward((log_probs, found), tuple(factors))
+    exact_hidden, exact_weight = (x.detach().double().requires_grad_() for x in (hidden, weight))
+    logits, none = exact_hidden @ exact_weight.t(), targets < 0
+    picked = log_softmax(logits, -1).gather(-1, targets.clamp(min=0)[:, None])[:, 0]
+    factors = factors.masked_fill(none, 0.0)
+    (factors[0] * picked + factors[1] * entropy_of(logits)).sum().backward()
+    close(hidden.grad, exact_hidden.grad, torch.float32)
+    close(weight.grad, exact_weight.grad, torch.float32)
+
+
+def test_a_bonus_for_entropy_alone_has_a_gradient():
+    hidden, weight, targets = problem()
+    linear_log_probs_and_entropy(hidden, weight, targets)[1].sum().backward()
+    exact = hidden.detach().double().requires_grad_()
+    entropy_of(exact @ weight.detach().double().t())[targets >= 0].sum().backward()
+    close(hidden.grad, exact.grad, torch.float32)
+
+
+@pytest.mark.parametrize("cap", [None, 2.0])
+@pytest.mark.parametrize("kind", ["logprobs", "model"])
+def test_a_temperature_divides_the_logits(kind, cap):
+    hidden, weight, targets = problem()
+    output = Output(DIM, VOCABULARY, bias=True)
+    output.weight, output.scale, output.cap = torch.nn.Parameter(weight.detach()), 0.5, cap
+    loss = WantsEntropy(kind)
+    loss.temperature = 1.7
+    out = output(hidden[None], Batch({"targets": targets[None]}), loss)
+    logits = 0.5 * (hidden @ weight.t() + output.bias)
+    logits = (logits if cap is None else cap * torch.tanh(logits / cap)).detach() / 1.7
+    close(loss.seen[0], entropy_of(logits).masked_fill(targets < 0, 0.0), torch.float32)
+    if kind == "logprobs":
+        picked = log_softmax(logits, -1).gather(-1, targets.clamp(min=0)[:, None])[:, 0]
+        close(-out.sum.detach(), picked.masked_fill(targets < 0, 0.0).sum(), torch.float32)
+    else:
+        close(out.sum.detach(), logits.pow(2).sum(), torch.float32)
 
 
 class WantsEntropy:

@@ -20,6 +20,13 @@ CASES = {
     "gspo kl": Gspo(clip_low=0.1, clip_high=0.15, kl_coef=KL),
     "cispo": Cispo(clip_high=0.2),
     "importance_sampling": ImportanceSampling(),
+    "grpo entropy": Grpo(entropy_coef=0.05),
+    "grpo dual clip": Grpo(delta=1.3),
+    "gspo dual clip": Gspo(clip_low=0.1, clip_high=0.15, delta=1.2),
+    "grpo token_truncate": Grpo(importance="token_truncate", importance_max=1.1, kl_coef=KL),
+    "dapo token_mask": Grpo(length_norm="token", importance="token_mask", importance_max=1.2),
+    "gspo sequence_truncate": Gspo(importance="sequence_truncate", importance_max=1.5),
+    "cispo sequence_mask": Cispo(clip_high=0.2, importance="sequence_mask", importance_max=1.5),
 }
 ROWS, LENGTH = 3, 12
 SAMPLES = [(0, 2, 5), (0, 6, 7), (0, 8, 12), (1, 0, 9), (2, 3, 11)]
@@ -37,6 +44,8 @@ def problem(seed: int = 0) -> tuple[torch.Tensor, Batch]:
         "advantages": torch.full((ROWS, LENGTH), torch.nan, dtype=torch.float64),
         "old_logprobs": out + 0.4 * torch.randn(ROWS, LENGTH, generator=generator, dtype=torch.float64),
         "reference_logprobs": out + 0.4 * torch.randn(ROWS, LENGTH, generator=generator, dtype=torch.float64),
+        "sampler_logprobs": out + 0.4 * torch.randn(ROWS, LENGTH, generator=generator, dtype=torch.float64),
+        "entropy": 3 * torch.rand(ROWS, LENGTH, generator=generator, dtype=torch.float64),
     }
     for number, ((row, start, end), advantage) in enumerate(zip(SAMPLES, ADVANTAGES, strict=True)):
         tensors["targets"][row, start:end] = 5
@@ -46,24 +55,35 @@ def problem(seed: int = 0) -> tuple[torch.Tensor, Batch]:
     return out.requires_grad_(), Batch(tensors)
 
 
-def reference(name: str, config, out: torch.Tensor, batch: Batch) -> tuple[float, float]:
-    """The loss's sum and weight."""
+def reference(
+    name: str, config, out: torch.Tensor, batch: Batch, held: torch.Tensor | None = None
+) -> tuple[float, float]:
+    """The loss's sum and weight; `held` are the log-probabilities of a ratio without gradient."""
     total, tokens = 0.0, 0
     for (row, start, end), a in zip(SAMPLES, ADVANTAGES, strict=True):
-        new, old, ref = (
-            x[row, start:end].detach().numpy()
-            for x in (out, batch["old_logprobs"], batch["reference_logprobs"])
-        )
+        log_probs = [batch[f"{key}_logprobs"] for key in ("old", "reference", "sampler")]
+        read = [x[row, start:end].detach().numpy() for x in (out, *log_probs, batch["entropy"])]
+        new, old, ref, sampler, entropy = read
         r = np.exp(new - old)
         if name.startswith("gspo"):
             r = np.full_like(r, np.exp(np.mean(new - old)))
-        if name == "cispo":
-            objective = np.minimum(r, 1 + config.clip_high) * a * new
+        if name.startswith("cispo"):
+            fixed = new if held is None else held[row, start:end].detach().numpy()
+            objective = np.minimum(np.exp(fixed - old), 1 + config.clip_high) * a * new
         elif name == "importance_sampling":
             objective = r * a
         else:
             objective = np.minimum(r * a, np.clip(r, 1 - config.clip_low, 1 + config.clip_high) * a)
-        loss = -objective + config.kl_coef * (np.exp(ref - new) - (ref - new) - 1)
+            if config.delta is not None and a < 0:
+                objective = np.maximum(objective, config.delta * a)
+        if config.importance != "none":
+            level, how = config.importance.split("_")
+            w = old - sampler
+            w = np.exp(w if level == "token" else np.full_like(w, w.sum()))
+            most = config.importance_max
+            objective = objective * (np.minimum(w, most) if how == "truncate" else np.where(w > most, 0.0, w))
+        kl = np.exp(ref - new) - (ref - new) - 1
+        loss = -objective - config.entropy_coef * entropy + config.kl_coef * kl
         norm = getattr(config, "length_norm", "sample" if name.startswith("gspo") else "token")
         total += loss.sum() / {"sample": end - start, "token": 1, "constant": 7}[norm]
         tokens += end - start
@@ -81,17 +101,13 @@ def test_a_loss_equals_the_reference(name: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_its_gradient_equals_finite_differences(name: str) -> None:
-    """Of cispo the weight is held still, for it has no gradient."""
+    """The ratio of cispo has no gradient."""
     out, batch = problem()
     config = CASES[name]
     (gradient,) = torch.autograd.grad(build(config)(out, batch).sum, out)
-    held = (out - batch["old_logprobs"]).detach().exp().clamp(max=1.2)
 
     def value(x: torch.Tensor) -> float:
-        if name != "cispo":
-            return reference(name, config, x, batch)[0]
-        drawn = batch["targets"] != -100
-        return -(held * batch["advantages"] * x)[drawn].sum().item()
+        return reference(name, config, x, batch, held=out)[0]
 
     for place in (batch["targets"] != -100).nonzero().tolist():
         step = torch.zeros_like(out)

@@ -207,6 +207,7 @@ class FunctionLoss:
         self.output = getattr(function, "output", "logprobs")
         own = with_defaults(LossDefaults, function)
         self.needs, self.entropy, self.steady = own.needs, own.entropy, own.steady
+        self.temperature = own.temperature
         self.check_batch, self.token_weights = own.check_batch, own.token_weights
 
     def __call__(self, out: Tensor, batch: Batch) -> LossResult:

@@ -71,17 +71,34 @@ def log_probs(
 
 
 def log_probs_gradient(
-    logits: Tensor, normalisers: Tensor, targets: Tensor, grad: Tensor, group: Group | None
+    logits: Tensor,
+    normalisers: Tensor,
+    targets: Tensor,
+    grad: Tensor,
+    group: Group | None,
+    entropy: Tensor | None = None,
+    entropy_grad: Tensor | None = None,
 ) -> Tensor:
-    """Overwrite the logits, [rows, V], with the gradient by them that follows from that of the
-    log-probabilities, but for the targets' columns: what belongs there is returned, for `put`."""
-    # d(log p)/d logits = one-hot − softmax
+    """Overwrite the logits, [rows, V], with the gradient by them that follows from `grad`, that of the
+    log-probabilities, but for the targets' columns: what belongs there is returned, for `put`.
+
+    With `entropy_grad`, [rows] fp32 and 0 where there is no target, the gradient of `entropy` is added; it
+    takes a second tensor of the logits' size.
+    """
     given, logits = logits, logits.float()
-    own = _Picks(targets, logits.shape[1], group).here(logits)
-    softmax = logits.sub_(normalisers[:, None]).exp_().mul_(-grad[:, None])
-    if given is not logits:
-        given.copy_(softmax)
-    return grad - own.sub_(normalisers).exp_().mul_(grad)
+    own = _Picks(targets, logits.shape[1], group).here(logits).sub_(normalisers)
+    log_softmax = logits.sub_(normalisers[:, None])
+    if entropy is None or entropy_grad is None:
+        # d(log p)/d logits = one-hot − softmax
+        softmax = log_softmax.exp_().mul_(-grad[:, None])
+        if given is not logits:
+            given.copy_(softmax)
+        return grad - own.exp_().mul_(grad)
+    # dH/d logits = −softmax · (log softmax + H)
+    softmax = log_softmax.exp()
+    factor = log_softmax.add_(entropy[:, None]).mul_(-entropy_grad[:, None]).sub_(grad[:, None])
+    given.copy_(softmax.mul_(factor))
+    return grad - own.exp().mul_((own + entropy).mul_(entropy_grad).add_(grad))
 
 
 def put(logits: Tensor, targets: Tensor, values: Tensor, group: Group | None) -> Tensor:

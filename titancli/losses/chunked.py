@@ -98,7 +98,8 @@ def linear_log_probs_and_entropy(
     cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The same, and the entropy −Σ p·log p of softmax(hidden · weightᵀ) over the whole vocabulary, in nats:
-    [...] fp32, without gradient, 0 where there is no target."""
+    [...] fp32, 0 where there is no target. Both carry their gradient; that of an entropy that is used for
+    nothing costs nothing."""
     rows = hidden.flatten(0, -2)
     found, entropy = _LogProbs.apply(rows, weight, targets.flatten(), group, backend, cap, True)
     return found.view(targets.shape), entropy.view(targets.shape)
@@ -185,21 +186,30 @@ class _LogProbs(torch.autograd.Function):
             log_probs[rows], normalisers[rows], found = made
             if wants_entropy:
                 entropy[rows] = found
-        ctx.save_for_backward(hidden, weight, targets, normalisers)
+        ctx.save_for_backward(hidden, weight, targets, normalisers, entropy)
         ctx.group, ctx.backend, ctx.cap = group, backend, cap
-        ctx.mark_non_differentiable(entropy)
+        ctx.set_materialize_grads(False)
+        if not wants_entropy:
+            ctx.mark_non_differentiable(entropy)
         return log_probs, entropy
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> Any:
-        hidden, weight, targets, normalisers = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor | None, entropy_grad: Tensor | None) -> Any:
+        hidden, weight, targets, normalisers, entropy = ctx.saved_tensors
         gradients = _Gradients(hidden, weight, *ctx.needs_input_grad[:2])
-        grad = grad.masked_fill(targets < 0, 0.0)
+        none = targets < 0
+        grad = torch.zeros_like(normalisers) if grad is None else grad.masked_fill(none, 0.0)
+        if entropy_grad is not None:
+            entropy_grad = entropy_grad.masked_fill(none, 0.0)
         of_chunk = chunk.compiled(chunk.log_probs_gradient, ctx.backend)
-        for rows in _chunks(hidden, *_sizes(hidden, weight), backend=ctx.backend, cap=ctx.cap):
+        tensors = 1 if entropy_grad is None else 2
+        for rows in _chunks(
+            hidden, *_sizes(hidden, weight), tensors=tensors, backend=ctx.backend, cap=ctx.cap
+        ):
             logits, slope = capped(hidden[rows] @ weight.t(), ctx.cap)
-            at_targets = of_chunk(logits, normalisers[rows], targets[rows], grad[rows], ctx.group)
+            more = () if entropy_grad is None else (entropy[rows], entropy_grad[rows])
+            at_targets = of_chunk(logits, normalisers[rows], targets[rows], grad[rows], ctx.group, *more)
             gradients.add(
                 rows, _uncapped(chunk.put(logits, targets[rows], at_targets, ctx.group), slope, hidden)
             )

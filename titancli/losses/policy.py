@@ -2,10 +2,12 @@
 
 They read from the batch, besides `targets` (what was sampled) and `document_ids` (which sample it is of: any
 integers, each sample in one piece; absent: a row is one): `advantages` [B, S], `old_logprobs` [B, S],
-log-probabilities under the weights that sampled, and with `kl_coef` `reference_logprobs` [B, S]; all fp32.
+log-probabilities under the weights that sampled, with `importance` `sampler_logprobs` [B, S], those that the
+sampler computed with these weights, and with `kl_coef` `reference_logprobs` [B, S]; all fp32.
 Only what stands at a target is read.
 
-Each is a sum over tokens, Σ c·(−objective + kl_coef·k3), where c makes of it an average over tokens, or over
+Each is a sum over tokens, Σ c·(−w·objective + kl_coef·k3 − entropy_coef·H), where w is 1, or corrects for the
+sampler (`importance`), H is the entropy, and c makes of it an average over tokens, or over
 samples of their averages; and so is each metric. k1 and k3 are the estimates of Schulman, "Approximating KL
 divergence".
 """
@@ -48,9 +50,13 @@ class Samples:
         """[B, S] fp32, tokens of the sample that a token is of."""
         self.count = (self._lengths > 0).sum().float()
 
+    def total(self, x: Tensor) -> Tensor:
+        """[B, S], 0 where nothing was drawn -> at each token its sample's sum."""
+        return self._sums(x)[self._numbers].view(x.shape)
+
     def mean(self, x: Tensor) -> Tensor:
         """[B, S], 0 where nothing was drawn -> at each token its sample's mean."""
-        return self._sums(x)[self._numbers].view(x.shape) / self.length
+        return self.total(x) / self.length
 
     def _sums(self, x: Tensor) -> Tensor:
         return x.new_zeros(x.numel()).scatter_add(0, self._numbers, x.flatten())
@@ -61,7 +67,8 @@ class PolicyLoss(ABC):
 
     output = "logprobs"
     entropy = True
-    """The engine puts `entropy` [B, S] into the batch; it is reported."""
+    """The engine puts `entropy` [B, S] into the batch: it is reported, and part of the loss if `entropy_coef`
+    says so."""
     steady = False
     """The value changes with every batch of samples: a jump is no spike."""
     needs: Mapping[str, str] = {"advantages": "BS", "old_logprobs": "BS"}
@@ -69,8 +76,11 @@ class PolicyLoss(ABC):
 
     def __init__(self, config: Any) -> None:
         self.config = config
+        self.temperature = 1.0 if config.temperature is None else config.temperature
         if config.kl_coef > 0:
             self.needs = {**self.needs, "reference_logprobs": "BS"}
+        if config.importance != "none":
+            self.needs = {**self.needs, "sampler_logprobs": "BS"}
 
     @abstractmethod
     def objective(self, out: Tensor, log_ratio: Tensor, advantages: Tensor, samples: Samples) -> Any:
@@ -89,21 +99,39 @@ class PolicyLoss(ABC):
         )
         objective, ratio, clipped = self.objective(out, log_ratio, advantages, samples)
         share, divisor, weight = self._shares(samples, drawn)
+        metrics = {"ratio": ratio, "clip_fraction": clipped.float()}
+        to_sampler = log_ratio
+        if self.config.importance != "none":
+            to_sampler = torch.where(samples.drawn, out - batch["sampler_logprobs"], 0.0)
+            factor, bounded = self._importance(to_sampler - log_ratio, samples)
+            objective = factor * objective
+            metrics |= {"importance": factor, "importance_bounded": bounded.float()}
         loss = -objective
-        metrics = {
-            "ratio": ratio,
-            "clip_fraction": clipped.float(),
-            "sampler_k1": -log_ratio,
-            "sampler_k3": k3(log_ratio),
-        }
+        metrics |= {"sampler_k1": -to_sampler, "sampler_k3": k3(to_sampler)}
         if self.config.kl_coef > 0:
             reference = torch.where(samples.drawn, batch["reference_logprobs"] - out, 0.0)
             metrics["reference_kl"] = k3(reference)
             loss = loss + self.config.kl_coef * k3(reference)
         if "entropy" in batch:
             metrics["entropy"] = torch.where(samples.drawn, batch["entropy"], 0.0)
+        if self.config.entropy_coef > 0:
+            loss = loss - self.config.entropy_coef * metrics["entropy"]
         sums = {name: (value.detach() * share).sum() for name, value in metrics.items()}
         return LossResult(sum=(loss * divisor).sum(), weight=weight, metrics=sums)
+
+    @torch.no_grad()
+    def _importance(self, log_ratio: Tensor, samples: Samples) -> tuple[Tensor, Tensor]:
+        """Return the factor of each token's objective that corrects for another sampler than the model, and
+        where `importance_max` bounds it, [B, S] each.
+
+        Args:
+            log_ratio: [B, S] log p(old) − log p(sampler), 0 where nothing was sampled.
+        """
+        level, how = self.config.importance.split("_")
+        ratio = (log_ratio if level == "token" else samples.total(log_ratio)).exp()
+        bounded = samples.drawn & (ratio > self.config.importance_max)
+        kept = ratio.clamp(max=self.config.importance_max)
+        return kept if how == "truncate" else ratio.masked_fill(bounded, 0.0), bounded
 
     def _shares(self, samples: Samples, drawn: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return each token's share in a metric, and in the loss, [B, S]; and the sum of those in metrics."""
@@ -117,9 +145,11 @@ def k3(log_ratio: Tensor) -> Tensor:
 
 
 def _clipped(ratio: Tensor, advantages: Tensor, config: Any) -> tuple[Tensor, Tensor]:
-    """PPO's lower bound (arXiv 1707.06347), and where it takes the clipped ratio."""
-    kept, bound = ratio * advantages, ratio.clamp(1 - config.clip_low, 1 + config.clip_high) * advantages
-    return torch.minimum(kept, bound), bound < kept
+    """PPO's lower bound (arXiv 1707.06347), and where it takes the clipped ratio; with `delta` ratios above
+    it count as that, which bounds the objective where the advantage is negative (arXiv 1912.09729)."""
+    free = ratio if config.delta is None else ratio.clamp(max=config.delta)
+    kept, bound = free * advantages, ratio.clamp(1 - config.clip_low, 1 + config.clip_high) * advantages
+    return torch.minimum(kept, bound), (bound < kept) | (free < ratio)
 
 
 class Grpo(PolicyLoss):

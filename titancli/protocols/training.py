@@ -33,8 +33,11 @@ class LossDefaults:
     """What the batch must contain in addition to the model's inputs and targets; as a mapping, with its
     shape: one number for each row or for each token. Checked before anything is computed."""
     entropy: bool = False
-    """Whether it needs `batch["entropy"]`: [B, S] fp32 without gradient, the entropy of the model's
-    distribution at each position in nats, 0 where there is no target."""
+    """Whether it needs `batch["entropy"]`: [B, S] fp32, the entropy of the model's distribution at each
+    position in nats, 0 where there is no target. It carries its gradient if `output` is "logprobs"."""
+    temperature: float = 1.0
+    """The logits are divided by it before log-probabilities and entropy are computed: that of sampling, for
+    a loss of samples."""
     steady: bool = True
     """False for a loss without a stable level, such as that of a policy: its jumps and those of its
     gradient norm do not count as spikes, and the guard ([stability]) skips steps only if they are not

@@ -82,14 +82,16 @@ class Output(nn.Linear):
             hidden = torch.cat((hidden, *ahead))
         if self.tensor_group is not None:
             hidden = gather(hidden, SEQUENCE, self.tensor_group)
-        hidden, weight = self._factors(hidden)
+        temperature = 1.0 if loss is None else with_defaults(LossDefaults, loss).temperature
+        hidden, weight = self._factors(hidden, self.scale / temperature)
+        cap = self.cap if self.cap is None else self.cap / temperature
         if loss is None:
-            return self._logits(hidden, weight)
+            return self._logits(hidden, weight, cap)
         if batch is None:
             raise TypeError("a loss needs its batch")
         wants_entropy = with_defaults(LossDefaults, loss).entropy
         if loss.output == "model":
-            logits = self._logits(hidden, weight)
+            logits = self._logits(hidden, weight, cap)
             if wants_entropy:
                 batch = _with_entropy(batch, entropy(logits, batch["targets"]))
             return loss(logits, batch)
@@ -97,7 +99,7 @@ class Output(nn.Linear):
         if weights is not None:  # values without a target may be NaN, which survives a product with 0
             weights = weights.masked_fill(batch["targets"] < 0, 0.0)
         if weights is None or wants_entropy:
-            return self._from_log_probs(hidden, weight, batch, loss, weights, wants_entropy)
+            return self._from_log_probs(hidden, weight, cap, batch, loss, weights, wants_entropy)
         # The loss declares its token weights, so its sum is computed together with its gradient.
         targets, own = batch["targets"], weights
         if ahead:
@@ -111,7 +113,7 @@ class Output(nn.Linear):
             self._my_part(weights),
             self.tensor_group,
             self.loss_backend,
-            self.cap,
+            cap,
         )
         if self.row_cut is not None:
             total = sum_same(total, self.row_cut.group)
@@ -128,15 +130,15 @@ class Output(nn.Linear):
         weights = weights[rows:].masked_fill(targets[rows:] < 0, 0.0)
         report("mtp_loss", -(log_probs[rows:] * weights).sum(), count=weights.sum())
 
-    def _factors(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def _factors(self, hidden: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """Return hidden states and a matrix whose product are the logits before capping: a bias becomes
         one more column, padded with zeros to keep the width a multiple of eight."""
         weight = local(self.weight)
-        if self.scale != 1.0:
-            hidden = hidden * self.scale
+        if scale != 1.0:
+            hidden = hidden * scale
         if self.bias is not None:
             columns = (local(self.bias)[:, None], weight.new_zeros(weight.shape[0], 7))
-            hidden = torch.cat((hidden, hidden.new_full((*hidden.shape[:-1], 1), self.scale)), -1)
+            hidden = torch.cat((hidden, hidden.new_full((*hidden.shape[:-1], 1), scale)), -1)
             hidden, weight = pad(hidden, (0, 7)), torch.cat((weight, *columns), 1)
         return hidden, weight
 
@@ -144,6 +146,7 @@ class Output(nn.Linear):
         self,
         hidden: Tensor,
         weight: Tensor,
+        cap: float | None,
         batch: Batch,
         loss: Loss,
         weights: Tensor | None,
@@ -151,7 +154,7 @@ class Output(nn.Linear):
     ) -> LossResult:
         """Compute the loss of differentiable log-probabilities; with weights it is −Σ w·log p."""
         targets = self._my_part(batch["targets"])
-        given = (hidden, weight, targets, self.tensor_group, self.loss_backend, self.cap)
+        given = (hidden, weight, targets, self.tensor_group, self.loss_backend, cap)
         if wants_entropy:
             log_probs, found = linear_log_probs_and_entropy(*given)
             batch = _with_entropy(batch, self._whole_rows(found))
@@ -164,10 +167,10 @@ class Output(nn.Linear):
             return result
         return result._replace(sum=-(log_probs * weights).sum())
 
-    def _logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
+    def _logits(self, hidden: Tensor, weight: Tensor, cap: float | None) -> Tensor:
         logits = linear(hidden, weight)
-        if self.cap is not None:
-            logits = capped(logits, self.cap)[0].to(logits.dtype)
+        if cap is not None:
+            logits = capped(logits, cap)[0].to(logits.dtype)
         if self.tensor_group is not None:
             logits = gather_same(logits, logits.ndim - 1, self.tensor_group)
         return self._whole_rows(logits)
