@@ -17,6 +17,7 @@ LOSSES = {
     "dr. grpo": Grpo(length_norm="constant", constant=9),
     "gspo": Gspo(clip_low=0.05, clip_high=0.05, kl_coef=0.1),
     "cispo": Cispo(clip_high=0.1),
+    "grpo entropy": Grpo(entropy_coef=0.1, temperature=1.6, importance="token_truncate", importance_max=1.1),
     "importance_sampling": ImportanceSampling(),
 }
 
@@ -25,10 +26,18 @@ def rollouts() -> Batch:
     """Several samples in most rows, of unequal length, whose ratios are on both sides of every clip."""
     batch = whole_batch(documents=True)
     generator = torch.Generator().manual_seed(11)
-    near = -4.2 + 0.4 * torch.randn(2, ROWS, LENGTH, generator=generator)
+    near = -4.2 + 0.4 * torch.randn(3, ROWS, LENGTH, generator=generator)
     advantages = torch.randn(ROWS, LENGTH + 1, generator=generator)
     each = advantages.gather(1, batch["document_ids"].long())  # one a sample
-    return Batch({**batch, "advantages": each, "old_logprobs": near[0], "reference_logprobs": near[1]})
+    return Batch(
+        {
+            **batch,
+            "advantages": each,
+            "old_logprobs": near[0],
+            "reference_logprobs": near[1],
+            "sampler_logprobs": near[2],
+        }
+    )
 
 
 def gradients(layout: Layout) -> dict[str, torch.Tensor]:
