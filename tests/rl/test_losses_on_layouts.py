@@ -17,7 +17,7 @@ LOSSES = {
     "dr. grpo": Grpo(length_norm="constant", constant=9),
     "gspo": Gspo(clip_low=0.05, clip_high=0.05, kl_coef=0.1),
     "cispo": Cispo(clip_high=0.1),
-    "grpo entropy": Grpo(entropy_coef=0.1, temperature=1.6, importance="token_truncate", importance_max=1.1),
+    "grpo entropy": Grpo(entropy_coef=0.1, importance="token_truncate", importance_max=1.1),
     "importance_sampling": ImportanceSampling(),
 }
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from titancli.errors import EnvironmentProblem, TitanError
-from titancli.loops.grpo_steps import Rollouts, Sampled, sample
+from titancli.loops.grpo_rollouts import Rollouts, Sampled, sample
 from titancli.protocols.samples import Completion, Prompt
 from titancli.rl.prompts import Asked
 from titancli.rl.rollouts import Recorder, read, recorded
@@ -18,7 +18,10 @@ from titancli.rl.scoring import Score
 
 ASKED = [Asked(Prompt("a"), [1]), Asked(Prompt("b"), [2])]
 ENGINE: Any = SimpleNamespace(
-    settings=SimpleNamespace(seed=0), mesh=SimpleNamespace(dp_rank=0, degrees=SimpleNamespace(dp=1))
+    settings=SimpleNamespace(seed=0),
+    step=0,
+    version=0,
+    mesh=SimpleNamespace(dp_rank=0, degrees=SimpleNamespace(dp=1)),
 )
 MADE = Completion("x", [3], [-1.0], "eos")
 
@@ -47,12 +50,12 @@ def test_what_was_written_is_read_whatever_characters_it_has(tmp_path: Path) -> 
 def test_a_generators_completions_are_counted(made: Any, words: str) -> None:
     generator: Any = SimpleNamespace(sample=lambda *given, greedy: made)
     with pytest.raises(TitanError, match=f"the generator SimpleNamespace {words}"):
-        sample(generator, ENGINE, ASKED, 0, 2, 16)
+        sample(generator, ENGINE, ASKED, 2, 16)
 
 
 def rollouts() -> Rollouts:
     scores = [[Score(total=1.0), Score(total=0.0)], [Score(total=0.5), Score(failed={"r": "no"})]]
-    config: Any = SimpleNamespace(failed_reward="drop")
+    config: Any = SimpleNamespace(failed_reward="drop", mask_truncated=False)
     return Rollouts(Sampled(ASKED, [[MADE] * 2] * 2), scores, config)
 
 
@@ -74,3 +77,28 @@ def test_an_advantage_that_works_in_place_leaves_the_rewards_alone() -> None:
     made.rate(lambda rewards, counted: rewards.sub_(torch.where(counted, 9.0, torch.nan)))
     assert made.rewards.tolist() == [[1.0, 0.0], [0.5, 0.0]]
     assert made.advantages[:, 0].tolist() == [-8.0, -8.5]
+
+
+def test_prompts_that_teach_nothing_are_replaced_by_others_that_do() -> None:
+    config: Any = SimpleNamespace(failed_reward="zero", mask_truncated=False)
+
+    def of(text: str, *totals: tuple[float, float]) -> Rollouts:
+        asked = [Asked(Prompt(f"{text}{number}"), [1]) for number in range(len(totals))]
+        made = [[MADE] * 2] * len(totals)
+        return Rollouts(Sampled(asked, made), [[Score(total=x) for x in row] for row in totals], config)
+
+    kept = of("a", (1, 1), (0, 1), (0, 0)).filled_up(of("b", (0, 0), (1, 0), (0, 0)))
+    assert [asked.prompt.text for asked in kept._sampled.asked] == ["b1", "a1", "a2"]
+    assert kept.alike.tolist() == [False, False, True] and kept.resampled == 1
+    again = kept.filled_up(of("c", (0, 0), (1, 0), (0, 3)))
+    assert [asked.prompt.text for asked in again._sampled.asked] == ["b1", "a1", "c1"]
+    assert not again.alike.any() and again.resampled == 2
+
+
+@pytest.mark.parametrize("mask", [False, True])
+def test_what_ran_out_of_room_is_learned_from_unless_it_is_masked(mask: bool) -> None:
+    config: Any = SimpleNamespace(failed_reward="zero", mask_truncated=mask)
+    cut = Completion("x", [3], [-1.0], "length")
+    made = Rollouts(Sampled(ASKED[:1], [[MADE, cut]]), [[Score(total=1.0), Score(total=0.0)]], config)
+    made.rate(lambda rewards, counted: rewards - rewards.mean(1, keepdim=True))
+    assert [sample.advantage for sample in made.samples(0, 1)] == ([0.5] if mask else [0.5, -0.5])

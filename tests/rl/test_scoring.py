@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import signal
 import time
@@ -163,3 +164,85 @@ def test_one_that_hangs_is_not_asked_for_ever() -> None:
         ((*_, last),) = own.score([(Prompt("?", "A"), [said("A")] * 50)])
         assert "skipped: timed out" in last.failed["own1"] and last.rewards == {"exact_match": 1.0}
         assert len(asked) == step * PATIENCE
+
+
+def asked(count: int) -> list[tuple[Prompt, list[Completion]]]:
+    return [(Prompt("?", "A"), [said(f"A{number}")]) for number in range(count)]
+
+
+def test_rewards_that_wait_do_so_side_by_side() -> None:
+    under_way, most = 0, 0
+
+    async def judge(prompt: Prompt, completion: Completion) -> float:
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        await asyncio.sleep(0.01)
+        under_way -= 1
+        return float(completion.text[1:])
+
+    own = scorer(judge, seconds=20)
+    own._concurrency = 7
+    for _ in range(2):  # a second step has the same event loop
+        scores = own.score(asked(20))
+        assert [score.rewards["own1"] for (score,) in scores] == list(range(20))
+        assert [score.total for (score,) in scores] == [2.0 * number for number in range(20)]
+    assert most == 7
+
+
+async def waits(prompt: Prompt, completion: Completion) -> float:
+    await asyncio.sleep(60)
+    return 1.0
+
+
+async def blocks(prompt: Prompt, completion: Completion) -> float:
+    await asyncio.sleep(0)
+    time.sleep(60)
+    return 1.0
+
+
+async def refuses_to_end(prompt: Prompt, completion: Completion) -> float:
+    try:
+        await asyncio.sleep(60)
+    except asyncio.CancelledError:
+        time.sleep(60)
+    return 1.0
+
+
+async def is_late_itself(prompt: Prompt, completion: Completion) -> float:
+    await asyncio.sleep(0)
+    raise TimeoutError("the judge is busy")
+
+
+async def says_nothing(prompt: Prompt, completion: Completion) -> None:
+    await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (waits, "took longer than 0.2 s"),
+        (blocks, "took longer than 0.2 s"),
+        (refuses_to_end, "took longer than 0.2 s"),
+        (is_late_itself, r"TimeoutError: the judge is busy \(.*test_scoring.py:\d+\)"),
+        (says_nothing, "it returned None, which is not a number"),
+    ],
+)
+def test_one_that_waits_fails_alone(function: Any, words: str) -> None:
+    async def good(prompt: Prompt, completion: Completion) -> float:
+        await asyncio.sleep(0.01)
+        return 1.0
+
+    began = time.monotonic()
+    ((score,),) = scorer(function, good).score(asked(1))
+    assert re.search(words, score.failed["own1"]), score.failed
+    if function is not blocks:  # meanwhile the time of others runs, too
+        assert score.rewards["own2"] == 1.0 and score.total == 2.0
+    assert time.monotonic() - began < 50
+
+
+def test_one_that_always_waits_too_long_is_skipped_in_the_rest_of_the_step() -> None:
+    own = scorer(waits, seconds=0.05)
+    own._concurrency = 1
+    scores = [score for (score,) in own.score(asked(12))]
+    assert sum("skipped" in score.failed["own1"] for score in scores) == 12 - PATIENCE

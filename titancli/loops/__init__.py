@@ -53,7 +53,8 @@ class DPO:
 
     def needs_reference(self, recipe: Recipe) -> bool:
         read = (recipe.dataset, *recipe.validation.datasets.values())
-        return not all(with_defaults(DatasetConfigDefaults, data).reference_logps for data in read)
+        needed = with_defaults(LossConfigDefaults, recipe.loss).needs_reference
+        return needed and not all(with_defaults(DatasetConfigDefaults, data).reference_logps for data in read)
 
 
 @component("loop", "grpo", target="titancli.loops.grpo:build")
@@ -76,17 +77,26 @@ class Grpo:
     samples: Annotated[int, Gt(1)] = 16
     """Completions per prompt."""
     updates: Annotated[int, Gt(0)] = 1
-    """Optimizer steps per sampling step, each on its share of the prompts; clipping takes effect above 1."""
+    """Optimizer steps per pass, each on its share of the prompts; clipping takes effect above 1."""
+    passes: Annotated[int, Gt(0)] = 1
+    """Passes over the completions of a sampling step."""
+    mask_truncated: bool = False
+    """Do not learn from completions that ran out of room; they count in their group's advantages."""
+    resample_zero_std: Annotated[int, Ge(0)] = 0
+    """Replace prompts whose completions all have the same reward by further ones (DAPO's dynamic sampling),
+    at most this many times in a sampling step; what is left of them after that is trained on."""
     solved: float = 1.0
     """Reward from which a completion counts as solved."""
     reward_timeout: Annotated[float, Gt(0)] = 10.0
     """Timeout of a reward for one completion, in seconds."""
+    reward_concurrency: Annotated[int, Gt(0)] = 64
+    """Maximum calls of rewards that are under way at a time on each rank, if they are `async def`."""
     failed_reward: Literal["zero", "drop"] = "zero"
     """What happens if a reward raises, times out or is not a number: it counts as 0, or its sample is
     dropped."""
     max_failed: Annotated[int, Gt(0)] = 10
     """End the run, with a checkpoint and an error, after this many consecutive sampling steps in which every
-    reward failed."""
+    reward failed, or every completion was empty."""
     eval_freq: Annotated[int, Ge(0)] = 0
     """Steps between two evaluations with greedy decoding; there is always one after the last step. 0: no
     evaluation."""
@@ -115,17 +125,20 @@ class Grpo:
             yield "reward_timeout", f"{message} (comm.train_timeout_seconds = {waiting})"
         if self.prompts % self.updates:
             yield "updates", f"loop.prompts = {self.prompts} is not a multiple of it"
-        if self.updates == 1:
+        steps = self.updates * self.passes
+        if steps == 1:
             return
+        key = "updates" if self.updates > 1 else "passes"
         if recipe.checkpoint.enable_first_step_checkpoint:
-            yield "updates", "checkpoints are not saved between updates: remove enable_first_step_checkpoint"
+            yield key, "checkpoints are not saved between updates: remove enable_first_step_checkpoint"
         wholes = {"training.steps": recipe.training.steps, "checkpoint.interval": recipe.checkpoint.interval}
         for name, value in wholes.items():
-            if value % self.updates:
-                yield "updates", f"{name} = {value} is not a multiple of it"
+            if value % steps:
+                rule = "it" if 1 in (self.updates, self.passes) else f"updates x passes = {steps}"
+                yield key, f"{name} = {value} is not a multiple of {rule}"
 
     def needs_reference(self, recipe: Recipe) -> bool:
-        return bool(with_defaults(LossConfigDefaults, recipe.loss).kl_coef)
+        return with_defaults(LossConfigDefaults, recipe.loss).needs_reference
 
 
 @component("loop", "evaluate", target="titancli.loops.evaluate:build")
@@ -142,9 +155,11 @@ class Evaluate:
             yield "", "there is nothing to evaluate: add [validation.datasets.NAME]"
 
     def needs_reference(self, recipe: Recipe) -> bool:
-        pairs = with_defaults(LossConfigDefaults, recipe.loss).learns_from_pairs
+        loss = with_defaults(LossConfigDefaults, recipe.loss)
+        if not (loss.learns_from_pairs and loss.needs_reference):
+            return False
         read = recipe.validation.datasets.values()
-        return pairs and not all(with_defaults(DatasetConfigDefaults, data).reference_logps for data in read)
+        return not all(with_defaults(DatasetConfigDefaults, data).reference_logps for data in read)
 
 
 COMPONENTS: list[type] = [Pretrain, SFT, DPO, Grpo, Evaluate]

@@ -7,7 +7,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from titancli.loops.reference import Reference
+from titancli.protocols import LossDefaults
 from titancli.protocols.batch import Batch
+from titancli.registry.defaults import with_defaults
 
 if TYPE_CHECKING:
     from typing import Any
@@ -44,14 +46,16 @@ def dpo(engine: Engine, data: Loader, observers: Observers, run: Run, reference:
 
 
 class Referenced:
-    """Adds `reference_row_logprobs` to a batch that has none: of the model that the run began with."""
+    """Adds `reference_row_logprobs` to a batch that has none: of the model that the run began with. For a
+    loss that reads none it does nothing."""
 
     def __init__(self, engine: Engine, run: Run) -> None:
         self._engine, self._reference = engine, Reference(engine, run)
+        self._needed = "reference_row_logprobs" in with_defaults(LossDefaults, engine.loss).needs
 
     def __call__(self, batch: Batch) -> Batch:
         """Collective."""
-        if "reference_row_logprobs" in batch:  # the data bring them
+        if not self._needed or "reference_row_logprobs" in batch:  # the data may bring them
             return batch
         batch = batch.to(self._engine.device)
         reference = self._reference.log_probs(batch).sum(1)

@@ -10,8 +10,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from titancli.loops.grpo_failures import Failures
-from titancli.loops.grpo_steps import Evaluation, Learner, Rollouts, Stopwatch, check_fits, sample
-from titancli.observe.phases import phase
+from titancli.loops.grpo_rollouts import Stopwatch, collect
+from titancli.loops.grpo_steps import Evaluation, Learner, check_fits
 from titancli.registry.component import build as build_component
 from titancli.rl.rollouts import Recorder
 from titancli.rl.scoring import Scorer
@@ -35,7 +35,7 @@ def build(
     """
     check_fits(config, engine.mesh.degrees.dp)
     generator = build_component(config.generator, engine=engine, tokenizer=tokenizer)
-    scorer = Scorer(config.rewards, config.reward_timeout)
+    scorer = Scorer(config.rewards, config.reward_timeout, config.reward_concurrency)
     advantage = build_component(config.advantage)
     learner = Learner(config, engine, run)
     evaluation = Evaluation(config, engine, data, tokenizer, generator, scorer, run.batch_shape[1])
@@ -59,23 +59,19 @@ def grpo(
     """Train until the last step or a signal; save on the way and at the end.
 
     Raises:
-        TitanError: all is saved, and rewards failed every time, or in too many samplings in a row.
+        TitanError: all is saved, and rewards failed every time, or in too many samplings in a row, or
+            nothing was sampled in as many.
     """
     recorder, clock = Recorder(run.folder) if run.folder else None, Stopwatch()
     failures = Failures(scorer, config.max_failed, engine)
     while run.goes_on(engine.step) and not failures.too_many:
         step = engine.step
         clock.start()
-        asked = data.take(config.prompts)
-        with phase("sample"):
-            sampled = sample(generator, engine, asked, step, config.samples, run.batch_shape[1])
-        clock.lap("sample_seconds")
-        with phase("reward"):
-            rollouts = Rollouts(sampled, scorer.score(sampled.pairs), config)
+        rollouts = collect(config, engine, data, generator, scorer, run.batch_shape[1], clock)
         rollouts.rate(advantage)
         measured = rollouts.metrics(engine, scorer.names)
         failures.count(rollouts, step + 1)
-        clock.lap("reward_seconds")
+        clock.lap("reward_seconds", more=True)
         for lag, batches in enumerate(learner.minibatches(rollouts)):
             metrics = engine.forward_backward(batches) | engine.optim_step()
             clock.lap("train_seconds", after=metrics["grad_norm"])

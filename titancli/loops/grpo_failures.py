@@ -11,19 +11,19 @@ from titancli.errors import TitanError
 
 if TYPE_CHECKING:
     from titancli.engine import Engine
-    from titancli.loops.grpo_steps import Rollouts
+    from titancli.loops.grpo_rollouts import Rollouts
     from titancli.rl.scoring import Scorer
 
 logger = logging.getLogger(__name__)
 
 
 class Failures:
-    """Ends a run whose rewards say nothing. The same on every rank."""
+    """Ends a run whose rewards, or whose completions, say nothing. The same on every rank."""
 
     def __init__(self, scorer: Scorer, most: int, engine: Engine) -> None:
         self._scorer, self._most, self._mesh = scorer, most, engine.mesh
         self._shared: set[str] = set()
-        self._in_a_row = 0
+        self._in_a_row = self._empty_in_a_row = 0
         self._last = 0
         self._never = set(scorer.names)
 
@@ -41,10 +41,13 @@ class Failures:
         self._in_a_row = 0 if worked else self._in_a_row + 1
         if not worked:
             logger.warning("step %d: every reward failed, so no sample has an advantage", step)
+        self._empty_in_a_row = self._empty_in_a_row + 1 if rollouts.all_empty else 0
+        if rollouts.all_empty:
+            logger.warning("step %d: every completion is empty, so there is nothing to learn from", step)
 
     @property
     def too_many(self) -> bool:
-        return self._in_a_row >= self._most
+        return max(self._in_a_row, self._empty_in_a_row) >= self._most
 
     def verdict(self, why: str) -> TitanError | None:
         """Why the run has failed, if so; a reward that never gave a number is no reward.
@@ -52,6 +55,13 @@ class Failures:
         Args:
             why: how the run ended, see `Run`. One that is stopped may go on, and is not judged.
         """
+        if self._empty_in_a_row >= self._most:
+            times = f"{self._empty_in_a_row} samplings in a row, up to step {self._last}"
+            return TitanError(
+                f"every completion was empty in {times}",
+                hint="the model ends at once: check the prompt's format (chat = true?), the tokenizer's end "
+                "marker and the generator, then resume with --resume; `titan rollouts RUN` shows them",
+            )
         hint = "fix the reward and resume with --resume; `titan rollouts RUN` shows each failure"
         if self.too_many:
             found = f"every reward failed in {self._in_a_row} samplings in a row, up to step {self._last}"

@@ -41,6 +41,7 @@ class DPO:
     label_smoothing: Annotated[float, Ge(0), Lt(0.5)] = 0.0
     """Probability that the labels of a pair are swapped."""
     learns_from_pairs: ClassVar[bool] = True
+    needs_reference: ClassVar[bool] = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,15 +54,17 @@ class Policy:
     """Weight of the KL divergence from the initial model, of which a copy is kept if this is above 0."""
     entropy_coef: Annotated[float, Ge(0)] = 0.0
     """Weight of the entropy, which is maximised, averaged as the objective is."""
-    temperature: Annotated[float, Gt(0)] | None = None
-    """Divisor of the logits, so that log-probabilities are those of sampling; None: the generator's, or 1
-    without one."""
     importance: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = "none"
     """Correction for a sampler whose log-probabilities differ from the model's: each token's objective is
     multiplied by the ratio of both, or by that of its whole sample. Ratios above `importance_max` are
     truncated to it, or masked: multiplied by 0."""
     importance_max: Annotated[float, Gt(0)] = 3.0
     """Upper bound of the ratios of `importance`."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """Return whether a copy of the initial model is kept."""
+        return self.kl_coef > 0
 
 
 @component("loss", "grpo", target="titancli.losses.policy:Grpo")

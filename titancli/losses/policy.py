@@ -76,7 +76,6 @@ class PolicyLoss(ABC):
 
     def __init__(self, config: Any) -> None:
         self.config = config
-        self.temperature = 1.0 if config.temperature is None else config.temperature
         if config.kl_coef > 0:
             self.needs = {**self.needs, "reference_logprobs": "BS"}
         if config.importance != "none":

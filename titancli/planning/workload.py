@@ -253,8 +253,8 @@ def assumed(recipe: Recipe, blueprint: Blueprint) -> list[str]:
             f"the optimizer {name} does not declare its state: two fp32 numbers per parameter are assumed"
         )
     if not needs_dataset(recipe.loop):
-        kl_coef = with_defaults(LossConfigDefaults, recipe.loss).kl_coef
-        copy = " and the reference model" if kl_coef > 0 else ""
+        needs_reference = with_defaults(LossConfigDefaults, recipe.loss).needs_reference
+        copy = " and the reference model" if needs_reference else ""
         found.append(
             f"a step of the loop {component_info(recipe.loop).name} is assumed to be one micro-batch "
             f"per rank, without sampling{copy}"

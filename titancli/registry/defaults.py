@@ -110,8 +110,8 @@ class LossConfigDefaults:
     """True if two consecutive rows are a pair, as the loop dpo requires."""
     learns_from_samples: ClassVar[bool] = False
     """True if it learns from samples and their advantages, as the loop grpo requires."""
-    kl_coef: float = 0.0
-    """Weight of the divergence from a reference model; 0: none."""
+    needs_reference: bool = False
+    """True if it compares the model with the one that the run began with, of which a copy is kept."""
 
 
 class DatasetConfigDefaults:

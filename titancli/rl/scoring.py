@@ -1,19 +1,24 @@
 """Rewards of completions: one that fails is counted and reported, and never ends a run.
 
-A reward fails when it raises, takes longer than its time, or returns what is no finite number. Time is kept
-by an alarm in the main thread, which reaches Python code, waiting, and regular expressions; so a reward needs
-no process of its own.
+A reward fails when it raises, takes longer than its time, or returns something that is not a finite number.
+Time is kept by an alarm in the main thread, which reaches Python code, waiting, and regular expressions; so a
+reward needs no process of its own. Rewards that are `async def` wait for their answers side by side.
 """
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import logging
 import math
 import signal
 import traceback
+import types
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -25,6 +30,7 @@ from titancli.rl import PATIENCE
 
 logger = logging.getLogger(__name__)
 
+SKIPPED = f"skipped: timed out {PATIENCE} times in this step"
 AGAIN = 1.0
 """Seconds after which the alarm rings once more, for code that takes no notice of it."""
 
@@ -47,6 +53,15 @@ class _Weighted(NamedTuple):
     reward: Any
 
 
+class _Waiting(NamedTuple):
+    """The call of a reward that is `async def`, and where its number or its failure goes."""
+
+    name: str
+    answer: Awaitable[Any]
+    rewards: dict[str, float]
+    failed: dict[str, str]
+
+
 class _TooLong(BaseException):
     """Not an Exception, which a reward may well catch."""
 
@@ -54,10 +69,13 @@ class _TooLong(BaseException):
 class Scorer:
     """Asks every reward about every completion."""
 
-    def __init__(self, configs: Sequence[Any], seconds: float) -> None:
-        """`seconds`: what one call of a reward may take."""
+    def __init__(self, configs: Sequence[Any], seconds: float, concurrency: int = 64) -> None:
+        """`seconds`: the time limit of one call of a reward; `concurrency`: how many of those that are
+        `async def` are under way at a time."""
         self._rewards: list[_Weighted] = []
-        self._seconds = seconds
+        self._seconds, self._concurrency = seconds, concurrency
+        self._loop: asyncio.AbstractEventLoop | None = None
+        """Made when the first reward waits, and kept: clients of rewards may belong to it."""
         self.first_failures: dict[str, str] = {}
         """By reward, in words: how it failed first."""
         count: Counter[str] = Counter()
@@ -75,38 +93,79 @@ class Scorer:
         return [reward.name for reward in self._rewards]
 
     def score(self, asked: Sequence[tuple[Prompt, Sequence[Completion]]]) -> list[list[Score]]:
-        """The scores of each prompt's completions."""
+        """Return the scores of each prompt's completions."""
         late: Counter[str] = Counter()
+        waiting: list[_Waiting] = []
         with _Alarm() as alarm:
-            return [
-                [self._one(prompt, completion, late, alarm) for completion in completions]
+            found = [
+                [self._one(prompt, completion, late, alarm, waiting) for completion in completions]
                 for prompt, completions in asked
             ]
+            if waiting:
+                if self._loop is None:
+                    self._loop = asyncio.new_event_loop()
+                self._loop.run_until_complete(self._answers(waiting, late, alarm))
+        return [[replace(score, total=self._total(score.rewards)) for score in row] for row in found]
 
-    def _one(self, prompt: Prompt, completion: Completion, late: Counter[str], alarm: _Alarm) -> Score:
-        rewards, failed = {}, {}
+    def _one(
+        self,
+        prompt: Prompt,
+        completion: Completion,
+        late: Counter[str],
+        alarm: _Alarm,
+        waiting: list[_Waiting],
+    ) -> Score:
+        """Return the rewards of a completion; those that wait are added to `waiting`, and later to it."""
+        score = Score()
         for name, _, reward in self._rewards:
             if late[name] >= PATIENCE:
-                failed[name] = f"skipped: timed out {PATIENCE} times in this step"
+                score.failed[name] = SKIPPED
                 continue
-            try:
-                alarm.start(self._seconds)
-                try:
-                    rewards[name] = number_of(reward(prompt, completion))
-                finally:
-                    alarm.stop()
-            except _TooLong:
-                alarm.stop()  # it may have rung within the line above
-                late[name] += 1
-                failed[name] = f"took longer than {self._seconds:g} s"
-            except NoNumber as error:
-                failed[name] = str(error)
-            except (Exception, SystemExit) as error:
-                failed[name] = f"{type(error).__name__}: {error}".removesuffix(": ") + _place(error)
-            if name in failed:
-                self.tell(name, failed[name])
-        total = sum(weight * rewards.get(name, 0.0) for name, weight, _ in self._rewards)
-        return Score(rewards, failed, total)
+            with self._failing(name, score.failed, late, alarm):
+                with alarm.limit(self._seconds):
+                    value = reward(prompt, completion)
+                    if not inspect.isawaitable(value):
+                        score.rewards[name] = number_of(value)
+                if inspect.isawaitable(value):
+                    waiting.append(_Waiting(name, value, score.rewards, score.failed))
+        return score
+
+    async def _answers(self, waiting: Sequence[_Waiting], late: Counter[str], alarm: _Alarm) -> None:
+        """Wait for all, `concurrency` at a time, each within its limit."""
+        free = asyncio.Semaphore(self._concurrency)
+
+        async def answer(one: _Waiting) -> None:
+            async with free:
+                if late[one.name] >= PATIENCE:
+                    one.failed[one.name] = SKIPPED
+                    if inspect.iscoroutine(one.answer):
+                        one.answer.close()  # or Python warns that it was never awaited
+                    return
+                with self._failing(one.name, one.failed, late, alarm):
+                    one.rewards[one.name] = number_of(await _within(self._seconds, one.answer, alarm))
+
+        await asyncio.gather(*map(answer, waiting))
+
+    @contextmanager
+    def _failing(
+        self, name: str, failed: dict[str, str], late: Counter[str], alarm: _Alarm
+    ) -> Iterator[None]:
+        """Note how a reward fails that does within; the first failure is reported."""
+        try:
+            yield
+            return
+        except _TooLong:
+            alarm.stop()  # it may have rung while it was being stopped
+            late[name] += 1
+            failed[name] = f"took longer than {self._seconds:g} s"
+        except NoNumber as error:
+            failed[name] = str(error)
+        except (Exception, SystemExit) as error:
+            failed[name] = f"{type(error).__name__}: {error}".removesuffix(": ") + _place(error)
+        self.tell(name, failed[name])
+
+    def _total(self, rewards: dict[str, float]) -> float:
+        return sum(weight * rewards.get(name, 0.0) for name, weight, _ in self._rewards)
 
     def tell(self, name: str, why: str) -> None:
         """Report how a reward failed first, here or on another rank."""
@@ -115,6 +174,41 @@ class Scorer:
             logger.warning(
                 "the reward %s failed: %s; further failures are only counted (reward_failed)", name, why
             )
+
+
+async def _within(seconds: float, answer: Awaitable[Any], alarm: _Alarm) -> Any:
+    """Await an answer.
+
+    Raises:
+        _TooLong: it takes longer, waiting or by its own code.
+    """
+    try:
+        async with asyncio.timeout(seconds) as limit:
+            return await _in_steps(answer, alarm, seconds)
+    except TimeoutError:
+        if limit.expired():
+            raise _TooLong from None
+        raise  # the reward's own
+
+
+@types.coroutine
+def _in_steps(answer: Awaitable[Any], alarm: _Alarm, seconds: float) -> Generator[Any, Any, Any]:
+    """Await an answer, with the alarm set whenever its own code runs: one that blocks holds up all others,
+    whose time runs on."""
+    steps: Any = answer.__await__()
+    go: Any = partial(next, steps)
+    while True:
+        try:
+            with alarm.limit(seconds):
+                waits_for = go()
+        except StopIteration as end:
+            return end.value
+        try:
+            sent = yield waits_for
+        except BaseException as error:  # to be handled by the reward: it is cancelled, for example
+            go = partial(steps.throw, error)
+        else:
+            go = partial(next, steps) if sent is None else partial(steps.send, sent)
 
 
 class NoNumber(ValueError):
@@ -170,6 +264,15 @@ class _Alarm:
         signal.signal(signal.SIGALRM, self._ring)
         self._armed = True
         signal.setitimer(signal.ITIMER_REAL, seconds, AGAIN)
+
+    @contextmanager
+    def limit(self, seconds: float) -> Iterator[None]:
+        """Let what is done within take so long."""
+        self.start(seconds)
+        try:
+            yield
+        finally:
+            self.stop()
 
     def stop(self) -> None:
         self._armed = False

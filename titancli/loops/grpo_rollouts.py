@@ -1,0 +1,322 @@
+"""What the GRPO loop learns from: the completions of a step's prompts, over ranks, and their scores."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from titancli.distributed.together import Ranks
+from titancli.engine.rng import derive
+from titancli.errors import TitanError
+from titancli.observe.phases import phase
+from titancli.protocols.samples import Completion
+from titancli.rl.packing import Sample
+from titancli.rl.prompts import Asked, PromptSource
+
+if TYPE_CHECKING:
+    from titancli.engine import Engine
+    from titancli.loops import Grpo
+    from titancli.protocols import Advantage, Generator
+    from titancli.protocols.samples import Prompt
+    from titancli.rl.rollouts import Recorder
+    from titancli.rl.scoring import Score, Scorer
+
+ROUNDING = 1e-9
+"""Sums of weighted rewards that differ by less are equal."""
+
+
+class Stopwatch:
+    """Seconds of the parts of a step."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._since = time.perf_counter()
+
+    def start(self) -> None:
+        self.seconds, self._since = {}, time.perf_counter()
+
+    def lap(self, name: str, *, after: Tensor | None = None, more: bool = False) -> None:
+        """Take the time since the last lap, or add it; `after` is waited for, where a device works on its
+        own."""
+        if after is not None:
+            after.item()
+        now = time.perf_counter()
+        before = self.seconds.get(name, 0.0) if more else 0.0
+        self.seconds[name], self._since = before + now - self._since, now
+
+
+# ------------------------------------------------------------------------------------------------ sampling
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """This rank's prompts of a step, and their completions."""
+
+    asked: list[Asked]
+    completions: list[list[Completion]]
+    version: int = 0
+    """Optimizer steps of the weights that sampled."""
+
+    @property
+    def pairs(self) -> list[tuple[Prompt, Sequence[Completion]]]:
+        return [(asked.prompt, made) for asked, made in zip(self.asked, self.completions, strict=True)]
+
+
+def collect(
+    config: Grpo,
+    engine: Engine,
+    data: PromptSource,
+    generator: Generator,
+    scorer: Scorer,
+    seq_len: int,
+    clock: Stopwatch,
+) -> Rollouts:
+    """Sample completions of a step's prompts and score them; with `resample_zero_std` do so again for those
+    whose completions all have the same reward. Collective."""
+    kept: Rollouts | None = None
+    for again in range(1 + config.resample_zero_std):
+        asked = data.take(config.prompts)
+        with phase("sample"):
+            sampled = sample(generator, engine, asked, config.samples, seq_len, again * config.prompts)
+        clock.lap("sample_seconds", more=True)
+        with phase("reward"):
+            found = Rollouts(sampled, scorer.score(sampled.pairs), config)
+        kept = found if kept is None else kept.filled_up(found)
+        clock.lap("reward_seconds", more=True)
+        if again == config.resample_zero_std or not summed({"": float(kept.alike.any())}, engine)[""]:
+            break
+    assert kept is not None
+    return kept
+
+
+def sample(
+    generator: Generator, engine: Engine, asked: Sequence[Asked], samples: int, seq_len: int, number: int = 0
+) -> Sampled:
+    """Continue this rank's share of a step's prompts, which are numbered from `number` on; seeds are of
+    (seed, step, prompt, sample)."""
+    share = len(asked) // engine.mesh.degrees.dp
+    first = engine.mesh.dp_rank * share
+    seeds = [
+        [derive(engine.settings.seed, "sample", engine.step, number + prompt, one) for one in range(samples)]
+        for prompt in range(first, first + share)
+    ]
+    made = continued(generator, asked[first : first + share], seeds, seq_len)
+    return replace(made, version=engine.version)
+
+
+def continued(
+    generator: Generator,
+    asked: Sequence[Asked],
+    seeds: list[list[int]],
+    seq_len: int,
+    *,
+    greedy: bool = False,
+) -> Sampled:
+    limits = [seq_len + 1 - len(one.tokens) for one in asked]
+    made = generator.sample([one.tokens for one in asked], seeds, limits, greedy=greedy)
+    _check_made(made, [len(row) for row in seeds], type(generator).__name__)
+    return Sampled(list(asked), made)
+
+
+def _check_made(made: Any, wanted: list[int], name: str) -> None:
+    """
+    Raises:
+        TitanError: what a generator returned is not each prompt's completions, one for each seed.
+    """
+    if not isinstance(made, Sequence) or not all(isinstance(row, Sequence) for row in made):
+        raise TitanError(
+            f"the generator {name} returned a {type(made).__name__} that is not a list of lists",
+            hint="sample(...) returns for each prompt a list of its completions, one for each seed",
+        )
+    if (found := [len(row) for row in made]) != wanted:
+        raise TitanError(
+            f"the generator {name} returned {found} completions for the prompts of this rank, which have "
+            f"{wanted} seeds"
+        )
+    if wrong := [type(one).__name__ for row in made for one in row if not isinstance(one, Completion)]:
+        raise TitanError(
+            f"the generator {name} returned a {wrong[0]} as a completion",
+            hint="it must be a titancli.protocols.samples.Completion",
+        )
+
+
+# ------------------------------------------------------------------------------------------------ rollouts
+
+
+class Rollouts:
+    """The samples of this rank in a step, with their scores."""
+
+    def __init__(self, sampled: Sampled, scores: list[list[Score]], config: Grpo) -> None:
+        self._sampled, self._scores, self._config = sampled, scores, config
+        self.rewards = torch.tensor([[one.total for one in row] for row in scores], dtype=torch.float64)
+        """[prompts, samples], float64, on the CPU."""
+        self.counted = torch.tensor([[counts(one, config) for one in row] for row in scores])
+        """[prompts, samples] bool: what the policy for failed rewards leaves in."""
+        self.alike = torch.tensor(
+            [_all_alike(row) for row in torch.where(self.counted, self.rewards, torch.nan)]
+        )
+        """[prompts] bool: all rewards that count are equal, so that nothing can be learned."""
+        self.resampled = 0
+        """Prompts of this rank that others replace."""
+        self.advantages = torch.zeros_like(self.rewards)
+        self.worked: dict[str, int] = {}
+        """By reward, how often it gave a number, over all ranks; `metrics` counts."""
+        self.failing: set[str] = set()
+        """Rewards that failed on some rank; `metrics` counts."""
+        self.all_empty = False
+        """True if no completion of any rank says anything; `metrics` counts."""
+
+    def filled_up(self, more: Rollouts) -> Rollouts:
+        """Return these with prompts of `more` that can be learned from in place of those that cannot."""
+        sampled, scores = self._sampled, list(self._scores)
+        asked, completions = list(sampled.asked), list(sampled.completions)
+        places = self.alike.nonzero().flatten().tolist()
+        better = (~more.alike).nonzero().flatten().tolist()
+        for place, other in zip(places, better, strict=False):
+            asked[place] = more._sampled.asked[other]
+            completions[place] = more._sampled.completions[other]
+            scores[place] = more._scores[other]
+        kept = Rollouts(Sampled(asked, completions, sampled.version), scores, self._config)
+        kept.resampled = self.resampled + min(len(places), len(better))
+        return kept
+
+    def rate(self, advantage: Advantage) -> None:
+        """Take the advantages of the rewards.
+
+        Raises:
+            TitanError: they are not one finite number for each sample.
+        """
+        found = advantage(self.rewards.clone(), self.counted.clone())
+        name = getattr(advantage, "__name__", type(advantage).__name__)
+        wanted = list(self.rewards.shape)
+        if not isinstance(found, Tensor) or list(found.shape) != wanted:
+            what = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+            raise TitanError(
+                f"the advantage {name} returned {what}, not a tensor [prompts, samples], which is {wanted}"
+            )
+        if not bool(torch.where(self.counted, found, 0.0).isfinite().all()):
+            raise TitanError(f"the advantage {name} returned a number that is not finite")
+        self.advantages = found
+
+    def samples(self, first: int, count: int) -> list[Sample]:
+        """Return the samples of `count` prompts to learn from; those with an advantage of 0 count in averages
+        too."""
+        found = []
+        for number in range(first, first + count):
+            asked, made = self._sampled.asked[number], self._sampled.completions[number]
+            for sample, completion in enumerate(made):
+                masked = self._config.mask_truncated and completion.finish == "length"
+                if self.counted[number, sample] and not masked:
+                    advantage = float(self.advantages[number, sample])
+                    found.append(Sample(asked.tokens, completion.tokens, completion.logprobs, advantage))
+        return found
+
+    def metrics(self, engine: Engine, names: Sequence[str]) -> dict[str, float]:
+        """Over all ranks."""
+        made = [completion for row in self._sampled.completions for completion in row]
+        scores = [score for row in self._scores for score in row]
+        counted = self.counted.double()
+        rewards = self.rewards * counted
+        sums: dict[str, float] = {
+            "counted": counted.sum().item(),
+            "reward": rewards.sum().item(),
+            "square": rewards.square().sum().item(),
+            "solved": (self.counted & (self.rewards >= self._config.solved - ROUNDING)).double().sum().item(),
+            "groups": float(len(self.rewards)),
+            "zero_std_groups": float(self.alike.sum()),
+            "resampled": float(self.resampled),
+            "made": float(len(made)),
+            "response_length": float(sum(len(completion.tokens) for completion in made)),
+            "truncated": float(sum(completion.finish == "length" for completion in made)),
+            "reward_failed": float(sum(len(score.failed) for score in scores)),
+            "not_empty": float(sum(not _is_empty(completion) for completion in made)),
+        }
+        for name in names:
+            found = [score.rewards[name] for score in scores if name in score.rewards]
+            sums |= {f"reward/{name}": float(sum(found)), f"count {name}": float(len(found))}
+        sums = summed(sums, engine)
+        self.worked = {name: round(sums[f"count {name}"]) for name in names}
+        self.failing = {name for name in names if sums[f"count {name}"] < sums["made"]}
+        self.all_empty = not sums["not_empty"]
+        averages = _averages(sums, names)
+        return averages | ({"resampled": sums["resampled"]} if self._config.resample_zero_std else {})
+
+    def save(self, recorder: Recorder, step: int, engine: Engine) -> None:
+        """Those of all ranks, on rank 0. Collective."""
+        mine = [self._row(step, number) for number in range(len(self.rewards))]
+        everyones = Ranks(engine.mesh.dp_group).gather(mine)
+        if dist.get_rank() == 0:
+            recorder.write(step, [row for rows in everyones for row in rows])
+
+    def _row(self, step: int, number: int) -> dict[str, Any]:
+        asked = self._sampled.asked[number]
+        samples = [
+            {
+                "text": completion.text,
+                "tokens": len(completion.tokens),
+                "ids": completion.tokens,
+                "logprobs": completion.logprobs,
+                "finish": completion.finish,
+                "reward": score.total,
+                "rewards": score.rewards,
+                "failed": score.failed,
+                "counted": bool(self.counted[number, i]),
+                "advantage": float(self.advantages[number, i]),
+            }
+            for i, (completion, score) in enumerate(
+                zip(self._sampled.completions[number], self._scores[number], strict=True)
+            )
+        ]
+        return {
+            "step": step,
+            "version": self._sampled.version,
+            "prompt": asked.prompt.text,
+            "prompt_ids": asked.tokens,
+            "answer": asked.prompt.answer,
+            "samples": samples,
+        }
+
+
+def counts(score: Score, config: Grpo) -> bool:
+    """Return whether the policy for failed rewards keeps a completion."""
+    return config.failed_reward == "zero" or not score.failed
+
+
+def _is_empty(completion: Completion) -> bool:
+    """Return whether a completion is nothing, or an end marker alone."""
+    return len(completion.tokens) <= (completion.finish == "eos")
+
+
+def _all_alike(row: Tensor) -> bool:
+    kept = row[~row.isnan()]
+    return len(kept) == 0 or bool(kept.max() - kept.min() < ROUNDING)
+
+
+def summed(sums: dict[str, float], engine: Engine) -> dict[str, float]:
+    """Over all data-parallel ranks."""
+    if engine.mesh.degrees.dp == 1:
+        return sums
+    values = torch.tensor(list(sums.values()), dtype=torch.float64, device=engine.device)
+    dist.all_reduce(values, group=engine.mesh.dp_group)
+    return dict(zip(sums, values.tolist(), strict=True))
+
+
+def _averages(sums: dict[str, float], names: Sequence[str]) -> dict[str, float]:
+    counted, made = max(sums["counted"], 1.0), max(sums["made"], 1.0)
+    mean = sums["reward"] / counted
+    found = {
+        "reward": mean,
+        "reward_std": max(0.0, sums["square"] / counted - mean**2) ** 0.5,
+        "solved": sums["solved"] / counted,
+        "zero_std_groups": sums["zero_std_groups"] / max(sums["groups"], 1.0),
+        "response_length": sums["response_length"] / made,
+        "truncated": sums["truncated"] / made,
+        "reward_failed": sums["reward_failed"],
+    }
+    return found | {f"reward/{n}": sums[f"reward/{n}"] / max(sums[f"count {n}"], 1.0) for n in names}
