@@ -24,6 +24,7 @@ from titan_proof import Probe
 from titan_proof.digests import read_digests
 from titan_proof.replay import RESULT, find_source, suspect, verdict
 from titan_proof.watching import added, numbers_of, watched
+from titan_testing import check_plugin
 from titancli.engine import Engine
 from titancli.errors import RecipeError
 from titancli.observe.digests import RECORD, checksum_of, path_of
@@ -354,6 +355,10 @@ def test_the_callbacks_of_the_run_take_part_and_its_own_probe_gives_way(
     assert titan("train", "tiny.toml", "--run-dir", "s", *SMALL, "training.steps=2", own).code == 1
     error = "the run ended before step 5: 2 steps were done"
     assert error in (tmp_path / "s/logs/rank-0.error.json").read_text()
+
+
+def test_the_probe_leaves_steps_as_they_are() -> None:
+    check_plugin("titan-proof", configs={"callback/probe": {"step": 2, "layers": ["1"]}})
 
 
 def test_a_step_that_no_probe_can_look_at_is_refused() -> None:

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
 
-from titan_testing.behaviour.engines import batch_of, engine_of, step, weights
+from titan_testing.behaviour.engines import LENGTH, ROWS, batch_of, engine_of, step, weights
 from titan_testing.behaviour.subject import Check, Subject, first_difference
+from titancli import build, load_recipe
+from titancli.data import ByteTokenizer
+from titancli.loops.run import Run
+
+SIZES = [f"training.seq_len={LENGTH}", f"training.local_batch_size={ROWS}", "training.steps=10"]
 
 
 def steps(subject: Subject) -> Iterator[str]:
     """Check that steps leave the same weights as on an engine without the callback, unless it vetoes."""
     plain, engine = engine_of(), engine_of()
-    run: Any = SimpleNamespace(folder=subject.folder, export=lambda *given: None, end_early=lambda why: None)
+    run = Run(
+        steps=10,
+        stop=SimpleNamespace(requested=None),
+        folder=subject.folder,
+        recipe=load_recipe("llama3_debug", SIZES).recipe,
+        tokenizer=build(ByteTokenizer()),
+    )
     try:
         callback = subject.target(subject.config, engine=engine, run=run)
         engine.hooks.add(callback)
