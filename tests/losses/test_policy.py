@@ -17,6 +17,7 @@ CASES = {
     "dapo": Grpo(clip_high=0.28, length_norm="token"),
     "dr. grpo": Grpo(length_norm="constant", constant=7),
     "gspo": Gspo(clip_low=0.1, clip_high=0.15),
+    "gspo whole": Gspo(clip_low=0.4, clip_high=0.4, per_token=False),
     "gspo kl": Gspo(clip_low=0.1, clip_high=0.15, kl_coef=KL),
     "cispo": Cispo(clip_high=0.2),
     "importance_sampling": ImportanceSampling(),
@@ -66,7 +67,7 @@ def reference(
         new, old, ref, sampler, entropy = read
         r = np.exp(new - old)
         if name.startswith("gspo"):
-            r = np.full_like(r, np.exp(np.mean(new - old)))
+            r = np.full_like(r, np.exp((np.mean if config.per_token else np.sum)(new - old)))
         if name.startswith("cispo"):
             fixed = new if held is None else held[row, start:end].detach().numpy()
             objective = np.minimum(np.exp(fixed - old), 1 + config.clip_high) * a * new

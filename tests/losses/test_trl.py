@@ -95,6 +95,38 @@ def ratio(difference: torch.Tensor, mode: str, most: float) -> torch.Tensor:
     return found.clamp(max=most) if mode.endswith("truncate") else found.masked_fill(found > most, 0.0)
 
 
+def test_the_ratio_of_a_whole_sample_is_that_of_trls_rloo() -> None:
+    from trl.trainer.rloo_trainer import RLOOTrainer
+
+    generator = torch.Generator().manual_seed(4)
+    mask = torch.arange(WIDTH) < torch.tensor(LENGTHS)[:, None]
+    out, old = (
+        torch.where(mask, -2 + scale * torch.randn(mask.shape, generator=generator, dtype=torch.float64), 0.0)
+        for scale in (0.1, 0.1)
+    )
+    advantages = torch.tensor([1.3, -0.7, 0.4, -1.1, 2.0], dtype=torch.float64)
+    theirs, ours = (out.clone().requires_grad_() for _ in range(2))
+    given = {
+        **dict.fromkeys(("prompt_ids", "prompt_mask"), torch.zeros(len(LENGTHS), 0, dtype=torch.long)),
+        "completion_ids": torch.ones_like(mask, dtype=torch.long),
+        "completion_mask": mask.double(),
+        "advantages": advantages,
+        "old_logps": old.sum(1),
+    }
+    them = trainer(theirs, torch.zeros_like(out), {"epsilon_low": 0.2, "epsilon_high": 0.2})
+    expected = RLOOTrainer._compute_loss(them, None, given)
+    batch = {
+        "targets": torch.where(mask, 5, -100),
+        "advantages": advantages[:, None].expand_as(out),
+        "old_logprobs": old,
+    }
+    result = build(Gspo(clip_low=0.2, clip_high=0.2, per_token=False))(ours, Batch(batch))
+    torch.testing.assert_close(result.sum / result.weight, expected, rtol=1e-6, atol=1e-9)
+    (ours_grad,) = torch.autograd.grad(result.sum / result.weight, ours)
+    (theirs_grad,) = torch.autograd.grad(expected, theirs)
+    torch.testing.assert_close(ours_grad, theirs_grad, rtol=1e-6, atol=1e-9)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_loss_equals_trls(name: str) -> None:
     from trl.trainer.grpo_trainer import GRPOTrainer

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from titancli.registry.component import build
-from titancli.rl import GroupMean, GroupNorm, LeaveOneOut
+from titancli.rl import GlobalNorm, GroupMean, GroupNorm, LeaveOneOut
 
 REWARDS = torch.tensor(
     [[1.0, 0.0, 0.5, 2.0], [1.0, 1.0, 1.0, 1.0], [3.0, torch.nan, 1.0, 0.0], [2.0, 7.0, 7.0, 7.0]]
@@ -39,3 +39,17 @@ def test_an_advantage_equals_the_reference(config, reference) -> None:
         )
         assert not row[~counted].any()
     assert not found[1].any() and not found[3].any()
+
+
+@pytest.mark.parametrize("baseline", [False, True])
+def test_global_norm_is_over_all_samples_of_the_step(baseline: bool) -> None:
+    rewards = REWARDS.double()
+    found = build(GlobalNorm(group_mean=baseline))(rewards, COUNTED)
+    rows = [row[own].numpy() for row, own in zip(rewards, COUNTED, strict=True)]
+    flat = np.concatenate([row - row.mean() if baseline else row for row in rows])
+    expected = (flat - flat.mean()) / (flat.std(ddof=1) + 1e-4)
+    np.testing.assert_allclose(found[COUNTED].numpy(), expected, rtol=1e-12, atol=1e-15)
+    assert not found[~COUNTED].any()
+    alike = torch.full((2, 3), 0.7, dtype=torch.float64)
+    assert build(GlobalNorm())(alike, torch.ones(2, 3, dtype=torch.bool)).abs().max() < 1e-9
+    assert not build(GlobalNorm())(alike, torch.zeros(2, 3, dtype=torch.bool)).any()

@@ -21,7 +21,7 @@ ENGINE: Any = SimpleNamespace(
     settings=SimpleNamespace(seed=0),
     step=0,
     version=0,
-    mesh=SimpleNamespace(dp_rank=0, degrees=SimpleNamespace(dp=1)),
+    mesh=SimpleNamespace(dp_rank=0, dp_group=None, degrees=SimpleNamespace(dp=1)),
 )
 MADE = Completion("x", [3], [-1.0], "eos")
 
@@ -69,12 +69,12 @@ def rollouts() -> Rollouts:
 )
 def test_advantages_that_are_none_are_refused(advantage: Any, words: str) -> None:
     with pytest.raises(TitanError, match=f"the advantage <lambda> returned {words}"):
-        rollouts().rate(advantage)
+        rollouts().rate(advantage, ENGINE)
 
 
 def test_an_advantage_that_works_in_place_leaves_the_rewards_alone() -> None:
     made = rollouts()
-    made.rate(lambda rewards, counted: rewards.sub_(torch.where(counted, 9.0, torch.nan)))
+    made.rate(lambda rewards, counted: rewards.sub_(torch.where(counted, 9.0, torch.nan)), ENGINE)
     assert made.rewards.tolist() == [[1.0, 0.0], [0.5, 0.0]]
     assert made.advantages[:, 0].tolist() == [-8.0, -8.5]
 
@@ -100,5 +100,5 @@ def test_what_ran_out_of_room_is_learned_from_unless_it_is_masked(mask: bool) ->
     config: Any = SimpleNamespace(failed_reward="zero", mask_truncated=mask)
     cut = Completion("x", [3], [-1.0], "length")
     made = Rollouts(Sampled(ASKED[:1], [[MADE, cut]]), [[Score(total=1.0), Score(total=0.0)]], config)
-    made.rate(lambda rewards, counted: rewards - rewards.mean(1, keepdim=True))
+    made.rate(lambda rewards, counted: rewards - rewards.mean(1, keepdim=True), ENGINE)
     assert [sample.advantage for sample in made.samples(0, 1)] == ([0.5] if mask else [0.5, -0.5])

@@ -68,7 +68,7 @@ def grpo(
         step = engine.step
         clock.start()
         rollouts = collect(config, engine, data, generator, scorer, run.batch_shape[1], clock)
-        rollouts.rate(advantage)
+        rollouts.rate(advantage, engine)
         measured = rollouts.metrics(engine, scorer.names)
         failures.count(rollouts, step + 1)
         clock.lap("reward_seconds", more=True)

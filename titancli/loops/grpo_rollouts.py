@@ -186,23 +186,26 @@ class Rollouts:
         kept.resampled = self.resampled + min(len(places), len(better))
         return kept
 
-    def rate(self, advantage: Advantage) -> None:
-        """Take the advantages of the rewards.
+    def rate(self, advantage: Advantage, engine: Engine) -> None:
+        """Take the advantages of the rewards, which are given those of all ranks. Collective.
 
         Raises:
             TitanError: they are not one finite number for each sample.
         """
-        found = advantage(self.rewards.clone(), self.counted.clone())
+        ranks = Ranks(engine.mesh.dp_group)
+        rewards, counted = map(torch.cat, zip(*ranks.gather((self.rewards, self.counted)), strict=True))
+        found = advantage(rewards.clone(), counted)
         name = getattr(advantage, "__name__", type(advantage).__name__)
-        wanted = list(self.rewards.shape)
+        wanted = list(rewards.shape)
         if not isinstance(found, Tensor) or list(found.shape) != wanted:
             what = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
             raise TitanError(
                 f"the advantage {name} returned {what}, not a tensor [prompts, samples], which is {wanted}"
             )
-        if not bool(torch.where(self.counted, found, 0.0).isfinite().all()):
+        own = slice(ranks.rank * len(self.rewards), (ranks.rank + 1) * len(self.rewards))
+        if not bool(torch.where(self.counted, found[own], 0.0).isfinite().all()):
             raise TitanError(f"the advantage {name} returned a number that is not finite")
-        self.advantages = found
+        self.advantages = found[own]
 
     def samples(self, first: int, count: int) -> list[Sample]:
         """Return the samples of `count` prompts to learn from; those with an advantage of 0 count in averages

@@ -102,6 +102,9 @@ class Gspo(Policy):
     """Lower clipping bound: a sample's ratio is clipped at 1 - this."""
     clip_high: Annotated[float, Ge(0)] = 4e-4
     """Upper clipping bound: a sample's ratio is clipped at 1 + this."""
+    per_token: bool = True
+    """The ratio is that of the whole sample to the power of 1 / length; false: of the whole sample, as in
+    TRL's RLOO."""
     delta: Annotated[float, Gt(1)] | None = None
     """Upper bound of ratios where the advantage is negative (dual clip); None: there is none."""
 

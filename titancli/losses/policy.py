@@ -171,13 +171,14 @@ class Grpo(PolicyLoss):
 
 
 class Gspo(PolicyLoss):
-    """min(s·A, clip(s)·A), s the ratio of a whole sample's probabilities, to the power of 1 / length."""
+    """min(s·A, clip(s)·A), s the ratio of a whole sample's probabilities, `per_token` to the power of
+    1 / length."""
 
     def __init__(self, config: losses.Gspo) -> None:
         super().__init__(config)
 
     def objective(self, out: Tensor, log_ratio: Tensor, advantages: Tensor, samples: Samples) -> Any:
-        ratio = samples.mean(log_ratio).exp()
+        ratio = (samples.mean if self.config.per_token else samples.total)(log_ratio).exp()
         value, clipped = _clipped(ratio, advantages, self.config)
         return value, ratio, clipped
 

@@ -87,7 +87,8 @@ class RewardBuilder(Protocol):
 
 class Advantage(Protocol):
     def __call__(self, rewards: Tensor, counted: Tensor) -> Tensor:
-        """Advantages, [G, N] float64, of the N samples of each of G prompts; 0 for those that do not count.
+        """Return the advantages, [G, N] float64, of the N samples of each of the G prompts of a step, over
+        all ranks; 0 for those that do not count.
 
         Args:
             rewards: [G, N] float64.

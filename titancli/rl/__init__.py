@@ -64,6 +64,14 @@ class LeaveOneOut:
     """Reward minus the mean over the prompt's other samples (RLOO)."""
 
 
+@component("advantage", "global_norm", target="titancli.rl.advantages:GlobalNorm")
+class GlobalNorm:
+    """Rewards normalised over all samples of the step: REINFORCE++ (arXiv 2501.03262)."""
+
+    group_mean: bool = True
+    """Subtract the mean over the prompt's samples first (REINFORCE++-baseline)."""
+
+
 @component("task", "digit", target="titancli.rl.tasks:build_digit")
 class Digit:
     """Repeat a digit: a minimal task to test a loop, starting from random weights."""
@@ -212,4 +220,5 @@ COMPONENTS: list[type] = [
     GroupMean,
     GroupNorm,
     LeaveOneOut,
+    GlobalNorm,
 ]

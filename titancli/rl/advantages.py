@@ -1,11 +1,14 @@
-"""Advantages: by how much each sample did better than the others of its prompt."""
+"""Advantages: by how much each sample did better than the others of its prompt, or of its step."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from titancli import rl
 
 EPSILON = 1e-4
 """Added to a standard deviation."""
@@ -38,6 +41,20 @@ class LeaveOneOut(_Advantage):
     def __call__(self, rewards: Tensor, counted: Tensor) -> Tensor:
         centred, number = _centred(rewards, counted)
         return centred * number / (number - 1).clamp(min=1)
+
+
+class GlobalNorm(_Advantage):
+    """(d − mean(d)) / (std(d) + 1e-4) over all samples of the step, d = r or r − the mean of its group; the
+    standard deviation with n − 1."""
+
+    def __init__(self, config: rl.GlobalNorm) -> None:
+        self._group_mean = config.group_mean
+
+    def __call__(self, rewards: Tensor, counted: Tensor) -> Tensor:
+        found = _centred(rewards, counted)[0] if self._group_mean else rewards
+        centred, number = _centred(found.view(1, -1), counted.view(1, -1))
+        deviation = (centred.square().sum() / (number - 1).clamp(min=1)).sqrt()
+        return (centred / (deviation + EPSILON)).view_as(rewards)
 
 
 def _centred(rewards: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
