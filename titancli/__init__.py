@@ -19,6 +19,8 @@ _WHERE = {
     "TitanError": "titancli.errors",
     "Batch": "titancli.protocols.batch",
     "IGNORE": "titancli.protocols.batch",
+    "Completion": "titancli.protocols.samples",
+    "SamplingParams": "titancli.protocols.samples",
     "build": "titancli.registry.component",
     "section": "titancli.registry.component",
     "with_defaults": "titancli.registry.defaults",
@@ -41,6 +43,8 @@ if TYPE_CHECKING:
     from titancli.protocols.batch import IGNORE as IGNORE
     from titancli.protocols.batch import Batch as Batch
     from titancli.protocols.result import LossResult as LossResult
+    from titancli.protocols.samples import Completion as Completion
+    from titancli.protocols.samples import SamplingParams as SamplingParams
     from titancli.recipe import load_recipe as load_recipe
     from titancli.recipe.schema import Recipe as Recipe
     from titancli.registry.command import Command as Command

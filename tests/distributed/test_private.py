@@ -274,3 +274,17 @@ def test_a_mesh_of_nobody_cuts_tensors_without_a_process_group() -> None:
         cut = distribute_tensor(whole, mesh, [place], src_data_rank=None)
         assert isinstance(cut, DTensor) and tuple(cut.to_local().shape) == shape
     assert not dist.is_initialized()
+
+
+@torch.no_grad()
+def test_onednn_multiplies_by_a_matrix_in_either_order() -> None:
+    draw = torch.Generator().manual_seed(0)
+    weight, bias = torch.randn(24, 40, generator=draw), torch.randn(24, generator=draw)
+    for x in (torch.randn(1, 40, generator=draw), torch.randn(2, 7, 40, generator=draw)):
+        for given in (None, bias):
+            expected = nn.functional.linear(
+                x.double(), weight.double(), None if given is None else bias.double()
+            )
+            for matrix in (weight, private.order_of_onednn(weight)):
+                found = private.linear_of_onednn(x, matrix, given)
+                torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)

@@ -11,15 +11,16 @@ import torch
 import torch.distributed as dist
 
 from tests.engine.cases import Layout, my_batches, recipe, whole
+from tests.generate.models import feed
 from tests.ranks.layouts import EIGHT
 from titancli import Engine, TitanError, component
 from titancli.converters import LoRA
 from titancli.engine.dry_run import local
 from titancli.models.blocks.decoder import Decoder
 from titancli.parallel.wrapped import is_wrapped
+from titancli.protocols.samples import SamplingParams
 from titancli.registry import current
 from titancli.rl.decode import Row, decode
-from titancli.rl.sampling import Sampling
 
 pytestmark = pytest.mark.ranks
 
@@ -35,7 +36,7 @@ def sample(model: Any, count: int = 3) -> list[list[int]]:
         return len(made[row]) < 4 + 2 * row
 
     rows = [Row(number % 2, number, 12) for number in range(count)]
-    decode(model, PROMPTS, rows, Sampling(1.0), keep, device=torch.device("cpu"))
+    decode(model, PROMPTS, rows, SamplingParams(temperature=1.0), keep, device=torch.device("cpu"))
     return made
 
 
@@ -153,7 +154,7 @@ def refusals(meshes: list[dict[str, int]]) -> list[str]:
 
 
 def test_layouts_that_cannot_be_sampled_from_are_named(ranks: Any) -> None:
-    meshes = [{"tp": 2}, {"cp": 2}, {"pp": 2}, {"dp_shard": 2, "ep": 2}]
+    meshes = [{"pp": 2}]
     for found in ranks(2, refusals, meshes):
         for mesh, message in zip(meshes, found, strict=True):
             name = list(mesh)[-1]
@@ -202,9 +203,10 @@ def sampled_and_trained(layout: Layout, base: Path) -> tuple[float, bool, bool]:
     tokens = my_batches(engine)[0]["tokens"]
     trained = engine.forward({"tokens": tokens}, return_logits=True)
     with engine.sampling() as model:
-        cache = model.new_cache(tokens.shape[1], None)
+        cache = model.new_cache()
+        rows = [cache.begin() for _ in tokens]
         calls = [tokens[:, :5], *tokens[:, 5:].split(1, dim=1)]
-        found = torch.cat([model(call, cache=cache) for call in calls], 1)
+        found = torch.stack([feed(model, cache, rows, list(call)) for call in calls], 1)
         plainly = not any(wrapped for _, wrapped in of_blocks(model))
     back = of_blocks(engine.model) == before
     with pytest.raises(RuntimeError, match="fails"), engine.sampling():

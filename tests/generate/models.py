@@ -52,6 +52,14 @@ def in_transformers(model: Decoder) -> LlamaForCausalLM:
     return theirs.eval()
 
 
+def feed(model: Any, cache: Any, rows: list[int], pieces: list[Any]) -> torch.Tensor:
+    """Append tokens to rows of a cache; returns the logits of the last of each, [R, V]."""
+    pieces = [torch.as_tensor(piece) for piece in pieces]
+    call = cache.extend(rows, [len(piece) for piece in pieces], torch.device("cpu"))
+    with torch.no_grad():
+        return model(torch.cat(pieces)[None], cache=call)
+
+
 def tokens(rows: int, length: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(
         0, SMALL["vocab_size"], (rows, length), generator=torch.Generator().manual_seed(seed)

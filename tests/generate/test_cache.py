@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.generate.models import VARIANTS, small, tokens
-from titancli.models.blocks.cache import KVCache, LayerCache
-from titancli.models.blocks.reach import WHOLE
+from tests.generate.models import VARIANTS, feed, small, tokens
+from titancli.models.blocks.cache import KVCache, LayerCache, PageTable
 
 CLOSE = dict(atol=1e-5, rtol=1e-5)
 
@@ -17,63 +16,88 @@ CLOSE = dict(atol=1e-5, rtol=1e-5)
 def test_cached_logits_equal_uncached_ones(variant: str) -> None:
     model, text = small(variant), tokens(3, 24)
     whole = model(text)
-    cache = model.new_cache(24)
+    cache = model.new_cache()
+    rows = [cache.begin() for _ in text]
     # a prompt, some tokens at once after it, then one at a time
     cuts = [7, 12, *range(13, 25)]
     for start, end in zip([0, *cuts], cuts, strict=False):
-        logits = model(text[:, start:end], cache=cache)
-        assert logits.shape == (3, 1, 128)
-        torch.testing.assert_close(logits[:, 0], whole[:, end - 1], **CLOSE)
+        logits = feed(model, cache, rows, list(text[:, start:end]))
+        assert logits.shape == (3, 128)
+        torch.testing.assert_close(logits, whole[:, end - 1], **CLOSE)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("page", [1, 3, 16, 64])
 @torch.no_grad()
-def test_rows_of_unequal_length_do_not_see_their_padding(variant: str) -> None:
-    model, text = small(variant), tokens(4, 20)
+def test_rows_begin_and_end_while_others_go_on(page: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages of rows that have ended are those of rows that begin."""
+    monkeypatch.setattr("titancli.models.blocks.cache.PAGE", page)
+    model, text = small(), tokens(6, 40)
     whole = model(text)
-    lengths = [3, 9, 1, 6]
-    padding = torch.tensor([9 - length for length in lengths])
-    prompts = torch.full((4, 9), 77)
-    for row, length in enumerate(lengths):
-        prompts[row, 9 - length :] = text[row, :length]
-    cache = model.new_cache(16, padding)
-    last = [length - 1 for length in lengths]
-    torch.testing.assert_close(model(prompts, cache=cache)[:, 0], whole[range(4), last], **CLOSE)
-    for step in range(1, 4):
-        new = torch.stack([text[row, length - 1 + step] for row, length in enumerate(lengths)])[:, None]
-        wanted = whole[range(4), [length - 1 + step for length in lengths]]
-        torch.testing.assert_close(model(new, cache=cache)[:, 0], wanted, **CLOSE)
+    cache, at = model.new_cache(), {}
+    for step in range(40):
+        if step % 5 == 0 and len(at) < 6 and step // 5 < 6:
+            at[step // 5] = (cache.begin(), 0)
+        if step == 22:
+            cache.close(at.pop(1)[0])
+            cache.close(at.pop(0)[0])
+        counts = {n: 1 if done else n + 1 for n, (_, done) in at.items()}
+        pieces = [text[n, at[n][1] : at[n][1] + count] for n, count in counts.items()]
+        logits = feed(model, cache, [at[n][0] for n in counts], pieces)
+        at = {n: (row, done + counts[n]) for n, (row, done) in at.items()}
+        wanted = torch.stack([whole[n, done - 1] for n, (_, done) in at.items()])
+        torch.testing.assert_close(logits, wanted, **CLOSE)
+    assert {row for row, _ in at.values()} == {0, 2, 3, 4}, "the first of the free numbers"
 
 
-@pytest.mark.parametrize("padding", [None, [0, 2, 4]])
 @torch.no_grad()
-def test_selected_rows_go_on_as_themselves(padding: list[int] | None) -> None:
-    model, text = small(), tokens(3, 12)
-    caches = [model.new_cache(12, torch.tensor(padding) if padding else None) for _ in range(2)]
-    for cache in caches:
-        model(text[:, :8], cache=cache)
-    rows = torch.tensor([2, 0, 0])
-    caches[1].select(rows)
-    for at in range(8, 12):
-        all_rows = model(text[:, at : at + 1], cache=caches[0])
-        selected = model(text[rows, at : at + 1], cache=caches[1])
-        torch.testing.assert_close(selected, all_rows[rows], **CLOSE)
+def test_rows_that_began_as_one_share_its_whole_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("titancli.models.blocks.cache.PAGE", 4)
+    model, text = small(), tokens(3, 16)
+    text[:, :10] = text[0, :10]
+    whole = model(text)
+    cache = model.new_cache()
+    first = cache.begin()
+    feed(model, cache, [first], [text[0, :10]])
+    assert cache.table.in_use == 3
+    rows = [first, *cache.fork(first, 2)]
+    assert cache.table.in_use == 2 + 3, "two whole ones for all, and of the third each its own"
+    for at in range(10, 16):
+        torch.testing.assert_close(
+            feed(model, cache, rows, list(text[:, at : at + 1])), whole[:, at], **CLOSE
+        )
+    for row in rows:
+        assert cache.table.in_use > 0
+        cache.close(row)
+    assert cache.table.in_use == 0
 
 
-def test_a_cache_takes_the_dtype_of_what_comes_and_no_more_memory_than_it_needs() -> None:
-    cache = LayerCache(10)
-    keys = torch.zeros(2, 3, 1, 4, dtype=torch.bfloat16)
-    found, _ = cache.append(keys, keys)
-    assert (found.dtype, found.shape) == (torch.bfloat16, (2, 3, 1, 4))
-    assert found.untyped_storage().nbytes() == 2 * 10 * 1 * 4 * 2
+def test_pages_are_taken_as_rows_need_them_and_used_again() -> None:
+    table = PageTable(4)
+    first, second = table.begin(), table.begin()
+    assert [*table.grow(first, 9)] == [*range(9)] and table.total == 3
+    assert [*table.grow(second, 1)] == [0] and table.total == 4
+    assert table.grow(first, 3) == range(9, 12) and table.total == 4
+    table.close(first)
+    assert table.begin() == first and table.in_use == 1
+    table.grow(first, 12)
+    assert table.total == 4
+    new, copied = table.fork(first)
+    assert copied is None and table.in_use == 4, "all of its pages are whole"
+    table.close(first)
+    assert table.in_use == 4
+    table.close(new)
+    assert table.in_use == 1
 
 
-def test_a_mask_is_made_only_where_one_is_needed() -> None:
-    cpu = torch.device("cpu")
-    cache = KVCache({}, 8)
-    assert cache.advance(4, cpu)[1](WHOLE) is None
-    assert cache.advance(1, cpu)[1](WHOLE) is None
-    positions, mask_of = cache.advance(2, cpu)
-    assert positions.tolist() == [[5, 6]]
-    mask = mask_of(WHOLE)
-    assert mask is not None and mask[0, 0].tolist() == [[True] * 6 + [False], [True] * 7]
+def test_memory_has_the_dtype_of_what_comes_and_is_that_of_its_tokens() -> None:
+    class Layer:
+        reach = ()
+
+    cache = KVCache({"0": Layer()})
+    layer = cache.layers["0"]
+    assert isinstance(layer, LayerCache)
+    keys = torch.zeros(1, 40, 1, 4, dtype=torch.bfloat16)
+    call = cache.extend([cache.begin()], [40], torch.device("cpu"))
+    layer.attend(call, keys, keys, keys, (), lambda q, k, v, mask, causal: v)
+    (memory, _) = layer._memory
+    assert (memory.dtype, memory.shape) == (torch.bfloat16, (3, 16, 1, 4))

@@ -319,5 +319,5 @@ def test_an_interrupt_leaves_130(titan: Titan, checkpoint: Path, monkeypatch: py
     def interrupted(*args: Any, **options: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("titancli.generate.complete.decode", interrupted)
+    monkeypatch.setattr("titancli.rl.complete.decode", interrupted)
     assert titan("generate", checkpoint, "x").code == 130

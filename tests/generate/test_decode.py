@@ -7,12 +7,12 @@ import torch
 
 from tests.generate.models import VARIANTS, in_transformers, small, tokens
 from titancli.errors import TitanError
+from titancli.protocols.samples import SamplingParams
 from titancli.rl.decode import Row, decode
-from titancli.rl.sampling import Sampling
 
 CPU = torch.device("cpu")
-GREEDY = Sampling(0.0)
-WARM = Sampling(1.2, top_k=60, top_p=0.95)
+GREEDY = SamplingParams(temperature=0.0)
+WARM = SamplingParams(temperature=1.2, top_k=60, top_p=0.95)
 PROMPTS = [tokens(1, n, seed=n)[0].tolist() for n in (5, 1, 12, 5, 8)]
 
 
@@ -80,11 +80,11 @@ def test_what_cannot_be_continued_is_told(prompts: list[list[int]], row: Row, wo
 )
 def test_a_way_to_sample_that_is_none_is_told(settings: dict[str, float]) -> None:
     with pytest.raises(TitanError, match=f"sampling: {next(iter(settings))} is"):
-        Sampling(**settings)  # type: ignore[arg-type]
+        SamplingParams(**settings)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "sampled"])
-def test_a_row_among_others_equals_the_row_alone(sampling: Sampling) -> None:
+def test_a_row_among_others_equals_the_row_alone(sampling: SamplingParams) -> None:
     model = small()
     rows = [Row(prompt, 10 * prompt + sample, 25) for prompt in range(5) for sample in range(2)]
     together = run(model, PROMPTS, rows, sampling)
@@ -115,7 +115,9 @@ def test_a_limit_does_not_change_what_comes_before_it() -> None:
 
 
 def test_ids_beyond_the_tokenizers_vocabulary_are_never_chosen() -> None:
-    made = run(small(), PROMPTS, [Row(i, i, 40) for i in range(5)], Sampling(3.0), vocab_size=20)
+    made = run(
+        small(), PROMPTS, [Row(i, i, 40) for i in range(5)], SamplingParams(temperature=3.0), vocab_size=20
+    )
     assert max(max(row) for row in made) == 19
 
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from titancli.rl.sampling import Sampling, choose, draw, keep_top_k, keep_top_p, probabilities, uniforms
+from titancli.protocols.samples import SamplingParams
+from titancli.rl.sampling import choose, draw, keep_top_k, keep_top_p, probabilities, uniforms
 
 LOGITS = torch.randn(6, 50, generator=torch.Generator().manual_seed(0)) * 3
 
@@ -40,10 +41,16 @@ def test_top_p_keeps_the_fewest_that_reach_p(p: float) -> None:
 
 @pytest.mark.parametrize(
     "sampling",
-    [Sampling(), Sampling(0.7), Sampling(1.3, top_k=5), Sampling(0.9, top_p=0.8), Sampling(2.0, 20, 0.5)],
+    [
+        SamplingParams(),
+        SamplingParams(temperature=0.7),
+        SamplingParams(temperature=1.3, top_k=5),
+        SamplingParams(temperature=0.9, top_p=0.8),
+        SamplingParams(temperature=2.0, top_k=20, top_p=0.5),
+    ],
     ids=str,
 )
-def test_probabilities_equal_those_of_transformers_in_its_order(sampling: Sampling) -> None:
+def test_probabilities_equal_those_of_transformers_in_its_order(sampling: SamplingParams) -> None:
     logits = LOGITS
     if sampling.temperature != 1:
         logits = TemperatureLogitsWarper(sampling.temperature)(None, logits)
@@ -55,16 +62,18 @@ def test_probabilities_equal_those_of_transformers_in_its_order(sampling: Sampli
 
 
 def test_a_small_temperature_is_greedy_and_finite() -> None:
-    found = probabilities(LOGITS, Sampling(0.001))
+    found = probabilities(LOGITS, SamplingParams(temperature=0.001))
     assert torch.isfinite(found).all()
     assert torch.equal(found.argmax(-1), LOGITS.argmax(-1))
-    assert torch.equal(choose(LOGITS, Sampling(0.0), torch.zeros(6)), LOGITS.argmax(-1))
+    assert torch.equal(choose(LOGITS, SamplingParams(temperature=0.0), torch.zeros(6)), LOGITS.argmax(-1))
 
 
 def test_top_k_of_one_is_greedy() -> None:
     for number in (0.0, 0.5, 1 - 2**-53):
         uniform = torch.full((6,), number, dtype=torch.float64)
-        assert torch.equal(choose(LOGITS, Sampling(1.0, top_k=1), uniform), LOGITS.argmax(-1))
+        assert torch.equal(
+            choose(LOGITS, SamplingParams(temperature=1.0, top_k=1), uniform), LOGITS.argmax(-1)
+        )
 
 
 def test_a_number_draws_the_token_that_the_sum_passes() -> None:
@@ -75,16 +84,16 @@ def test_a_number_draws_the_token_that_the_sum_passes() -> None:
 
 def test_tokens_come_as_often_as_they_should() -> None:
     count = 20_000
-    row = probabilities(LOGITS[:1], Sampling(1.5))
-    drawn = draw(row.expand(count, -1), uniforms([3], count)[0])
+    row = probabilities(LOGITS[:1], SamplingParams(temperature=1.5))
+    drawn = draw(row.expand(count, -1), uniforms(3, count))
     found = torch.bincount(drawn, minlength=50) / count
     # five standard deviations of each
     assert bool(((found - row[0]).abs() <= 5 * (row[0] * (1 - row[0]) / count).sqrt() + 1e-9).all())
 
 
 def test_numbers_follow_from_a_rows_own_seed_alone() -> None:
-    both = uniforms([1, 2], 40)
-    assert both.dtype == torch.float64
-    assert torch.equal(both[1:], uniforms([2], 40))
-    assert torch.equal(both[:, :3], uniforms([1, 2], 3))
-    assert not torch.equal(both[0], both[1])
+    first, second = uniforms(1, 40), uniforms(2, 40)
+    assert first.dtype == torch.float64
+    assert torch.equal(second, uniforms(2, 40))
+    assert torch.equal(first[:3], uniforms(1, 3))
+    assert not torch.equal(first, second)

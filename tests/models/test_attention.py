@@ -101,29 +101,30 @@ def test_no_row_by_row_matrix_is_made_where_a_token_sees_few():
 
 @pytest.mark.parametrize("reach", REACHES.values(), ids=REACHES)
 @pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("padded", [False, True])
-def test_a_cache_gives_what_the_whole_row_gives(reach, sinks, padded):
+@pytest.mark.parametrize("page", [1, 4, 16])
+def test_a_cache_gives_what_the_whole_row_gives(reach, sinks, page):
+    """Of rows that begin in different calls, with several tokens after others, in pages of any size."""
     torch.manual_seed(0)
     module = Attention(spec(32, 4, 2, 8, window=reach.window, chunk=reach.chunk, sinks=sinks))
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     x = torch.randn(2, 20, 32)
-    cos, sin = torch.ones(1, 20, 1, 4), torch.zeros(1, 20, 1, 4)
+    cos, sin = torch.ones(1, 40, 1, 4), torch.zeros(1, 40, 1, 4)
+    cache = KVCache({"0": module}, page)
+    rows, done, found = [cache.begin(), cache.begin()], [0, 0], ([], [])
     with torch.no_grad():
-        whole = module(x, cos, sin, None)
-        padding = torch.tensor([0, 3]) if padded else None
-        if padded:  # the second row's first three are padding, and its last three are not reached
-            x = torch.stack((x[0], torch.cat((torch.randn(3, 32), x[1, :17]))))
-        cache = KVCache({"0": module}, 24, padding)
-        found = []
-        for part in x.split([9, 1, 1, 5, 1, 1, 1, 1], 1):
-            _, mask = cache.advance(part.shape[1], x.device)
-            length = part.shape[1]
-            found.append(module(part, cos[:, :length], sin[:, :length], mask(reach), cache.layers["0"]))
-    together = torch.cat(found, 1)
-    torch.testing.assert_close(together[0], whole[0], rtol=1e-5, atol=1e-5)
-    start = 3 if padded else 0
-    torch.testing.assert_close(together[1, start:], whole[1, : 20 - start], rtol=1e-5, atol=1e-5)
+        whole = module(x, cos[:, :20], sin[:, :20], None)
+        for counts in [(9, 0), (1, 7), (1, 1), (5, 1), (1, 4), (1, 1), (1, 1), (1, 5)]:
+            asked = [n for n in (0, 1) if counts[n]]
+            call = cache.extend([rows[n] for n in asked], [counts[n] for n in asked], x.device)
+            parts = [x[n, done[n] : done[n] + counts[n]] for n in asked]
+            length = sum(map(len, parts))
+            out = module(torch.cat(parts)[None], cos[:, :length], sin[:, :length], None, call.of("0"))
+            for n, part in zip(asked, out[0].split([len(p) for p in parts]), strict=True):
+                done[n] += len(part)
+                found[n].append(part)
+    for row in (0, 1):
+        torch.testing.assert_close(torch.cat(found[row]), whole[row], rtol=1e-5, atol=1e-5)
 
 
 def test_a_norm_over_all_heads_is_the_same_where_ranks_have_some_each(monkeypatch):

@@ -12,6 +12,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.generate.models import feed
 from tests.models.by_spec import BY_SPEC
 from tests.models.families import FAMILIES, LENGTH, LLAMA3, Family
 from titancli.checkpoint import export_hf, read_hf
@@ -213,19 +214,29 @@ def test_what_does_not_fit_is_said_at_the_recipes_line(family: Family, row: Any)
 
 
 @named(lambda family: family.caches)
-def test_a_cache_gives_the_logits_of_the_whole_row(family: Family, name: str) -> None:
-    """Over the edges of windows and chunks, and with rows that begin at different places."""
+def test_a_cache_gives_the_logits_of_the_whole_row(
+    family: Family, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over the edges of windows, chunks and pages; of rows that have begun earlier and later, of which one is
+    a copy of another; and of several tokens after others."""
     model = family.model(name)
+    monkeypatch.setattr("titancli.models.blocks.cache.PAGE", 4)
+    row = TOKENS[0, :40]
     with torch.no_grad():
-        row = TOKENS[:1, :40]
-        whole, tail = model(row), model(row[:, 5:])
-        both = torch.cat((row, row))
-        cache = model.new_cache(40, padding=torch.tensor([0, 5]))  # five in front do not count
-        model(both[:, :17], cache=cache)
-        for at in range(17, 40):
-            step = model(both[:, at : at + 1], cache=cache)[:, 0]
-            expected = torch.cat((whole[:, at], tail[:, at - 5]))
-            torch.testing.assert_close(step, expected, rtol=1e-4, atol=1e-4)
+        whole, tail = model(row[None])[0], model(row[None, 5:])[0]
+    cache = model.new_cache()
+    first, second = cache.begin(), cache.begin()
+    feed(model, cache, [first], [row[:9]])
+    feed(model, cache, [first, second], [row[9:17], row[5:9]])
+    feed(model, cache, [second], [row[9:17]])
+    (third,) = cache.fork(second, 1)
+    for at in range(17, 40):
+        rows = [second, first, third] if at < 30 else [third, first]
+        step = feed(model, cache, rows, [row[at : at + 1]] * len(rows))
+        expected = torch.stack([whole[at] if n == first else tail[at - 5] for n in rows])
+        torch.testing.assert_close(step, expected, rtol=1e-4, atol=1e-4)
+        if at == 29:
+            cache.close(second)
 
 
 @named(lambda family: family.caches)

@@ -141,7 +141,7 @@ def test_nothing_else_knows_of_them() -> None:
     plain.load_state_dict({name: tensor for name, tensor in named_state(model) if name in own})
     with torch.no_grad():
         assert torch.equal(model(given["tokens"]), plain(given["tokens"]))
-        cache = model.new_cache(LENGTH)
+        cache = model.new_cache()
         assert list(cache.layers) == ["0", "1"]
         collector.drain()
         both = [m(given["tokens"], batch=given, loss=CrossEntropy()).sum for m in (model, plain)]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.generate.models import feed
 from tests.models.families import QWEN3_NEXT
 from tests.models.specs import size_of
 from titancli.checkpoint import export_hf, read_hf
@@ -167,21 +168,22 @@ def test_of_a_folder_that_sees_images_the_text_model_is_read(tmp_path: Path, sta
 
 
 @pytest.mark.parametrize("first", [1, 4, 6, 8])
-def test_padding_does_not_reach_a_row_whatever_comes_in_a_call(first: int) -> None:
-    """The convolution looks back over a call's edge: to tokens of the row, not to those that pad it."""
+def test_a_row_goes_on_from_its_own_state_whatever_comes_in_a_call(first: int) -> None:
+    """The convolution looks back over a call's edge: to tokens of the row, not to those of the row before."""
     model = QWEN3_NEXT.model("3.5")
-    row = torch.randint(0, 128, (2, 14), generator=torch.Generator().manual_seed(3))
+    other, row = torch.randint(0, 128, (2, 14), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
-        wanted = model(row[1:, 5:])[:, -1]
-        cache = model.new_cache(14, padding=torch.tensor([0, 5]))
-        for start, end in ((0, first), (first, first + 2), (first + 2, 14)):
-            logits = model(row[:, start:end], cache=cache)
-        torch.testing.assert_close(logits[1:, 0], wanted, rtol=1e-4, atol=1e-4)
-        other = model.new_cache(14, padding=torch.tensor([0, 5]))
-        model(row[:, :13], cache=other)
-        other.select(torch.tensor([1, 1]))
-        again = model(row[[1, 1], 13:], cache=other)
-        torch.testing.assert_close(again[:, 0], wanted.expand(2, -1), rtol=1e-4, atol=1e-4)
+        wanted = model(row[None])[0, -1]
+    cache = model.new_cache()
+    rows = [cache.begin(), cache.begin()]
+    for start, end in ((0, first), (first, first + 2), (first + 2, 14)):
+        logits = feed(model, cache, rows, [other[start:end], row[start:end]])
+    torch.testing.assert_close(logits[1], wanted, rtol=1e-4, atol=1e-4)
+    cache = model.new_cache()
+    begun = cache.begin()
+    feed(model, cache, [begun], [row[:13]])
+    again = feed(model, cache, [begun, *cache.fork(begun, 1)], [row[13:]] * 2)
+    torch.testing.assert_close(again, wanted.expand(2, -1), rtol=1e-4, atol=1e-4)
 
 
 def test_heads_that_ranks_cannot_share_are_refused_where_degrees_follow_from_the_ranks() -> None:

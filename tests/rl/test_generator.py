@@ -67,6 +67,16 @@ def test_its_log_probabilities_are_the_trainers(ranks: Ranks) -> None:
     assert all(len(tokens) == 17 or finish == "eos" for tokens, _, finish in texts)
 
 
+@pytest.mark.parametrize("name", ["tp", "cp"])
+def test_ranks_that_share_a_model_or_rows_sample_what_one_does(ranks: Ranks, name: str) -> None:
+    (alone,) = ranks(1, sampled, {}, False)
+    both = ranks(2, sampled, {name: 2}, False)
+    for one in both:
+        assert one["kl"] < 1e-6 and one["worst"] < 1e-5
+        assert one["found"][0] == alone["found"][0]
+    assert both[0]["found"] == both[1]["found"]
+
+
 def test_what_is_drawn_follows_from_the_seed_and_the_prompt_alone() -> None:
     with engine_of() as engine:
         draw(engine)
@@ -93,6 +103,5 @@ def refused(mesh: dict[str, int]) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("name", ["tp", "cp", "pp"])
-def test_a_layout_that_cuts_rows_or_the_model_is_refused_by_name(ranks: Ranks, name: str) -> None:
-    assert all(f"mesh.{name} = 2" in words for words in ranks(2, refused, {name: 2, "dp_shard": 1}))
+def test_a_model_cut_into_stages_is_refused_by_name(ranks: Ranks) -> None:
+    assert all("mesh.pp = 2" in words for words in ranks(2, refused, {"pp": 2, "dp_shard": 1}))

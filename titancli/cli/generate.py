@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ from titancli.cli.output import note, print_json
 from titancli.errors import EXIT_OK, UsageError
 
 if TYPE_CHECKING:
-    from titancli.generate.complete import Completion
+    from titancli.protocols.samples import Completion
 
 
 class Number(click.ParamType):
@@ -143,36 +142,45 @@ def _generate(
 ) -> int:
     import torch
 
-    from titancli.generate.complete import Request, complete
+    from titancli.generate.complete import complete
     from titancli.generate.source import choose_device, encode, encode_chat, find_source, load_model
-    from titancli.rl.sampling import Sampling
+    from titancli.protocols.samples import SamplingParams
 
     place = choose_device(device)
     dtype = dtype or ("float32" if place.type == "cpu" else "bfloat16")
     started = time.monotonic()
     source = find_source(src, tokenizer=tokenizer, component=model_component, say=note)
     prompts = encode_chat(source, texts, system=system) if chat else encode(source, texts, bos=bos)
-    request = Request(Sampling(temperature, top_k, top_p), **rest)
-    length = max(map(len, prompts)) + request.max_new_tokens
+    params = SamplingParams(
+        max_tokens=rest["max_new_tokens"],
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        stop=rest["stop"],
+        seed=rest["seed"],
+    )
+    samples = rest["samples"]
+    length = max(map(len, prompts)) + params.max_tokens
     model = load_model(source, seq_len=length, device=place, dtype=getattr(torch, dtype))
     loaded = time.monotonic()
     note(f"{source.name} from {source.folder}, {dtype} on {place.type}: loaded in {loaded - started:.1f} s")
-    show = _Show(len(prompts), request.samples, as_json)
+    show = _Show(len(prompts), samples, as_json)
+    how = {"samples": samples, "batch_size": rest["batch_size"]}
+    how |= {"device": place, "on_text": show.text, "on_done": show.completions}
     try:
-        made = complete(
-            source, model, prompts, request, device=place, on_text=show.text, on_done=show.completions
-        )
+        made = complete(source, model, prompts, params, **how)
     except KeyboardInterrupt:
         note("")
         raise
     seconds = time.monotonic() - loaded
-    tokens = sum(completion.tokens for completion in made)
+    tokens = sum(len(completion.tokens) for completion in made)
     speed = tokens / seconds
     if as_json:
         facts = {"source": str(source.folder), "model": source.name, "device": place.type, "dtype": dtype}
-        settings = {**asdict(request.sampling), **rest, "bos": source.bos if bos is None else bos}
+        settings: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+        settings |= {**rest, "bos": source.bos if bos is None else bos}
         settings |= {"chat": chat, "system": system}
-        rows = _rows(texts, prompts, made, request.samples)
+        rows = _rows(texts, prompts, made, samples)
         timing = {"tokens": tokens, "seconds": seconds, "tokens_per_second": speed}
         print_json("generation", {**facts, "settings": settings, "prompts": rows, **timing})
     note(f"{tokens} tokens in {seconds:.1f} s, {speed:.4g} tokens/s; {_ends(made)}")
@@ -186,15 +194,19 @@ def _rows(
         {
             "prompt": text,
             "tokens": len(prompt),
-            "completions": [asdict(c) for c in made[number * samples : (number + 1) * samples]],
+            "completions": [_told(c) for c in made[number * samples : (number + 1) * samples]],
         }
         for number, (text, prompt) in enumerate(zip(texts, prompts, strict=True))
     ]
 
 
+def _told(made: Completion) -> dict[str, Any]:
+    return {"text": made.text, "tokens": len(made.tokens), "finish_reason": made.finish}
+
+
 def _ends(made: list[Completion]) -> str:
     """Return how the completions ended: `ended by length`, or a count for each reason."""
-    reasons = [completion.finish_reason for completion in made]
+    reasons = [completion.finish for completion in made]
     if len(reasons) == 1:
         return f"end: {reasons[0]}"
     return "ends: " + ", ".join(f"{reason}: {reasons.count(reason)}" for reason in sorted(set(reasons)))

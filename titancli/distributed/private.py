@@ -1,4 +1,5 @@
-"""All private names of FSDP2, DTensor, process groups and DCP that titan uses: torch promises none of them.
+"""All private names of FSDP2, DTensor, process groups, DCP and oneDNN that titan uses: torch promises none of
+them.
 
 No other module uses one; those of torchelastic stand in `titancli/launchers/agent.py`. Each has a test in
 `tests/distributed/test_private.py`, which says on a new torch what has changed.
@@ -230,3 +231,18 @@ _COMMUNICATION: dict[str, Any] = {
     "post_forward_order": list,
 }
 """The attributes for work under way, each with its idle value."""
+
+
+# ------------------------------------------------------------------------------------------------- oneDNN
+
+
+def order_of_onednn(weight: Tensor) -> Tensor:
+    """Return a copy of a matrix, [out, in], in the order in which oneDNN multiplies by it."""
+    found: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight)
+    return found
+
+
+def linear_of_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute `torch.nn.functional.linear` by oneDNN; the weight is in torch's order or in oneDNN's."""
+    found: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return found

@@ -47,6 +47,10 @@ class Call:
         """Declare how the verb is called on every rank, such as "with lr=0.1"."""
         self._alike.append(what)
 
+    def same_rows(self, what: str) -> None:
+        """Declare what must be the same on the ranks of tp, cp and pp; goes on from "rank 0"."""
+        self._same_rows.append(what)
+
     def given_batches(self, batches: Sequence[Batch], tokens: int = 0) -> None:
         """Declare the batches: as many with the same names on every rank, and with the same shapes and tokens
         on the ranks of tp, cp and pp.

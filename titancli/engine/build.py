@@ -135,9 +135,18 @@ def build_engine(
         flops_per_token=flops,
         parameter_count=count,
         config=plain_config(recipe, degrees, device, count),
+        uncut=lambda: _uncut(recipe),
+        tokenizer_config=recipe.tokenizer,
         unusable=None if awaited is None else Unusable(f"{awaited} is not loaded yet", "weights"),
         **first._asdict(),
     )
+
+
+def _uncut(recipe: Recipe) -> Any:
+    """Build the model with its converters on meta, as one rank alone has it."""
+    model = on_meta(recipe)
+    converted(model, recipe, Degrees())
+    return model
 
 
 def converted(model: Any, recipe: Recipe, degrees: Degrees) -> list[Any]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,12 +34,13 @@ from titancli.errors import TitanError
 from titancli.parallel.fsdp import reshard
 from titancli.parallel.wrapped import as_written
 from titancli.protocols import ModelDefaults
+from titancli.registry.component import build
 from titancli.registry.defaults import with_defaults
 
 if TYPE_CHECKING:
     from titancli.distributed.mesh import Mesh
     from titancli.parallel.pipeline import Placement
-    from titancli.protocols import Converter, HFForm, Loss
+    from titancli.protocols import Converter, HFForm, Loss, Tokenizer
 
 
 @dataclass(eq=False)
@@ -78,6 +80,10 @@ class EngineCore:
     """Whether adapters began at zero, so that without them the model is what training began with."""
     kept: Mapping[str, bytes] = field(default_factory=dict)
     """What the Hugging Face folder that the weights once came from had beside them, for checkpoints."""
+    uncut: Callable[[], Any] = field(default=lambda: None, repr=False)
+    """Makes the model with its converters once more, on meta, as one rank alone has it."""
+    tokenizer_config: Any = None
+    """The recipe's."""
     busy: str | None = None
     """Why no verb can be called now, if so."""
     ranks: RankGroup = field(default_factory=rank_group, repr=False)
@@ -102,6 +108,11 @@ class EngineCore:
     def __post_init__(self) -> None:
         self.number = self.ranks.enlist()
         self.watched = Watched(self.parts)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        """The recipe's; None: it has none."""
+        return None if self.tokenizer_config is None else build(self.tokenizer_config)
 
     @property
     def guard(self) -> Guard | None:

@@ -33,7 +33,7 @@ from titancli.engine.inputs import (
 from titancli.engine.opening import opened, take_over
 from titancli.engine.optimizer_state import set_rates
 from titancli.engine.rng import Stream
-from titancli.engine.sampling import gathered, not_training, refuse_layout
+from titancli.engine.sampling import refuse_layout, sampled, whole_model
 from titancli.engine.skip_step import step_with
 from titancli.engine.status import EngineSettings, Watched
 from titancli.engine.step import Backward, Hooks, Metrics, Step
@@ -42,10 +42,12 @@ from titancli.engine.weights import NamedTensor, Target, push
 from titancli.errors import TitanError
 from titancli.observe.phases import phase
 from titancli.protocols import LossDefaults
+from titancli.protocols.samples import Completion, SamplingParams
 from titancli.registry.defaults import with_defaults
 
 if TYPE_CHECKING:
     from titancli.checkpoint.format.manifest import Verify
+    from titancli.protocols import Tokenizer
     from titancli.protocols.batch import Batch
     from titancli.recipe.schema import Recipe
 
@@ -211,6 +213,35 @@ class Engine(EngineCore):
             averages = {name: quotient(value, weight) for name, value in totals.items()}
             return {**averages, "weight": weight}
 
+    def sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        n: int = 1,
+        params: SamplingParams | None = None,
+        *,
+        seeds: Sequence[Sequence[int]] | None = None,
+        limits: Sequence[int] | None = None,
+        tokenizer: Tokenizer | None = None,
+        batch_size: int = 256,
+    ) -> list[list[Completion]]:
+        """Continue this data-parallel rank's prompts (token ids), each n times; a rank may have none.
+
+        A completion follows from the seed, the prompt and its number alone, whatever else is asked for.
+
+        Args:
+            params: None: `SamplingParams()`.
+            seeds: of each completion of each prompt, in place of n and `params.seed`.
+            limits: of each prompt, new tokens at most, where that is less than `params.max_tokens`.
+            tokenizer: None: the recipe's, if it has one.
+            batch_size: completions that a rank makes together.
+
+        Raises:
+            TitanError: as for `sampling`; a prompt, named by its index, is empty, too long, or has ids that
+                the model does not have; the model gives numbers that are not finite.
+        """
+        how: dict[str, Any] = {"seeds": seeds, "limits": limits, "tokenizer": tokenizer}
+        return sampled(self, prompts, n, params or SamplingParams(), **how, batch_size=batch_size)
+
     @contextmanager
     def sampling(self) -> Iterator[Any]:
         """Gather the module under training, to sample from it, with uncompiled blocks.
@@ -219,17 +250,16 @@ class Engine(EngineCore):
                 titancli.rl.decode.decode(model, prompts, rows, ...)
 
         Inside, ranks do not have to stay in step, and the engine's verbs are rejected; afterwards training
-        continues bit for bit. A gathered model is a copy of all weights in the compute dtype.
+        continues bit for bit. A gathered model is a copy of all weights in the compute dtype, on each rank.
 
         Raises:
-            TitanError: with mesh.tp, cp, pp or ep above 1, or a model without `new_cache`.
+            TitanError: with mesh.pp above 1, or a model without `new_cache`.
         """
         self.ready("sampling")
         call = self.call("sampling")
         with call.agreed():
             refuse_layout(self.parts[0], self.mesh.degrees)
-        model = self.model
-        with torch.no_grad(), not_training([model]), gathered(model):
+        with torch.no_grad(), whole_model(self) as model:
             self.busy = "is in use by `with engine.sampling()`; leave that block first"
             try:
                 yield model

@@ -1,26 +1,92 @@
-"""The module under training as something to sample from: its parameters gathered once, its forwards plain."""
+"""Samples of the model under training: its parameters gathered once, its forwards plain."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
+from titancli.checkpoint.hf.kept import end_ids
+from titancli.checkpoint.hf.virtual import put
 from titancli.distributed.private import forget_iteration
+from titancli.distributed.together import Ranks
+from titancli.engine.first_weights import allocate
+from titancli.engine.rng import derive
 from titancli.errors import TitanError
+from titancli.models.blocks.state import named_state
 from titancli.parallel.alone import held
 from titancli.parallel.wrapped import as_written
 from titancli.protocols import ModelDefaults
 from titancli.registry.defaults import with_defaults
+from titancli.rl.complete import Completing
 
 if TYPE_CHECKING:
     from titancli.layout.degrees import Degrees
+    from titancli.protocols import Tokenizer
+    from titancli.protocols.samples import Completion, SamplingParams
 
 FSDP = "torch.distributed.fsdp"
 """Where the hooks come from that gather parameters before a forward and free them after it."""
+
+
+def seeds_of(prompts: Sequence[Sequence[int]], n: int, seed: int) -> list[list[int]]:
+    """Return the seed of each of n completions of each prompt: of (seed, number, prompt) alone."""
+    return [[derive(seed, number, *prompt) for number in range(n)] for prompt in prompts]
+
+
+def sampled(
+    engine: Any,
+    prompts: Sequence[Sequence[int]],
+    n: int,
+    params: SamplingParams,
+    *,
+    seeds: Sequence[Sequence[int]] | None,
+    limits: Sequence[int] | None,
+    tokenizer: Tokenizer | None,
+    batch_size: int,
+) -> list[list[Completion]]:
+    """See `Engine.sample`."""
+    engine.ready("sample")
+    call, degrees = engine.call("sample"), engine.mesh.degrees
+    tokenizer = tokenizer or engine.tokenizer
+    ends = end_ids(engine.kept, None if tokenizer is None else tokenizer.eos_id)
+
+    def asked(rows: slice) -> Completing:
+        return Completing(
+            engine.parts[0],
+            prompts[rows],
+            (seeds or seeds_of(prompts, n, params.seed))[rows],
+            params,
+            tokenizer=tokenizer,
+            end_ids=ends,
+            limits=None if limits is None else limits[rows],
+        )
+
+    with call.agreed():
+        for name, number in {"n": n, "batch_size": batch_size}.items():
+            if type(number) is not int or number < 1:
+                raise TitanError(f"sample: {name} is {number!r}", hint="it is an integer of 1 or more")
+        whole = asked(slice(None))
+        call.same_rows(f"with other prompts, seeds or options ({derive(whole.prompts, whole.rows, params)})")
+    # Ranks that have the same prompts take some each: they might round differently on a device.
+    peers = degrees.cp * degrees.tp
+
+    def run(asked: Completing) -> list[list[Completion]]:
+        return asked.run(model, engine.device, batch_size=batch_size, version=engine.version)
+
+    with engine.sampling() as model:
+        if peers == 1:
+            with call.shared():
+                return run(whole)
+        rank, first = dist.get_rank() % peers, dist.get_rank() // peers * peers
+        everyones = Ranks().each("sample", lambda: run(asked(slice(rank, None, peers))))
+    return [everyones[first + number % peers][number // peers] for number in range(len(prompts))]
 
 
 def refuse_layout(model: Any, degrees: Degrees) -> None:
@@ -28,17 +94,12 @@ def refuse_layout(model: Any, degrees: Degrees) -> None:
     Raises:
         TitanError: the layout, or the model, cannot be sampled from.
     """
-    for name, why in {
-        "tp": "its ranks hold parts of the sequence, and a single token cannot be split",
-        "cp": "each rank would hold a part of the growing row",
-        "pp": "each rank holds only some stages of the model",
-        "ep": "its ranks would have to sample in lockstep",
-    }.items():
-        if (degree := getattr(degrees, name)) > 1:
-            raise TitanError(
-                f"sampling: a model under mesh.{name} = {degree} cannot be sampled from: {why}",
-                hint=f"set mesh.{name} = 1, or pass engine.weights() to a separate generator",
-            )
+    if degrees.pp > 1:
+        raise TitanError(
+            f"sampling: a model under mesh.pp = {degrees.pp} cannot be sampled from: each rank holds only "
+            "some stages of the model",
+            hint="set mesh.pp = 1, or pass engine.weights() to a separate generator",
+        )
     if with_defaults(ModelDefaults, model).new_cache is None:
         raise TitanError(
             f"sampling: {type(model).__name__} cannot generate: it has no new_cache",
@@ -58,6 +119,33 @@ def not_training(parts: Iterable[nn.Module]) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+@contextmanager
+def whole_model(engine: Any) -> Iterator[Any]:
+    """Have the whole model in each rank's own memory inside, to be sampled from. Collective at its beginning.
+
+    Where ranks have parts of a row or of a matrix, it is a copy that is put together; else the module under
+    training itself.
+    """
+    degrees = engine.mesh.degrees
+    if degrees.tp * degrees.cp * degrees.ep > 1:
+        yield assembled(engine)
+        return
+    model = engine.parts[0]
+    with not_training([model]), gathered(model):
+        yield model
+
+
+def assembled(engine: Any) -> Any:
+    """Return a copy of the model as one rank alone has it, in the compute dtype. Collective."""
+    model = engine.uncut()
+    allocate(model.to(getattr(torch, engine.config["compute_dtype"])), engine.device)
+    target = dict(named_state(model))
+    for name, tensor in named_state(engine.parts[0]):
+        whole = tensor.detach()
+        put(target[name], whole.full_tensor() if isinstance(whole, DTensor) else whole)
+    return model.eval()
 
 
 @contextmanager

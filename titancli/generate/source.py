@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from torch import Tensor
 from titancli.checkpoint.base import open_weights
 from titancli.checkpoint.format.manifest import is_checkpoint
 from titancli.checkpoint.hf.folder import read_hf
+from titancli.checkpoint.hf.kept import end_ids, kept_of
 from titancli.checkpoint.hf.virtual import put
 from titancli.checkpoint.hf.which import (
     check_parameters,
@@ -45,7 +45,7 @@ class Source:
     config: Any
     """The model's."""
     tokenizer: Tokenizer
-    eos_ids: frozenset[int]
+    end_ids: frozenset[int]
     """Tokens that end a text."""
     bos: bool
     """True if the model was trained on texts that begin with bos."""
@@ -96,7 +96,8 @@ def _from_checkpoint(src: Path, tokenizer: str | None, say: Say) -> Source:
     # Looking for the newest good one has read every file already.
     reader = open_weights(folder, config, verify="full" if folder == src.absolute() else "size", say=say)
     check_parameters(reader, config, folder)
-    return Source(folder, config, built, frozenset({built.eos_id}), False, reader.read)
+    ends = end_ids(kept_of(folder), built.eos_id)
+    return Source(folder, config, built, ends, False, reader.read)
 
 
 def _from_hf(src: Path, tokenizer: str | None, component: str | None) -> Source:
@@ -106,9 +107,9 @@ def _from_hf(src: Path, tokenizer: str | None, component: str | None) -> Source:
     built = _tokenizer(tokenizer)
     reader = read_hf(src, hf_form(config))
     reader.check(parameter_shapes(config))
-    eos_ids = frozenset({built.eos_id, *_eos_ids(src)})
+    ends = end_ids(kept_of(src), built.eos_id)
     return Source(
-        src, config, built, eos_ids, with_defaults(TokenizerDefaults, built).adds_bos, reader.parameter
+        src, config, built, ends, with_defaults(TokenizerDefaults, built).adds_bos, reader.parameter
     )
 
 
@@ -137,23 +138,6 @@ def _tokenizer(name: str | None) -> Tokenizer:
             hint="give the path of a folder with tokenizer.json; it must contain a /",
         )
     return build(config())
-
-
-def _eos_ids(folder: Path) -> list[int]:
-    """The end markers that a Hugging Face folder names; an instruct model has several."""
-    for name in ("generation_config.json", "config.json"):
-        try:
-            found = json.loads((folder / name).read_bytes()).get("eos_token_id")
-        except FileNotFoundError:
-            continue
-        except (OSError, ValueError, AttributeError, RecursionError) as error:
-            raise EnvironmentProblem(
-                f"{folder / name} is damaged: {error}", hint="download it again"
-            ) from error
-        ids = found if isinstance(found, list) else [found]
-        if ids := [i for i in ids if isinstance(i, int)]:
-            return ids
-    return []
 
 
 def encode(source: Source, texts: Sequence[str], *, bos: bool | None = None) -> list[list[int]]:

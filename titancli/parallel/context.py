@@ -113,7 +113,9 @@ def _causal(
 ) -> Tensor:
     """`core_attention` of a module whose rows are cut; shapes as there, of this rank's part."""
     if mask is None and not causal:
-        raise TitanError("with mesh.cp a model cannot generate with a cache", hint="set mesh.cp = 1")
+        raise TitanError(
+            "with mesh.cp a model cannot generate with a cache", hint="use engine.sample or engine.sampling()"
+        )
     return over_rows(q, k, v, mask, **sinks)
 
 

@@ -28,6 +28,7 @@ from titancli.protocols.data import (
 from titancli.protocols.hf import HFBuilder, HFBuilderDefaults, HFForm, HFFormDefaults
 from titancli.protocols.model import (
     Cache,
+    CacheDefaults,
     Model,
     ModelBuilder,
     ModelConfig,
@@ -68,6 +69,7 @@ __all__ = [
     "Advantage",
     "AdvantageBuilder",
     "Cache",
+    "CacheDefaults",
     "Callback",
     "CallbackBuilder",
     "Converter",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 if TYPE_CHECKING:
@@ -83,10 +83,10 @@ class ModelDefaults:
     """Maps patterns of parameter names (fnmatch) to roles, where these do not follow from the modules: for
     what is a linear layer and yet no matrix of hidden states, as a router, or the reverse. See
     `titancli.models.roles.roles_of`."""
-    new_cache: Callable[..., Cache] | None = None
-    """For a model that can generate: `new_cache(length, padding=None)`, for rows of at most `length`
-    tokens, where the first `padding` ([B] int64) tokens of each row do not count. `forward(tokens,
-    cache=cache)` appends tokens to the cache and returns the logits of the last one, [B, 1, V]."""
+    new_cache: Callable[[], Cache] | None = None
+    """For a model that can generate: returns an empty cache. `forward(tokens, cache=cache.extend(rows,
+    counts, device))` appends tokens to rows of it, and returns the logits of the last token of each, [R, V];
+    tokens, [1, N], are those of the first of the rows, then those of the second, …"""
 
     stage: Callable[..., Any] | None = None
     """For a model whose children are not its stages: `stage(names)`, the part that has these modules, named
@@ -143,10 +143,29 @@ class ModuleDefaults:
 
 
 class Cache(Protocol):
-    """The state that a model keeps of previous tokens, for rows that grow together."""
+    """The state that a model keeps of rows of tokens; they begin and end independently of each other."""
 
-    def select(self, rows: Tensor) -> None:
-        """Keep these rows ([N] int64), in this order; a row may occur more than once."""
+    def begin(self) -> int:
+        """Begin an empty row, and return its number."""
+        ...
+
+    def fork(self, row: int, count: int) -> list[int]:
+        """Begin so many rows with the tokens of this one, and return their numbers."""
+        ...
+
+    def close(self, row: int) -> None:
+        """End a row; its number may be that of a later one."""
+
+    def extend(self, rows: Sequence[int], counts: Sequence[int], device: torch.device) -> Any:
+        """Return what `forward` is passed to append so many tokens to each of these rows: any number to a
+        row that is empty, one to others. After a forward that raised, the cache is not used again."""
+
+
+class CacheDefaults:
+    """Optional members of a cache, with their defaults."""
+
+    apart: bool = False
+    """Whether rows must begin in one call and grow together, so that others begin when they have ended."""
 
 
 class ModelConfig(Protocol):

@@ -1,6 +1,7 @@
 """Learning from what a model writes itself: the configs of tasks, generators, rewards and advantages.
 
-Torch-free. How tokens are drawn is in `sampling.py` and `decode.py`, which `titan generate` shares.
+Torch-free. How prompts are continued is in `complete.py`, `decode.py` and `sampling.py`, which
+`titan generate` shares.
 """
 
 from __future__ import annotations
@@ -37,16 +38,11 @@ class Local:
     stop: list[Annotated[str, MinLen(1)]] = field(default_factory=list)
     """Stop sequences that end a completion."""
     batch_size: Annotated[int, Gt(0)] = 256
-    """Completions per batch on each rank."""
+    """Completions that each rank makes together; where one ends, the next begins."""
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
-        for name in ("tp", "cp", "pp", "ep"):
-            degree = getattr(recipe.mesh, name)
-            if degree != 1:
-                yield (
-                    "",
-                    f"it samples from whole rows and a whole model, but mesh.{name} = {degree} shards them",
-                )
+        if recipe.mesh.pp != 1:
+            yield "", f"it samples from a whole model, but mesh.pp = {recipe.mesh.pp} cuts it into stages"
 
 
 @component("advantage", "group_mean", target="titancli.rl.advantages:GroupMean")

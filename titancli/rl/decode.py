@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from titancli.errors import TitanError
-from titancli.protocols import ModelDefaults
+from titancli.models.blocks.packed import packed
+from titancli.protocols import CacheDefaults, ModelDefaults
+from titancli.protocols.samples import SamplingParams
 from titancli.registry.defaults import ModelConfigDefaults, with_defaults
-from titancli.rl.sampling import Sampling, choose, uniforms
+from titancli.rl.sampling import choose, uniforms
 
 OnToken = Callable[[int, int], bool]
 """Called with a row and its new token; returns whether the row goes on."""
+READ_AT_ONCE = 4096
+"""Tokens of prompts that are read in one call at most, if there are several."""
 
 
 @dataclass(frozen=True)
@@ -35,62 +41,187 @@ def decode(
     model: Any,
     prompts: Sequence[Sequence[int]],
     rows: Sequence[Row],
-    sampling: Sampling,
+    params: SamplingParams,
     on_token: OnToken,
     *,
     device: torch.device,
     vocab_size: int | None = None,
     log_probs: Sequence[list[float]] | None = None,
+    batch_size: int = 256,
 ) -> None:
-    """Continue prompts together, each row until `on_token` says that it ends or its limit is reached.
+    """Continue prompts, each row until `on_token` says that it ends or its limit is reached.
 
-    A prompt is read once, however many rows continue it; a row that has ended costs nothing more.
+    Where a row ends, the next begins, in the order of their prompts. A prompt is read once, however many rows
+    continue it, and a row that has ended costs nothing more.
 
     Args:
         model: has `new_cache` (see `titancli.protocols.Model`).
-        prompts: token ids; none is empty, and each is continued by a row at least.
+        prompts: token ids; none is empty.
         vocab_size: ids from here on are never chosen; None: the model's own.
         log_probs: of each row, the list that the log-probabilities of its tokens are added to: those that the
             model gives, among all of its ids, whatever they are drawn with.
+        batch_size: how many rows are continued together at most.
 
     Raises:
         TitanError: a prompt is empty, holds an id that the model does not have, or leaves less room in its
             context than a row may take; or the model gives numbers that are not finite.
     """
-    _check(model, prompts, rows)
-    tokens, padding = _left_padded(prompts, device)
-    limit = max(row.limit for row in rows)
-    # The last token that is drawn is never read.
-    cache = model.new_cache(tokens.shape[1] + limit - 1, padding)
-    logits = model(tokens, cache=cache)[:, -1]
-    owners = torch.tensor([row.prompt for row in rows], device=device)
-    if owners.tolist() != list(range(len(prompts))):
-        cache.select(owners)
-        logits = logits[owners]
-    numbers = uniforms([row.seed for row in rows], limit).to(device)
-    alive = list(range(len(rows)))
-    for step in range(limit):
-        chosen = choose(_finite(logits[:, :vocab_size]), sampling, numbers[alive, step])
+    check(model, prompts, rows)
+    decoding = _Decoding(model, prompts, rows, device, batch_size)
+    with packed(model) if rows else nullcontext():
+        _run(decoding, params, on_token, vocab_size, log_probs)
+
+
+def _run(
+    decoding: _Decoding,
+    params: SamplingParams,
+    on_token: OnToken,
+    vocab_size: int | None,
+    log_probs: Sequence[list[float]] | None,
+) -> None:
+    while decoding.goes_on:
+        logits, drawing = decoding.forward()
+        uniform = torch.stack([row.uniforms[row.drawn] for row in drawing]).to(logits.device)
+        chosen = choose(_finite(logits[:, :vocab_size]), params, uniform)
         if log_probs is not None:
-            for row, value in zip(alive, _log_probs(logits, chosen), strict=True):
-                log_probs[row].append(value)
-        ids = chosen.tolist()
-        kept = [i for i, row in enumerate(alive) if on_token(row, ids[i]) and step + 1 < rows[row].limit]
-        if not kept:
-            return
-        if len(kept) < len(alive):
-            alive = [alive[i] for i in kept]
-            selected = torch.tensor(kept, device=device)
-            cache.select(selected)
-            chosen = chosen[selected]
-        logits = model(chosen[:, None], cache=cache)[:, -1]
+            for row, value in zip(drawing, _log_probs(logits, chosen), strict=True):
+                log_probs[row.number].append(value)
+        decoding.advance(drawing, chosen.tolist(), on_token)
 
 
-def _check(model: Any, prompts: Sequence[Sequence[int]], rows: Sequence[Row]) -> None:
+@dataclass(eq=False)
+class _Running:
+    """A row that has begun."""
+
+    number: int
+    uniforms: Tensor
+    """[limit] float64: what its tokens are drawn with."""
+    place: int | None = None
+    """Its row of the cache; None: its first token is to be drawn."""
+    drawn: int = 0
+    token: int = 0
+    """The last one."""
+
+
+@dataclass(eq=False)
+class _Read:
+    """A prompt that the model has read."""
+
+    place: int
+    """Its row of the cache."""
+    logits: Tensor
+    """[V], of its last token."""
+    waiting: deque[int]
+    """Rows that continue it and have not begun."""
+    begun: list[_Running] = field(default_factory=list)
+    """Those whose first token is being drawn."""
+
+
+class _Decoding:
+    """Which rows go on, and what the cache has of them."""
+
+    def __init__(
+        self,
+        model: Any,
+        prompts: Sequence[Sequence[int]],
+        rows: Sequence[Row],
+        device: torch.device,
+        batch_size: int,
+    ) -> None:
+        self._model, self._prompts, self._rows = model, prompts, rows
+        self._device, self._batch_size = device, batch_size
+        self._cache = model.new_cache()
+        self._apart = with_defaults(CacheDefaults, self._cache).apart
+        self._unread: dict[int, deque[int]] = {}
+        for number, row in enumerate(rows):
+            self._unread.setdefault(row.prompt, deque()).append(number)
+        self._read: list[_Read] = []
+        self._running: list[_Running] = []
+
+    @property
+    def goes_on(self) -> bool:
+        """Return whether a row has not ended."""
+        return bool(self._unread or self._read or self._running)
+
+    def forward(self) -> tuple[Tensor, list[_Running]]:
+        """Return logits, [B, V], and the rows of which each draws its next token with them."""
+        running, asked = self._running, self._to_read()
+        parts = []
+        if running or asked:
+            tokens = [row.token for row in running] + [i for number in asked for i in self._prompts[number]]
+            places = [row.place for row in running] + [self._cache.begin() for _ in asked]
+            counts = [1] * len(running) + [len(self._prompts[number]) for number in asked]
+            call = self._cache.extend(places, counts, self._device)
+            logits = self._model(torch.tensor([tokens], device=self._device), cache=call)
+            parts.append(logits[: len(running)])
+            for at, number in enumerate(asked, start=len(running)):
+                self._read.append(_Read(places[at], logits[at], asked[number]))
+        room = self._batch_size - len(running)
+        for read in self._read:
+            count = min(room, len(read.waiting))
+            read.begun = [self._begun(read.waiting.popleft()) for _ in range(count)]
+            room -= count
+            parts.append(read.logits.expand(count, -1))
+        logits = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return logits, [*running, *(row for read in self._read for row in read.begun)]
+
+    def _to_read(self) -> dict[int, deque[int]]:
+        """The prompts that there is room for, and which rows will continue each."""
+        room = self._batch_size - len(self._running) - sum(len(read.waiting) for read in self._read)
+        if self._apart and self._running:
+            room = 0
+        found: dict[int, deque[int]] = {}
+        tokens = 0
+        for number, rows in list(self._unread.items()):
+            tokens += len(self._prompts[number])
+            if room <= 0 or (found and tokens > READ_AT_ONCE):
+                break
+            # Rows that begin later find the prompt in the cache, unless they must begin with the others.
+            count = min(room, len(rows)) if self._apart else len(rows)
+            found[number] = deque(rows.popleft() for _ in range(count))
+            room -= count
+            if not rows:
+                del self._unread[number]
+        return found
+
+    def _begun(self, number: int) -> _Running:
+        row = self._rows[number]
+        return _Running(number, uniforms(row.seed, row.limit))
+
+    def advance(self, drawn: Sequence[_Running], tokens: Sequence[int], on_token: OnToken) -> None:
+        """Give rows their new tokens; those that end leave their place to others."""
+        for row, token in zip(drawn, tokens, strict=True):
+            row.token, row.drawn = token, row.drawn + 1
+        goes_on = {
+            id(row)
+            for row in drawn
+            if on_token(row.number, row.token) and row.drawn < self._rows[row.number].limit
+        }
+        for row in drawn:
+            if row.place is not None and id(row) not in goes_on:
+                self._cache.close(row.place)
+        for read in self._read:
+            self._place(read, [row for row in read.begun if id(row) in goes_on])
+        self._read = [read for read in self._read if read.waiting]
+        self._running = [row for row in drawn if id(row) in goes_on]
+
+    def _place(self, read: _Read, rows: list[_Running]) -> None:
+        """Give rows that continue a prompt what the cache has of it; the last of all takes its own place."""
+        keeps = bool(read.waiting) or not rows
+        copies = self._cache.fork(read.place, len(rows) - (not keeps)) if rows else []
+        for row, place in zip(rows, [*copies, read.place], strict=False):
+            row.place = place
+        if keeps and not read.waiting:
+            self._cache.close(read.place)
+
+
+def check(model: Any, prompts: Sequence[Sequence[int]], rows: Sequence[Row]) -> None:
+    """
+    Raises:
+        TitanError: see `decode`.
+    """
     sizes = with_defaults(ModelConfigDefaults, with_defaults(ModelDefaults, model).config)
     vocab_size, longest = sizes.vocab_size, sizes.max_seq_len
-    if not rows:
-        raise TitanError("there are no rows to decode", hint="pass a Row for each completion")
     for number, prompt in enumerate(prompts):
         if not len(prompt):
             raise TitanError(
@@ -115,16 +246,6 @@ def _check(model: Any, prompts: Sequence[Sequence[int]], rows: Sequence[Row]) ->
                 f"more, but the model's context (max_seq_len) is {longest}",
                 hint="shorten the prompt or lower the limit",
             )
-
-
-def _left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """[B, S] int64 of prompts that end together, and [B] how much padding each has (None: none has any)."""
-    longest = max(map(len, prompts))
-    lacking = [longest - len(prompt) for prompt in prompts]
-    tokens = torch.tensor(
-        [[0] * lack + list(prompt) for lack, prompt in zip(lacking, prompts, strict=True)], device=device
-    )
-    return tokens, torch.tensor(lacking, device=device) if any(lacking) else None
 
 
 def _log_probs(logits: Tensor, chosen: Tensor) -> list[float]:

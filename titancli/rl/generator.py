@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from titancli.protocols.samples import Completion
-from titancli.rl.decode import Row, decode
-from titancli.rl.sampling import Sampling
-from titancli.rl.writer import Writer
+from titancli.protocols.samples import Completion, SamplingParams
 
 if TYPE_CHECKING:
     from titancli import rl
@@ -16,14 +14,17 @@ if TYPE_CHECKING:
 
 
 class LocalGenerator:
-    """A `titancli.protocols.Generator`.
-
-    Parameters are gathered once for all that is sampled; then each rank goes on by itself, at its own pace.
-    """
+    """A `titancli.protocols.Generator` by `Engine.sample`."""
 
     def __init__(self, config: rl.Local, engine: Any, tokenizer: Tokenizer) -> None:
-        self._config, self._engine, self._tokenizer = config, engine, tokenizer
-        self._eos_ids = frozenset({tokenizer.eos_id})
+        self._engine, self._tokenizer, self._batch_size = engine, tokenizer, config.batch_size
+        self._params = SamplingParams(
+            max_tokens=config.max_new_tokens,
+            temperature=config.temperature,
+            top_k=config.top_k,
+            top_p=config.top_p,
+            stop=config.stop,
+        )
 
     def update(self, version: int) -> None:
         """Its weights are the engine's own."""
@@ -41,46 +42,21 @@ class LocalGenerator:
         Raises:
             TitanError: the model gives numbers that are not finite.
         """
-        wanted = [(prompt, seed) for prompt, own in enumerate(seeds) for seed in own]
-        made: list[list[Completion]] = [[] for _ in prompts]
-        with self._engine.sampling() as model:
-            for start in range(0, len(wanted), self._config.batch_size):
-                batch = wanted[start : start + self._config.batch_size]
-                first, last = batch[0][0], batch[-1][0]
-                rows = [
-                    Row(p - first, seed, min(self._config.max_new_tokens, limits[p])) for p, seed in batch
-                ]
-                found = self._batch(model, prompts[first : last + 1], rows, greedy)
-                for (prompt, _), completion in zip(batch, found, strict=True):
-                    made[prompt].append(completion)
-        return made
-
-    def _batch(
-        self, model: Any, prompts: Sequence[Sequence[int]], rows: list[Row], greedy: bool
-    ) -> list[Completion]:
-        config, decode_text = self._config, self._tokenizer.decode
-        writers = [Writer(decode_text, prompts[row.prompt], self._eos_ids, config.stop) for row in rows]
-        log_probs: list[list[float]] = [[] for _ in rows]
-        decode(
-            model,
+        found: list[list[Completion]] = self._engine.sample(
             prompts,
-            rows,
-            Sampling(0.0 if greedy else config.temperature, config.top_k, config.top_p),
-            lambda row, token: writers[row].token(token),
-            device=self._engine.device,
-            vocab_size=self._tokenizer.vocab_size,
-            log_probs=log_probs,
+            params=replace(self._params, temperature=0.0) if greedy else self._params,
+            seeds=seeds,
+            limits=limits,
+            tokenizer=self._tokenizer,
+            batch_size=self._batch_size,
         )
-        return [
-            Completion(writer.text(), writer.tokens, own, writer.finish or "length")
-            for writer, own in zip(writers, log_probs, strict=True)
-        ]
+        return found
 
 
 def build(config: rl.Local, *, engine: Any, tokenizer: Tokenizer) -> LocalGenerator:
     """
     Raises:
-        TitanError: the engine cannot be sampled from: it is cut otherwise than over data, or its model cannot
+        TitanError: the engine cannot be sampled from: it is cut into pipeline stages, or its model cannot
             generate.
     """
     with engine.sampling():  # says so before the first step

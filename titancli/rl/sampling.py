@@ -6,49 +6,10 @@ CPU, so that what is drawn depends neither on the device nor on what else is in 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from titancli.errors import TitanError
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """The options of sampling.
-
-    Raises:
-        TitanError: a number is out of its range.
-    """
-
-    temperature: float = 1.0
-    """Logits are divided by this; 0: the most probable token always."""
-    top_k: int | None = None
-    """Only so many most probable tokens; None: all."""
-    top_p: float = 1.0
-    """Nucleus: the fewest of the most probable tokens that reach this probability together."""
-
-    def __post_init__(self) -> None:
-        for name, value, fits, range_ in (
-            (
-                "temperature",
-                self.temperature,
-                0 <= self.temperature < math.inf,
-                "0 (the most probable) or more",
-            ),
-            (
-                "top_k",
-                self.top_k,
-                self.top_k is None or (type(self.top_k) is int and self.top_k >= 1),
-                "an integer of 1 or more, or None for all tokens",
-            ),
-            ("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1"),
-        ):
-            if not fits:
-                raise TitanError(f"sampling: {name} is {value}", hint=f"it is {range_}")
+from titancli.protocols.samples import SamplingParams
 
 
 def keep_top_k(logits: Tensor, k: int) -> Tensor:
@@ -70,16 +31,16 @@ def keep_top_p(logits: Tensor, p: float) -> Tensor:
     return logits.masked_fill(dropped, float("-inf"))
 
 
-def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
+def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
     """Return the distribution to sample from, [..., V] fp32, for logits [..., V] and a temperature above
     0."""
     logits = logits.float()
     # The greatest becomes 0, so that a small temperature makes no infinite number.
-    logits = (logits - logits.amax(-1, keepdim=True)) / sampling.temperature
-    if sampling.top_k is not None:
-        logits = keep_top_k(logits, sampling.top_k)
-    if sampling.top_p < 1:
-        logits = keep_top_p(logits, sampling.top_p)
+    logits = (logits - logits.amax(-1, keepdim=True)) / params.temperature
+    if params.top_k is not None:
+        logits = keep_top_k(logits, params.top_k)
+    if params.top_p < 1:
+        logits = keep_top_p(logits, params.top_p)
     return logits.softmax(-1)
 
 
@@ -97,14 +58,13 @@ def draw(probabilities: Tensor, uniform: Tensor) -> Tensor:
     return torch.searchsorted(cumulative, wanted, right=True)[:, 0].clamp(max=probabilities.shape[-1] - 1)
 
 
-def choose(logits: Tensor, sampling: Sampling, uniform: Tensor) -> Tensor:
+def choose(logits: Tensor, params: SamplingParams, uniform: Tensor) -> Tensor:
     """The next token of each row, [B] int64, for logits [B, V] and numbers in [0, 1), [B] float64."""
-    if sampling.temperature == 0:
+    if params.temperature == 0:
         return logits.argmax(-1)
-    return draw(probabilities(logits, sampling), uniform)
+    return draw(probabilities(logits, params), uniform)
 
 
-def uniforms(seeds: Sequence[int], count: int) -> Tensor:
-    """Numbers in [0, 1) on the CPU, [len(seeds), count] float64; a row follows from its own seed alone."""
-    rows = [torch.rand(count, dtype=torch.float64, generator=torch.Generator().manual_seed(s)) for s in seeds]
-    return torch.stack(rows)
+def uniforms(seed: int, count: int) -> Tensor:
+    """Numbers in [0, 1) on the CPU, [count] float64; the first are the same whatever the count."""
+    return torch.rand(count, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))

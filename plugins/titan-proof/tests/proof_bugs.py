@@ -24,7 +24,7 @@ from titancli.engine import Engine, grad_clip, pipelined, runners, sampling
 from titancli.engine import engine as engine_module
 from titancli.engine.experts import Balancing, RouterLosses
 from titancli.engine.step import Step
-from titancli.models.blocks.cache import KVCache
+from titancli.models.blocks.cache import Group, KVCache
 from titancli.models.blocks.decoder import Decoder
 from titancli.models.blocks.feed_forward import FeedForward
 from titancli.models.blocks.hf import DecoderHF
@@ -383,12 +383,12 @@ def transposed_at_export() -> Iterator[None]:
 def cache_off_by_one() -> Iterator[None]:
     """Tokens after the prompt are put one position too far."""
 
-    def advance(original: Any, self: KVCache, count: int, device: Any) -> Any:
-        later = self.used > 0
-        positions, mask = original(self, count, device)
-        return positions + later, mask
+    def extend(original: Any, self: KVCache, rows: Any, counts: Any, device: Any) -> Any:
+        later = [bool(self.table.lengths[row]) for row in rows]
+        found = original(self, rows, counts, device)
+        return dataclasses.replace(found, positions=found.positions + 1) if all(later) else found
 
-    with wrapped(KVCache, "advance", advance):
+    with wrapped(KVCache, "extend", extend):
         yield
 
 
@@ -408,15 +408,11 @@ def converters_taken_off_to_sample() -> Iterator[None]:
 
 
 @bug
-def padding_seen() -> Iterator[None]:
-    """Rows that begin later see what they are padded with."""
+def filling_seen() -> Iterator[None]:
+    """Rows that are shorter than others see what fills up their keys."""
 
-    def advance(original: Any, self: KVCache, count: int, device: Any) -> Any:
-        positions, _ = original(self, count, device)
-        padding, self.padding, self.used = self.padding, None, self.used - count
-        _, mask = original(self, count, device)
-        self.padding = padding
-        return positions, mask
+    def find(original: Any, self: Group, reach: Any, device: Any) -> Any:
+        return original(self, reach, device)._replace(mask=None)
 
-    with wrapped(KVCache, "advance", advance):
+    with wrapped(Group, "_find", find):
         yield

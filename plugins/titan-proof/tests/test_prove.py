@@ -134,7 +134,7 @@ SEEDS = {
     "cache_off_by_one": Seed(
         case("generation"), "layers.0.attention.wo.weight", "the logits of token 5 differ"
     ),
-    "padding_seen": Seed(case("generation"), None, "in rows that are padded at their beginning"),
+    "filling_seen": Seed(case("generation"), None, "in rows of unequal length"),
 }
 SLOW = SEEDS.keys() - {
     *("missing_reduction", "one_gradient_twice", "divided_again_by_micro_batches", "window_off_by_one"),

@@ -18,6 +18,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.engine import cases
 from tests.engine.cases import Layout
+from tests.generate.models import feed
 from tests.models.hf_configs import CONFIGS, LLAMA, config
 from titan_transformers import HFCausalLM
 from titan_transformers.model import TransformersModel, build
@@ -168,19 +169,17 @@ def test_a_cache_gives_the_logits_of_the_whole_row(name: str) -> None:
     model, text = made(name).eval(), tokens(3, 20)
     whole = model(text)
     lengths = [12, 7, 3]
-    padding = torch.tensor([12 - length for length in lengths])
-    prompts = torch.full((3, 12), 60)
-    for row, length in enumerate(lengths):
-        prompts[row, 12 - length :] = text[row, :length]
-    cache = model.new_cache(20, padding)
+    cache = model.new_cache()
     last = [length - 1 for length in lengths]
-    torch.testing.assert_close(model(prompts, cache=cache)[:, 0], whole[range(3), last], **CLOSE)
-    rows = torch.tensor([2, 0, 0])
-    cache.select(rows)
+    opened = [cache.begin() for _ in lengths]
+    found = feed(model, cache, opened, [text[row, :length] for row, length in enumerate(lengths)])
+    torch.testing.assert_close(found, whole[range(3), last], **CLOSE)
+    numbers, rows = [opened[2], opened[0], *cache.fork(opened[0], 1)], [2, 0, 0]
+    cache.close(opened[1])
     for step in range(1, 6):
-        new = torch.stack([text[row, lengths[row] - 1 + step] for row in rows])[:, None]
-        wanted = whole[rows, [lengths[row] - 1 + step for row in rows]]
-        torch.testing.assert_close(model(new, cache=cache)[:, 0], wanted, **CLOSE)
+        at = [lengths[row] - 1 + step for row in rows]
+        found = feed(model, cache, numbers, [text[row, n : n + 1] for row, n in zip(rows, at, strict=True)])
+        torch.testing.assert_close(found, whole[rows, at], **CLOSE)
 
 
 @pytest.mark.parametrize("name", ["llama", "llama, tied", "gemma3", "gpt2", "gpt_neox", "experts"])

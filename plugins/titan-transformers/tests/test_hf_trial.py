@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from tests.generate.models import feed
 from tests.models.hf_configs import CONFIGS, LLAMA, SPARSE
 from titan_transformers import HFCausalLM, attention, trial
 from titan_transformers.model import build
@@ -284,28 +285,33 @@ def test_rows_beside_a_longer_row_do_not_change(kind: str) -> None:
             ):
                 model(text)
             with pytest.raises(TitanError, match="rows of 20 tokens"):
-                model(text, cache=model.new_cache(20))
+                begin(model, text)
         with Reads() as reads:
             model(text[:, :16], torch.arange(16).expand(2, -1), torch.zeros(2, 16, dtype=torch.int32))
         assert reads.count == 0
+
+
+def begin(model: Any, text: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    """The logits of the last token of each row, and the cache that has them."""
+    cache = model.new_cache()
+    return feed(model, cache, [cache.begin() for _ in text], list(text)), cache
 
 
 @torch.no_grad()
 def test_one_long_row_is_generated_from_as_transformers_does() -> None:
     model, text = made_of(PHI3).eval(), tokens(1, 20)
     theirs = in_transformers(model)
-    cache = model.new_cache(20)
-    torch.testing.assert_close(model(text[:, :18], cache=cache), theirs(text[:, :18]).logits[:, -1:], **CLOSE)
+    found, cache = begin(model, text[:, :18])
+    torch.testing.assert_close(found, theirs(text[:, :18]).logits[:, -1], **CLOSE)
     torch.testing.assert_close(
-        model(text[:, 18:19], cache=cache), theirs(text[:, :19]).logits[:, -1:], **CLOSE
+        feed(model, cache, [0], [text[0, 18:19]]), theirs(text[:, :19]).logits[:, -1], **CLOSE
     )
-    cache = model.new_cache(20)
-    model(text[:, :15], cache=cache)
+    _, cache = begin(model, text[:, :15])
     with pytest.raises(TitanError, match="longrope"):  # the keys of the first 15 have other frequencies
-        model(text[:, 15:17], cache=cache)
+        feed(model, cache, [0], [text[0, 15:17]])
     model = made_of(DYNAMIC).eval()
     with pytest.raises(TitanError, match="dynamic"):
-        model(text, cache=model.new_cache(20))
+        begin(model, text)
 
 
 # -------------------------------------------------------------------------------- everything transformers has

@@ -168,8 +168,8 @@ class TransformersModel(nn.Module):
         loss: Loss | None = None,
         cache: Cache | None = None,
     ) -> Tensor | LossResult:
-        """Return logits [B, S, V], or a LossResult if a loss is given; with a cache, the last token's logits
-        [B, 1, V].
+        """Return logits [B, S, V], or a LossResult if a loss is given; with a cache, the logits of the last
+        token of each row, [R, V].
 
         Args:
             tokens: [B, S] int64.
@@ -177,11 +177,11 @@ class TransformersModel(nn.Module):
             document_ids: [B, S]; None means that a row is one document, whatever its positions are.
             batch: the batch that the loss is computed on.
             loss: computed inside the output module.
-            cache: holds the tokens before these, and stores these.
+            cache: holds the tokens before these; its `extend` says to which rows these, [1, N], are added.
         """
         if cache is not None:
-            hidden = cache.extend(self.base, tokens)
-            return self.output(hidden[:, -1:])
+            logits: Tensor = self.output(cache.run(self.base, tokens)[None])
+            return logits[0]
         if self.border is not None:
             return self._stage(self.border, tokens, positions, document_ids, batch, loss)
         if self.rope is not None:
@@ -258,14 +258,14 @@ class TransformersModel(nn.Module):
         hidden = self._hidden(apart.view(count, longest), counted, None)
         return hidden.flatten(0, 1)[place].view(*tokens.shape, -1)
 
-    def new_cache(self, length: int, padding: Tensor | None = None) -> Cache:
+    def new_cache(self) -> Cache:
         """Return an empty cache for `forward(tokens, cache=…)`; its memory grows with the rows.
 
         Raises:
             RecipeError: a tiny copy gives other logits with transformers' cache.
         """
         try_cache_once(self.config.values, _on_meta)
-        return Cache(self._parts, padding)
+        return Cache(self._parts)
 
     # ------------------------------------------------------------------------------------------- values
 

@@ -125,10 +125,14 @@ def try_cache_once(values: Mapping[str, Any], make: Callable[[Mapping[str, Any]]
 
 def _cache_fault(model: Any) -> str | None:
     tokens = _tokens(model.base)[:, : 8 if model.rope is None else min(8, model.rope.length)]
-    cache = Cache(model._parts, None)
+    cache = Cache(model._parts)
     whole, start = model(tokens), tokens.shape[1] - 2
-    made = [model(tokens[:, :start], cache=cache)[:, 0]]
-    made += [model(tokens[:, n : n + 1], cache=cache)[:, 0] for n in range(start, tokens.shape[1])]
+    rows = [cache.begin() for _ in tokens]
+    pieces = [tokens[:, :start], *tokens[:, start:].split(1, 1)]
+    made = []
+    for piece in pieces:
+        call = cache.extend(rows, [piece.shape[1]] * len(rows), tokens.device)
+        made.append(model(piece.reshape(1, -1), cache=call))
     far = _far(torch.stack(made, 1), whole[:, start - 1 :])
     return None if far <= LIMIT else f"logits differ by {far:.2g}"
 

@@ -99,11 +99,28 @@ def texts(
 
 def of_another_tokenizer(kept: Mapping[str, bytes], eos_id: int | None) -> bool:
     """Whether the folder names end markers, and a tokenizer's is none of them."""
+    ends = _all_ends(kept)
+    return bool(ends) and eos_id is not None and eos_id not in ends
+
+
+def end_ids(kept: Mapping[str, bytes], eos_id: int | None) -> frozenset[int]:
+    """Return the tokens that end a text: the tokenizer's, and all that the folder names (an instruct model
+    has several) unless they are of another tokenizer.
+
+    Args:
+        kept: as of `kept_of`.
+        eos_id: the tokenizer's; None: there is none.
+    """
+    own = set() if eos_id is None else {eos_id}
+    return frozenset(own if of_another_tokenizer(kept, eos_id) else own | _all_ends(kept))
+
+
+def _all_ends(kept: Mapping[str, bytes]) -> set[Any]:
     ends: set[Any] = set()
     for name in (CONFIG, GENERATION):
         found = json.loads(kept.get(name, b"{}"))
-        ends |= _ends(found.get("text_config", found))
-    return bool(ends) and eos_id is not None and eos_id not in ends
+        ends |= _ends(found) | _ends(found.get("text_config") or {})
+    return {one for one in ends if type(one) is int}
 
 
 def _ends(config: Mapping[str, Any]) -> set[Any]:

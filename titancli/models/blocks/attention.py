@@ -8,6 +8,7 @@ device. Only document masks materialize S x S, and on a GPU they are block masks
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ from titancli.models.blocks.rope import rotate
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-    from titancli.models.blocks.cache import LayerCache
+    from titancli.models.blocks.cache import LayerStep
     from titancli.protocols.shape import Attention as Spec
 
 __all__ = ["Attention", "attend", "document_mask"]
@@ -281,8 +282,7 @@ class HeadsNorm(nn.RMSNorm):
 class Attention(nn.Module):
     """Grouped-query attention, see `titancli.protocols.shape.Attention`.
 
-    A `mask` of None means causal over the whole row, within the reach; a single token with a cache sees
-    everything in the cache.
+    A `mask` of None means causal over the whole row, within the reach.
     """
 
     takes_local_parameters = True
@@ -318,11 +318,11 @@ class Attention(nn.Module):
         return self.reach == WHOLE and self.scale is None and self.sinks is None and self.cap is None
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: LayerCache | None = None
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: LayerStep | None = None
     ) -> Tensor:
         """Map [B, S, dim] to [B, S, dim]; cos and sin are [B or 1, S, 1, head_dim / 2].
 
-        With a cache, S tokens attend to all T tokens in it, and the mask is [B or 1, 1, S, T].
+        With a cache, B is 1, and tokens attend to all that their rows have in it.
         """
         rows, length, _ = x.shape
         gated = self.spec.gated
@@ -332,11 +332,11 @@ class Attention(nn.Module):
         k = self.wk(x).view(rows, length, -1, self.head_dim)
         v = self.wv(x).view(rows, length, -1, self.head_dim)
         q, k = self.encode_positions(q, k, cos, sin)
-        if cache is not None:
-            k, v = cache.append(k, v)
-        more = {} if self.sinks is None else {"sinks": local(self.sinks)}
-        # A single token may see the whole cache; masking must not depend on shapes otherwise.
-        out = self.core_attention(q, k, v, mask, causal=cache is None or length > 1, **more)
+        more: dict[str, Any] = {} if self.sinks is None else {"sinks": local(self.sinks)}
+        if cache is None:
+            out = self.core_attention(q, k, v, mask, causal=True, **more)
+        else:
+            out = cache.attend(q, k, v, self.reach, partial(self.core_attention, **more))
         out = out if gate is None else out * gate.sigmoid()
         return self.wo(out.reshape(rows, length, -1))
 

@@ -10,7 +10,7 @@ from titancli.models.blocks.moe import MoE
 from titancli.models.blocks.norm import norm_of
 
 if TYPE_CHECKING:
-    from titancli.models.blocks.cache import LayerCache
+    from titancli.models.blocks.cache import LayerStep
     from titancli.protocols.shape import Block as Spec
 
 
@@ -34,7 +34,7 @@ class Block(nn.Module):
         self.ffn_post_norm = made.get("ffn_post_norm")
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: LayerCache | None = None
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: LayerStep | None = None
     ) -> Tensor:
         """Map [B, S, dim] to [B, S, dim]."""
         x, given = self.attention_branch(x, cos, sin, mask, cache)
@@ -50,7 +50,7 @@ class Block(nn.Module):
         return [(self, "attention_branch"), *self.moe.parts()]
 
     def attention_branch(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: LayerCache | None
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: LayerStep | None
     ) -> tuple[Tensor, Tensor]:
         """Return the residual stream after attention, and the input of the feed-forward."""
         after = self.norms == "after"

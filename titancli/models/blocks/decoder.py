@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from titancli.models.blocks.cache import KVCache
+from titancli.models.blocks.cache import Extension, KVCache
 from titancli.models.blocks.declared import declared
 from titancli.models.blocks.head import Output
 from titancli.models.blocks.init import normal_, ones_, trunc_normal_, zeros_
@@ -66,10 +66,10 @@ class Decoder(nn.Module):
         *,
         batch: Batch | None = None,
         loss: Loss | None = None,
-        cache: KVCache | None = None,
+        cache: Extension | None = None,
     ) -> Tensor | LossResult:
-        """Return logits [B, S, V], or a LossResult if a loss is given; with a cache, the last token's logits
-        [B, 1, V].
+        """Return logits [B, S, V], or a LossResult if a loss is given; with a cache, the logits of the last
+        token of each row, [R, V].
 
         A pipeline stage lacks modules (None): its `tokens` are the hidden states of the previous stage, with
         positions, and unless it is the last, it returns hidden states.
@@ -80,8 +80,8 @@ class Decoder(nn.Module):
             document_ids: [B, S]; None means that a row is one document.
             batch: the batch that the loss is computed on.
             loss: computed inside the output module.
-            cache: holds the tokens before these, and stores these; it knows their positions, so `positions`
-                and `document_ids` stay None.
+            cache: what `KVCache.extend` returned for the rows whose tokens these are, [1, N]; it knows their
+                positions, so `positions` and `document_ids` stay None.
         """
         if cache is not None:
             return self._continue(tokens, cache)
@@ -138,18 +138,18 @@ class Decoder(nn.Module):
         whole = [further(batch["tokens"], steps, 0) for steps in range(1, len(layers) + 1)]
         return whole if self.row_cut is None else [self.row_cut.cut(x, 1) for x in whole]
 
-    def new_cache(self, length: int, padding: Tensor | None = None) -> KVCache:
-        """Return an empty cache for `forward(tokens, cache=…)`; see `KVCache`."""
-        return KVCache({name: block.attention for name, block in self._main.items()}, length, padding)
+    def new_cache(self) -> KVCache:
+        """Return an empty cache, whose rows `forward(tokens, cache=…)` extends; see `KVCache`."""
+        return KVCache({name: block.attention for name, block in self._main.items()})
 
-    def _continue(self, tokens: Tensor, cache: KVCache) -> Tensor:
-        positions, mask = cache.advance(tokens.shape[1], tokens.device)
-        angles = self.angles(positions)
+    def _continue(self, tokens: Tensor, cache: Extension) -> Tensor:
+        angles = self.angles(cache.positions)
         hidden = self._embedded(tokens)
         for name, block in self._main.items():
             attention: Any = block.attention
-            hidden = block(hidden, *angles[attention.angles], mask(attention.reach), cache.layers[name])
-        return self.output(self.norm(hidden[:, -1:]))
+            hidden = block(hidden, *angles[attention.angles], None, cache.of(name))
+        logits: Tensor = self.output(self.norm(hidden[:, cache.last]))
+        return logits[0]
 
     def angles(self, positions: Tensor) -> dict[Any, tuple[Tensor, Tensor]]:
         """Return the position encodings for positions [B or 1, S], by the keys that layers use: cosine and

@@ -20,7 +20,7 @@ from titancli.models.blocks.init import fill, ones_, uniform_
 from titancli.models.blocks.reach import IN_ORDER
 
 if TYPE_CHECKING:
-    from titancli.models.blocks.cache import StateCache
+    from titancli.models.blocks.cache import LayerStep
     from titancli.protocols.shape import DeltaNet
 
 ALL = slice(None)
@@ -65,7 +65,7 @@ class GatedDeltaNet(nn.Module):
         uniform_(self.conv, bound, generator_for("conv"))
 
     def forward(
-        self, x: Tensor, cos: None, sin: None, mask: Tensor | None, cache: StateCache | None = None
+        self, x: Tensor, cos: None, sin: None, mask: Tensor | None, cache: LayerStep | None = None
     ) -> Tensor:
         """Map [B, S, dim] to [B, S, dim]; cos and sin are None, since recurrence encodes order."""
         rows, length, _ = x.shape
@@ -83,7 +83,7 @@ class GatedDeltaNet(nn.Module):
         wide = torch.promote_types(step.dtype, torch.float32)
         log_decay = -rate.to(wide).exp() * softplus(step.to(wide) + bias)
         per_head = (mixed, torch.cat((log_decay, beta.to(wide).sigmoid()), -1))
-        out = self.core_recurrence(per_head, mask) if cache is None else self._continue(per_head, mask, cache)
+        out = self.core_recurrence(per_head, mask) if cache is None else cache.recur(per_head, self._continue)
         out = self.out_norm(out) * silu(gate.view_as(out).to(wide))
         return self.wo(out.to(x.dtype).reshape(rows, length, -1))
 
@@ -101,16 +101,15 @@ class GatedDeltaNet(nn.Module):
         """
         return self._pass(per_head, mask, None, None, heads)[0]
 
-    def _continue(self, per_head: Sequence[Tensor], mask: Tensor | None, cache: StateCache) -> Tensor:
+    def _continue(
+        self, per_head: Sequence[Tensor], states: Sequence[Tensor] | None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Continue rows from their states: the inputs that the convolution still needs, and the memory."""
         mixed, kept = per_head[0], self.conv.shape[1] - 1
-        before, state = cache.state or (mixed.new_zeros(len(mixed), kept, *mixed.shape[2:]), None)
-        out, state = self._pass(per_head, mask, before, state)
+        before, memory = states or (mixed.new_zeros(len(mixed), kept, *mixed.shape[2:]), None)
+        out, memory = self._pass(per_head, None, before, memory)
         row = torch.cat((before, mixed), 1)
-        if mask is not None:  # keep only the last token's document: a later call cannot tell documents apart
-            document = pad(mask.int().cumsum(1), (kept, 0))
-            row = row * (document == document[:, -1:])[..., None, None]
-        cache.state = row[:, row.shape[1] - kept :], state
-        return out
+        return out, (row[:, row.shape[1] - kept :], memory)
 
     def _pass(
         self,

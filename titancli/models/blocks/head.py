@@ -167,8 +167,12 @@ class Output(nn.Linear):
             return result
         return result._replace(sum=-(log_probs * weights).sum())
 
+    def product(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """Return logits before capping; generation replaces it (`titancli.models.blocks.packed`)."""
+        return linear(hidden, weight)
+
     def _logits(self, hidden: Tensor, weight: Tensor, cap: float | None) -> Tensor:
-        logits = linear(hidden, weight)
+        logits = self.product(hidden, weight)
         if cap is not None:
             logits = capped(logits, cap)[0].to(logits.dtype)
         if self.tensor_group is not None:

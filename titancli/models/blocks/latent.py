@@ -16,7 +16,7 @@ from titancli.models.blocks.reach import WHOLE
 from titancli.models.blocks.rope import rotate
 
 if TYPE_CHECKING:
-    from titancli.models.blocks.cache import LayerCache
+    from titancli.models.blocks.cache import LayerStep
     from titancli.protocols.shape import Latent
 
 
@@ -56,18 +56,19 @@ class LatentAttention(nn.Module):
         self.wo = nn.Linear(heads * self.value_dim, dim, bias=False)
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: LayerCache | None = None
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: LayerStep | None = None
     ) -> Tensor:
         """Map [B, S, dim] to [B, S, dim]; cos and sin are [B or 1, S, 1, rope_dim / 2].
 
-        With a cache, S tokens attend to all T tokens in it, and the mask is [B or 1, 1, S, T].
+        With a cache, B is 1, and tokens attend to all that their rows have in it.
         """
         rows, length, _ = x.shape
         q = self._queries(x, cos, sin)
         k, v = self._keys_and_values(x, cos, sin)
-        if cache is not None:
-            k, v = cache.append(k, v)
-        out = self.core_attention(q, k, v, mask, causal=cache is None or length > 1)
+        if cache is None:
+            out = self.core_attention(q, k, v, mask, causal=True)
+        else:
+            out = cache.attend(q, k, v, self.reach, self.core_attention)
         return self.wo(out.reshape(rows, length, -1))
 
     def core_attention(

@@ -221,7 +221,7 @@ def sentence(result: dict[str, Any]) -> str:
     fault = result["fault"]
     if fault is None:
         return ""
-    if fault["kind"] in ("sampled", "generation", "padded"):
+    if fault["kind"] in ("sampled", "generation", "ragged"):
         return _of_generation(fault)
     what = {
         "initial": "its value before the step is wrong",
@@ -260,7 +260,7 @@ def sentence(result: dict[str, Any]) -> str:
 
 
 def _of_generation(fault: dict[str, Any]) -> str:
-    rows = "in rows that are padded at their beginning, " if fault["kind"] == "padded" else ""
+    rows = "in rows of unequal length, " if fault["kind"] == "ragged" else ""
     words = [f"{rows}the logits of token {fault['token']} differ from those of the whole row"]
     if fault["kind"] == "sampled":
         words = [f"the logits of token {fault['token']} that are sampled from differ from those of training"]

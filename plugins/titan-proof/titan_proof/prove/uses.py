@@ -110,8 +110,8 @@ def generated(
     recipe: Recipe, sizes: Sequence[int], reference: Reference | None, *, by_rows: bool = False
 ) -> dict[str, Any]:
     """Do a step, and compare with the logits of training those of the model that is sampled from: of whole
-    rows; of tokens that come through the cache one at a time; and of rows of unequal length, padded at their
-    beginning. Collective; the answer is rank 0's.
+    rows; of tokens that come through the cache one at a time; and of rows of unequal
+    length. Collective; the answer is rank 0's.
 
     Args:
         sizes: see `measure`.
@@ -146,8 +146,8 @@ def generated(
                     found["sampled"] = model(**given).float().cpu()
                 if not by_rows:
                     with cached.of(model):
-                        found["generation"] = _one_by_one(model, tokens, None)
-                    found["padded"] = _one_by_one(model, *_padded(tokens))
+                        found["generation"] = _one_by_one(model, tokens, [PROMPT] * len(tokens))
+                    found["ragged"] = _one_by_one(model, tokens, _lengths(tokens))
         except TitanError as error:
             raise Refusal(error) from error
     if dist.get_rank() != 0:
@@ -162,21 +162,22 @@ def generated(
     )
 
 
-def _one_by_one(model: Any, tokens: Tensor, padding: Tensor | None) -> Tensor:
-    """The logits of each call's last token, [B, calls, V]."""
-    cache = model.new_cache(tokens.shape[1], padding)
-    calls = [tokens[:, :PROMPT], *tokens[:, PROMPT:].split(1, dim=1)]
-    return torch.cat([model(call, cache=cache)[:, -1:] for call in calls], 1).float().cpu()
+def _one_by_one(model: Any, tokens: Tensor, prompts: Sequence[int]) -> Tensor:
+    """The logits of each call's last token, [B, calls, V], for prompts of these lengths and then a token a
+    call."""
+    cache, device = model.new_cache(), tokens.device
+    rows = [cache.begin() for _ in tokens]
+    begin = torch.cat([row[:count] for row, count in zip(tokens, prompts, strict=True)])
+    found = [model(begin[None], cache=cache.extend(rows, prompts, device))]
+    for call in range(tokens.shape[1] - PROMPT):
+        new = torch.stack([row[count + call] for row, count in zip(tokens, prompts, strict=True)])
+        found.append(model(new[None], cache=cache.extend(rows, [1] * len(rows), device)))
+    return torch.stack(found, 1).float().cpu()
 
 
-def _padded(tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows that begin later, each with as many tokens of padding as its number, fewer than PROMPT."""
-    padding = torch.arange(len(tokens), device=tokens.device) % PROMPT
-    moved = [
-        torch.cat([row.new_zeros(int(n)), row[: len(row) - int(n)]])
-        for row, n in zip(tokens, padding, strict=True)
-    ]
-    return torch.stack(moved), padding
+def _lengths(tokens: Tensor) -> list[int]:
+    """Lengths of prompts, each shorter than PROMPT by its number."""
+    return [PROMPT - number % PROMPT for number in range(len(tokens))]
 
 
 def _answer(
@@ -198,11 +199,11 @@ def _answer(
         first = 0 if kind == "sampled" else PROMPT - 1
         for call in range(logits.shape[1]):
             token, own = first + call, expected[:, first + call]
-            if kind == "padded":
+            if kind == "ragged":
                 own = torch.stack([row[token - number % PROMPT] for number, row in enumerate(expected)])
             errors[kind, token] = distance(logits[:, call], own)
     worst = max(errors, key=lambda key: errors[key])
-    rows = {"sampled": " of whole rows", "padded": " of padded rows"}.get(worst[0], "")
+    rows = {"sampled": " of whole rows", "ragged": " of rows of unequal length"}.get(worst[0], "")
     told = {
         "worst": finite(errors[worst]),
         "where": f"logits of token {worst[1]}{rows}",

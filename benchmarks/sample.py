@@ -1,0 +1,186 @@
+"""Greedy completions: titan's sampler beside transformers' `generate`.
+
+    python benchmarks/sample.py [--rounds N] [--only one batch ends long wide] [--layers N]
+
+A Llama of 135 M parameters (SmolLM's sizes) with random values, fp32, one thread. Both have the same weights
+and give the same tokens, which is checked before anything is measured:
+
+- `one`: one prompt of 32 tokens, 64 new tokens.
+- `batch`: 32 prompts of 8-64 tokens, 64 new tokens each.
+- `ends`: 64 prompts of 8-64 tokens whose completions end after 8-256 tokens, 32 together. transformers goes
+  on until the last of its 32 ends; titan begins the next prompt where one has ended.
+- `long` (unkind): a prompt of 1024 tokens beside 15 of 8, 32 new tokens each.
+- `group`: 4 prompts of 256 tokens, 8 completions of each (greedy, so alike), 32 new tokens each.
+
+Prints one table: CPU-seconds of the process (`time.process_time`) on both sides, taken in turn within one
+run, the ratio of the medians, and the share of titan's time that its matrix products take.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+from transformers import LlamaConfig, LlamaForCausalLM, StoppingCriteria
+
+from titancli.models import Llama3
+from titancli.models.blocks.decoder import Decoder, build
+from titancli.models.blocks.hf import DecoderHF
+from titancli.protocols.samples import SamplingParams
+from titancli.rl.decode import Row, decode
+
+SIZES: dict[str, Any] = dict(
+    dim=576, n_heads=9, n_kv_heads=3, hidden_dim=1536, vocab_size=49152, max_seq_len=2048, tied=True
+)
+CPU = torch.device("cpu")
+
+
+class Shape(NamedTuple):
+    """Prompts, how many new tokens each gets, and how many are continued together."""
+
+    prompts: list[list[int]]
+    limits: list[int]
+    together: int
+    samples: int = 1
+
+
+def shapes() -> dict[str, Shape]:
+    """The shapes by name."""
+    draw = random.Random(0)
+
+    def text(length: int) -> list[int]:
+        return [draw.randrange(SIZES["vocab_size"]) for _ in range(length)]
+
+    few = [text(draw.randint(8, 64)) for _ in range(32)]
+    many = [text(draw.randint(8, 64)) for _ in range(64)]
+    return {
+        "one": Shape([text(32)], [64], 1),
+        "batch": Shape(few, [64] * 32, 32),
+        "ends": Shape(many, [draw.randint(8, 256) for _ in many], 32),
+        "long": Shape([text(1024), *(text(8) for _ in range(15))], [32] * 16, 16),
+        "group": Shape([text(256) for _ in range(4)], [32] * 4, 32, 8),
+    }
+
+
+def models(layers: int) -> tuple[Decoder, LlamaForCausalLM]:
+    """The model in titan and in transformers; values are wide apart, so that no rounding decides a token."""
+    ours = build(Llama3(**SIZES, n_layers=layers), seq_len=2048).eval()
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in ours.named_parameters():
+            if not name.endswith("norm.weight"):
+                parameter.copy_(torch.randn(parameter.shape, generator=draw) * 0.05)
+    form = DecoderHF(ours.config)
+    theirs = LlamaForCausalLM(LlamaConfig.from_dict(form.config_json())).eval()
+    state = dict(pair for name, p in ours.named_parameters() for pair in form.to_hf(name, p.detach()))
+    theirs.load_state_dict(state, strict=False)
+    theirs.tie_weights()
+    return ours, theirs
+
+
+class Ends(StoppingCriteria):
+    """A row ends when it has its number of new tokens."""
+
+    def __init__(self, longest: int, limits: list[int]) -> None:
+        self._ends = torch.tensor(limits) + longest
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return input_ids.shape[1] >= self._ends
+
+
+@torch.no_grad()
+def with_transformers(model: LlamaForCausalLM, shape: Shape) -> list[list[int]]:
+    """The new tokens of each row."""
+    rows = [(p, n) for p, n in zip(shape.prompts, shape.limits, strict=True) for _ in range(shape.samples)]
+    found: list[list[int]] = []
+    for start in range(0, len(rows), shape.together):
+        batch = rows[start : start + shape.together]
+        longest = max(len(prompt) for prompt, _ in batch)
+        ids = torch.tensor([[0] * (longest - len(p)) + p for p, _ in batch])
+        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p, _ in batch])
+        limits = [limit for _, limit in batch]
+        out = model.generate(
+            ids,
+            attention_mask=mask,
+            do_sample=False,
+            max_new_tokens=max(limits),
+            pad_token_id=0,
+            eos_token_id=None,
+            stopping_criteria=[Ends(longest, limits)],
+        )
+        found += [row[longest : longest + n].tolist() for row, n in zip(out, limits, strict=True)]
+    return found
+
+
+def with_titan(model: Decoder, shape: Shape) -> list[list[int]]:
+    """The new tokens of each row."""
+    rows = [Row(i, 0, n) for i, n in enumerate(shape.limits) for _ in range(shape.samples)]
+    made: list[list[int]] = [[] for _ in rows]
+
+    def keep(row: int, token: int) -> bool:
+        made[row].append(token)
+        return True
+
+    decode(
+        model,
+        shape.prompts,
+        rows,
+        SamplingParams(temperature=0.0),
+        keep,
+        device=CPU,
+        batch_size=shape.together,
+    )
+    return made
+
+
+def seconds(call: Callable[[], Any]) -> float:
+    """CPU-seconds."""
+    start = time.process_time()
+    call()
+    return time.process_time() - start
+
+
+def share_of_products(call: Callable[[], Any]) -> float:
+    """The share of the time in operators that products take."""
+    with profile(activities=[ProfilerActivity.CPU]) as found:
+        call()
+    by_name = {event.key: event.self_cpu_time_total for event in found.key_averages()}
+    names = ("aten::mm", "aten::addmm", "mkldnn::_linear_pointwise")
+    return sum(by_name.get(name, 0.0) for name in names) / sum(by_name.values())
+
+
+def main() -> None:
+    """Print the table."""
+    known = shapes()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", nargs="+", choices=list(known), default=list(known))
+    parser.add_argument("--layers", type=int, default=30)
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    ours, theirs = models(asked.layers)
+    print(f"{'shape':<8}{'transformers':>14}{'titan':>10}{'ratio':>8}{'tokens/s':>10}{'products':>10}")
+    for name in asked.only:
+        shape = known[name]
+        made, expected = with_titan(ours, shape), with_transformers(theirs, shape)
+        alike = sum(a == b for a, b in zip(made, expected, strict=True))
+        times: tuple[list[float], list[float]] = ([], [])
+        for _ in range(asked.rounds):
+            times[0].append(seconds(lambda shape=shape: with_transformers(theirs, shape)))
+            times[1].append(seconds(lambda shape=shape: with_titan(ours, shape)))
+        they, we = map(statistics.median, times)
+        share = share_of_products(lambda shape=shape: with_titan(ours, shape))
+        speed = sum(map(len, made)) / we
+        print(f"{name:<8}{they:>13.2f}s{we:>9.2f}s{they / we:>8.2f}{speed:>10.1f}{share:>9.0%}", flush=True)
+        if alike < len(made):
+            print(f"  of {len(made)} completions {len(made) - alike} differ")
+
+
+if __name__ == "__main__":
+    main()

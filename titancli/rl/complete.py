@@ -1,0 +1,138 @@
+"""Prompts in, completions out: what `engine.sample`, the generator `local` and `titan generate` share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence, Set
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from titancli.errors import TitanError
+from titancli.protocols import ModelDefaults
+from titancli.protocols.samples import Completion, SamplingParams
+from titancli.registry.defaults import ModelConfigDefaults, with_defaults
+from titancli.rl.decode import Row, check, decode
+from titancli.rl.writer import OnText, Writer
+
+if TYPE_CHECKING:
+    from titancli.protocols import Tokenizer
+
+OnDone = Callable[[list[Completion]], None]
+
+
+class Completing:
+    """Prompts that are to be continued, each as often as it has seeds; checked."""
+
+    def __init__(
+        self,
+        model: Any,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[Sequence[int]],
+        params: SamplingParams,
+        *,
+        tokenizer: Tokenizer | None,
+        end_ids: Set[int],
+        limits: Sequence[int] | None = None,
+        on_text: OnText | None = None,
+    ) -> None:
+        """
+        Args:
+            model: as it is or cut; only its config is looked at.
+            prompts: token ids.
+            tokenizer: None: completions have no text.
+            end_ids: tokens that end a completion, beside `params.stop_ids`.
+            limits: of each prompt, new tokens at most; None: `params.max_tokens` alone.
+            on_text: called with each piece of text as it comes, of all completions alike.
+
+        Raises:
+            TitanError: a prompt is no list of ids, is empty, holds an id that the model does not have, or
+                leaves no room in its context; stop texts are asked for without a tokenizer.
+        """
+        if params.stop and tokenizer is None:
+            raise TitanError(
+                "sampling: texts to stop at (stop) need a tokenizer, and there is none",
+                hint="name one in the recipe, or give token ids (stop_ids)",
+            )
+        self.params, self._tokenizer, self._on_text = params, tokenizer, on_text
+        self.prompts = [_ids(number, prompt) for number, prompt in enumerate(prompts)]
+        self._end_ids = frozenset(end_ids) | frozenset(params.stop_ids)
+        sizes = with_defaults(ModelConfigDefaults, with_defaults(ModelDefaults, model).config)
+        self.rows: list[Row] = []
+        self.counts = [len(own) for own in seeds]
+        for number, (prompt, own) in enumerate(zip(self.prompts, seeds, strict=True)):
+            room = params.max_tokens if limits is None else min(params.max_tokens, limits[number])
+            if sizes.max_seq_len is not None:  # a prompt that leaves no room is refused below
+                room = min(room, max(1, sizes.max_seq_len - len(prompt)))
+            self.rows += [Row(number, seed, room) for seed in own]
+        check(model, self.prompts, self.rows)
+
+    def _writer(self, prompt: Sequence[int]) -> Writer:
+        text = _no_text if self._tokenizer is None else self._tokenizer.decode
+        return Writer(text, prompt, self._end_ids, self.params.stop, on_text=self._on_text)
+
+    def run(
+        self,
+        model: Any,
+        device: torch.device,
+        *,
+        batch_size: int,
+        version: int | None = None,
+        on_done: OnDone | None = None,
+    ) -> list[list[Completion]]:
+        """Return the completions of each prompt.
+
+        Args:
+            batch_size: how many are continued together at most.
+            on_done: called with completions in their order, as soon as all before them are complete.
+
+        Raises:
+            TitanError: the model gives numbers that are not finite.
+        """
+        tokenizer = self._tokenizer
+        writers = [self._writer(self.prompts[row.prompt]) for row in self.rows]
+        log_probs: list[list[float]] = [[] for _ in self.rows]
+        made: list[Completion | None] = [None] * len(self.rows)
+        told = 0
+
+        def on_token(number: int, token: int) -> bool:
+            nonlocal told
+            writer, limit = writers[number], self.rows[number].limit
+            if writer.token(token) and len(writer.tokens) < limit:
+                return True
+            text, finish = writer.text(), writer.finish or "length"
+            made[number] = Completion(text, writer.tokens, log_probs[number], finish, version)
+            if on_done is not None:
+                ready = made[told : next((i for i in range(told, len(made)) if made[i] is None), len(made))]
+                told += len(ready)
+                if ready:
+                    on_done([one for one in ready if one is not None])
+            return False
+
+        decode(
+            model,
+            self.prompts,
+            self.rows,
+            self.params,
+            on_token,
+            device=device,
+            vocab_size=None if tokenizer is None else tokenizer.vocab_size,
+            log_probs=log_probs,
+            batch_size=batch_size,
+        )
+        found = iter([one for one in made if one is not None])
+        return [[next(found) for _ in range(count)] for count in self.counts]
+
+
+def _no_text(ids: list[int]) -> str:
+    return ""
+
+
+def _ids(number: int, prompt: Any) -> list[int]:
+    if isinstance(prompt, str):
+        raise TitanError(
+            f"prompt {number} is text: {prompt[:30]!r}", hint="pass token ids: tokenizer.encode(text)"
+        )
+    ids = prompt.tolist() if isinstance(prompt, torch.Tensor) else list(prompt)
+    if wrong := [one for one in ids if type(one) is not int]:
+        raise TitanError(f"prompt {number} contains {wrong[0]!r}, which is no token id")
+    return ids
