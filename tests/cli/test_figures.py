@@ -78,8 +78,8 @@ def modules(site: Path, *arguments: str) -> list[str]:
     ("arguments", "limit"),
     [
         (("--help",), 265),
-        (("list-components",), 290),
-        (("validate", "llama3_debug"), 410),
+        (("list-components",), 300),
+        (("validate", "llama3_debug"), 425),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
 )
