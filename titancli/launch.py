@@ -1,4 +1,4 @@
-"""The arguments of a launch, listed once for all launchers. Torch-free."""
+"""What a launcher is to start. Torch-free."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from titancli.runs import RunFolder
 
 @dataclass(frozen=True)
 class LaunchRequest:
-    """A launch on this machine; all fields but `env` are what a `titancli.protocols.LauncherBuilder` gets."""
+    """The ranks that a launcher (`titancli.protocols.LauncherBuilder`) is to start on this machine, and what
+    they run."""
 
     run_folder: Path
     lock_file: Path
@@ -34,8 +35,8 @@ class LaunchRequest:
     env: Mapping[str, str] = field(default_factory=dict)
     """Environment variables of the ranks; they are set where the launcher is called."""
     min_nodes: int | None = None
-    """The run goes on with as few nodes, `nnodes` being the most; None: always with `nnodes`. Only titan's
-    own launchers get it."""
+    """The run goes on with as few nodes, `nnodes` being the most; None: always with `nnodes`. Only the
+    launcher `local`, and those with its config as a base, are asked for it."""
 
     @property
     def world(self) -> int:
@@ -60,13 +61,6 @@ class LaunchRequest:
     def prepared(self) -> bool:
         """Return whether the run folder exists; otherwise rank 0 makes it."""
         return self.lock_file == self.folder.recipe_lock
-
-    def keywords(self) -> dict[str, Any]:
-        """Return the keyword arguments of a launcher's builder."""
-        given = {name: value for name, value in vars(self).items() if name != "env"}
-        if self.min_nodes is None:
-            del given["min_nodes"]
-        return given
 
     def recorded(self) -> dict[str, Any]:
         """Return the ranks' data in an attempt of `run.json`."""

@@ -18,7 +18,7 @@ from titancli import component, hookimpl
 class Shows:
     "Starts nothing, and says what it would start it with."
 
-def launch(config, **given):
+def launch(config, *, request):
     print(os.environ["NCCL_DEBUG"], os.environ["FROM_SHELL"])
     return 0
 

@@ -9,28 +9,24 @@ from pathlib import Path
 from typing import Any
 
 from tests.ranks import Ranks
+from titancli.launch import LaunchRequest
 
 pool: Ranks | None = None
 """Set by the fixture `train_on`."""
 
 
-def launch(
-    config: Any,
-    *,
-    run_folder: Path,
-    checkpoint: Path | None,
-    plugin_files: list[Path],
-    nproc: int,
-    **others: Any,
-) -> int:
+def launch(config: Any, *, request: LaunchRequest) -> int:
     """Run the workers to their end, and draw what they tell; see `titancli.launchers.local.launch`."""
     from titancli.launchers.local import exit_code
     from titancli.observe.console import Console
     from titancli.observe.events import Tail
 
     assert pool is not None
-    tail = Tail(run_folder / "events.jsonl")
-    ends = pool(nproc, run_rank, run_folder, checkpoint, plugin_files, free_port())
+    tail = Tail(request.folder.events)
+    ends = pool(
+        *(request.nproc, run_rank),
+        *(request.run_folder, request.checkpoint, request.plugin_files, free_port()),
+    )
     console = Console(sys.stderr, live=False)
     for event in tail.poll():
         console(event)

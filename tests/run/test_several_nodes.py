@@ -179,7 +179,7 @@ def test_an_end_on_another_node_that_nobody_recorded_is_no_success(
     monkeypatch.setattr(local, "PATIENCE", 0.0)
     monkeypatch.setattr(local, "take_part", lambda *given: 0)
     request = LaunchRequest(tmp_path, tmp_path / "lock", None, [], 1, 2, "a:1", False, False)
-    assert local.launch(Local(), **request.keywords()) == 1
+    assert local.launch(Local(), request=request) == 1
     assert "ended on another machine" in capsys.readouterr().err
 
 

@@ -52,13 +52,12 @@ LAST_LINES = 15
 """Number of lines of torchrun's log to show if no rank could be started."""
 
 
-def launch(config: Local, **given: Any) -> int:
+def launch(config: Local, *, request: LaunchRequest) -> int:
     """Run the workers to their end and return the command's exit code.
 
     Raises:
         TitanError: what a user can put right, whichever rank it came from.
     """
-    request = LaunchRequest(**given)
     return _in_place(request) if in_place(config, request) else _under_torchrun(config, request)
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from titancli.launch import LaunchRequest
 
 
 class Logger(Protocol):
@@ -34,22 +37,9 @@ class LoggerBuilder(Protocol):
 
 
 class LauncherBuilder(Protocol):
-    """Starts the workers, waits, and returns the exit code of the command. Must not import torch."""
+    """Starts the ranks, waits for their end, and returns the exit code of the command. Must not import torch."""
 
-    def __call__(
-        self,
-        config: Any,
-        *,
-        run_folder: Path,
-        lock_file: Path,
-        checkpoint: Path | None,
-        plugin_files: list[Path],
-        nproc: int,
-        nnodes: int,
-        rdzv: str | None,
-        json_events: bool,
-        traceback: bool,
-    ) -> int: ...
+    def __call__(self, config: Any, *, request: LaunchRequest) -> int: ...
 
 
 class LoopBuilder(Protocol):

@@ -98,7 +98,7 @@ def _launch(plan: Plan, request: LaunchRequest, announce: Callable[[RunFolder], 
             RunFolder(own).write_record(new_record(plan, attempt))
             keep_sources(own, attempt)
             with environment({ATTEMPT: ""}):  # not that of a run which this command is started in
-                return launch(launcher, **replace(request, lock_file=lock_file).keywords())
+                return launch(launcher, request=replace(request, lock_file=lock_file))
     folder = make_folder(plan)
     hold = folder.hold()
     try:
@@ -111,7 +111,7 @@ def _launch(plan: Plan, request: LaunchRequest, announce: Callable[[RunFolder], 
         keep_sources(folder.path, attempt)
         ready = replace(request, run_folder=folder.path, lock_file=folder.recipe_lock)
         with environment({ATTEMPT: attempt["token"]}):
-            return launch(launcher, **ready.keywords())
+            return launch(launcher, request=ready)
     finally:
         hold.release()
 
