@@ -69,9 +69,7 @@ def test_a_launcher_takes_what_its_protocol_says() -> None:
     assert list(inspect.signature(launch).parameters) == of_protocol[1:]  # without self
 
 
-def test_a_launcher_of_a_plugin_gets_the_request(
-    strict: Callable[..., Finished], here: Path
-) -> None:
+def test_a_launcher_of_a_plugin_gets_the_request(strict: Callable[..., Finished], here: Path) -> None:
     done = strict("--nproc", "2", "--env", "NCCL_DEBUG=INFO")
     assert done.code == 0, done.err
     told = json.loads(done.out)

@@ -37,7 +37,7 @@ class LoggerBuilder(Protocol):
 
 
 class LauncherBuilder(Protocol):
-    """Starts the ranks, waits for their end, and returns the exit code of the command. Must not import torch."""
+    """Starts ranks, waits for their end, and returns the exit code of the command. Must not import torch."""
 
     def __call__(self, config: Any, *, request: LaunchRequest) -> int: ...
 
