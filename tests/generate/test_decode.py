@@ -16,7 +16,7 @@ WARM = SamplingParams(temperature=1.2, top_k=60, top_p=0.95)
 PROMPTS = [tokens(1, n, seed=n)[0].tolist() for n in (5, 1, 12, 5, 8)]
 
 
-def run(model, prompts, rows, sampling, *, stop: frozenset[int] = frozenset(), vocab_size=None):
+def run(model, prompts, rows, sampling, *, stop: frozenset[int] = frozenset(), **how):
     """The tokens of each row; `stop` ends it."""
     made: list[list[int]] = [[] for _ in rows]
 
@@ -24,7 +24,7 @@ def run(model, prompts, rows, sampling, *, stop: frozenset[int] = frozenset(), v
         made[row].append(token)
         return token not in stop
 
-    decode(model, prompts, rows, sampling, on_token, device=CPU, vocab_size=vocab_size)
+    decode(model, prompts, rows, sampling, on_token, device=CPU, **how)
     return made
 
 
@@ -93,6 +93,61 @@ def test_a_row_among_others_equals_the_row_alone(sampling: SamplingParams) -> No
     assert all(len(row) == 25 for row in together)
     equal = together[0] == together[1]
     assert equal == (sampling is GREEDY)
+
+
+@pytest.mark.parametrize("page", [1, 5, 64])
+@pytest.mark.parametrize("batch_size", [1, 2, 3, 100])
+def test_neither_batch_nor_pages_change_what_is_drawn(
+    page: int, batch_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More completions of a prompt than are made together; prompts that are read in turn; unequal ends."""
+    model = small()
+    rows = [Row(n % 5, n, 3 + 5 * (n % 4)) for n in range(15)] + [Row(2, n, 12) for n in range(20, 26)]
+    expected = run(model, PROMPTS, rows, WARM)
+    assert [len(row) for row in expected] == [row.limit for row in rows]
+    monkeypatch.setattr("titancli.models.blocks.cache.PAGE", page)
+    monkeypatch.setattr("titancli.rl.decode.READ_AT_ONCE", 13)
+    assert run(model, PROMPTS, rows, WARM, batch_size=batch_size) == expected
+
+
+class Apart:
+    """A model whose rows must begin together."""
+
+    def __init__(self, model) -> None:
+        self._model, self.config = model, model.config
+        self.modules = model.modules
+        self.sizes: list[int] = []
+
+    def __call__(self, tokens, cache):
+        return self._model(tokens, cache=cache)
+
+    def new_cache(self):
+        cache = self._model.new_cache()
+        cache.apart, extend = True, cache.extend
+
+        def watched(rows, counts, device):
+            assert len(set(cache.table.pages)) == len(rows), "rows are left out of a call"
+            assert (
+                len(
+                    {
+                        count == 1 and cache.table.lengths[row] > 0
+                        for row, count in zip(rows, counts, strict=True)
+                    }
+                )
+                == 1
+            )
+            self.sizes.append(len(rows))
+            return extend(rows, counts, device)
+
+        cache.extend = watched
+        return cache
+
+
+def test_rows_that_must_begin_together_draw_the_same() -> None:
+    rows = [Row(n % 5, n, 3 + 5 * (n % 4)) for n in range(15)]
+    model = Apart(small())
+    assert run(model, PROMPTS, rows, WARM, batch_size=4) == run(small(), PROMPTS, rows, WARM)
+    assert max(model.sizes) == 4
 
 
 def test_rows_end_at_different_times_and_leave_the_others_alone() -> None:

@@ -21,11 +21,14 @@ from titancli.errors import RecipeError, TitanError
 from titancli.models import Llama3
 from titancli.models.blocks.moe import moe_layers
 from titancli.models.blocks.state import named_state
+from titancli.protocols.samples import SamplingParams
 from titancli.recipe import load_recipe
 from titancli.registry import current
 from titancli.registry.binding import bind
 from titancli.registry.component import build
+from titancli.rl.decode import Row, decode
 
+CPU = torch.device("cpu")
 ALL = (*FAMILIES, *BY_SPEC)
 TOKENS = torch.randint(0, 128, (2, LENGTH), generator=torch.Generator().manual_seed(1))
 
@@ -97,6 +100,25 @@ def exported(request, tmp_path_factory) -> Iterator[Any]:
     assert not any(told[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     theirs.get_input_embeddings().padding_idx = None  # whose row would have no gradient
     return family, ours, form, folder, theirs.eval()
+
+
+def test_greedy_completions_equal_those_of_transformers(exported) -> None:
+    """Of prompts that begin in turn, over the edges of windows, chunks and pages."""
+    _, ours, _, _, theirs = exported
+    prompts = [TOKENS[0, :15].tolist(), TOKENS[1, :3].tolist(), TOKENS[1, 40:49].tolist()]
+    made: list[list[int]] = [[] for _ in prompts]
+
+    def keep(row: int, token: int) -> bool:
+        made[row].append(token)
+        return True
+
+    rows = [Row(number, 0, 20) for number in range(3)]
+    decode(ours, prompts, rows, SamplingParams(temperature=0.0), keep, device=CPU, batch_size=2)
+    options = {"do_sample": False, "max_new_tokens": 20, "use_cache": False, "eos_token_id": None}
+    for prompt, found in zip(prompts, made, strict=True):
+        ids = torch.tensor([prompt])
+        whole = theirs.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **options)
+        assert found == whole[0, len(prompt) :].tolist()
 
 
 @pytest.mark.parametrize("length", [7, LENGTH])

@@ -296,10 +296,10 @@ class StateCache:
 
     def fork(self, row: int, new: Sequence[int]) -> None:
         """Have new rows be where another is."""
-        if self._states:
+        if self._states and new:
             rows = torch.tensor([row] * len(new), device=self._states[0].device)
             states = self._of(rows) or []
-            self._put(torch.tensor(new, device=rows.device), states, max(len(self._states[0]), *new, 0) + 1)
+            self._put(torch.tensor(new, device=rows.device), states, max(new) + 1)
 
 
 def joined(found: Sequence[tuple[Any, Tensor]], count: int) -> Tensor:
