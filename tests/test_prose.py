@@ -19,16 +19,10 @@ TURNED_ROUND = {
 }
 """Each with its replacement."""
 
-NOT_DONE = {
-    **dict.fromkeys(
-        ("checkpoint", "engine", "run", "worker"),
-        "its code was being rewritten when the other folders were done",
-    ),
-    **dict.fromkeys(
-        (f"../plugins/titan-{name}" for name in ("proof",)),
-        "the packages come after titancli",
-    ),
-}
+NOT_DONE = dict.fromkeys(
+    ("checkpoint", "engine", "run", "worker"),
+    "its code was being rewritten when the other folders were done",
+)
 """Folders of titancli that the next pass over the prose shortens, each with its reason."""
 
 

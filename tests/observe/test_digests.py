@@ -120,5 +120,5 @@ def test_a_folder_that_cannot_be_written_ends_nothing(
 def test_a_file_of_another_version_is_refused(tmp_path: Path, line: bytes) -> None:
     fill(writer(tmp_path), 1)
     path_of(tmp_path, 1, 0, 0).write_bytes(line + bytes(40))
-    with pytest.raises(EnvironmentProblem, match="no digests that this version of titan reads"):
+    with pytest.raises(EnvironmentProblem, match="no digests that this version of titan can read"):
         read_digests(tmp_path)

@@ -45,7 +45,7 @@ ROWS = [
     Row("Look", {"checkpoint": HERE}, "List, show, verify and convert checkpoints"),
     Row("Look", {"convert-checkpoint": "convert"}, "Write a Hugging Face folder, or read one"),
     Row("Prove", {"prove": None, "reproduce": None}, "Prove that layouts agree; that a run repeats"),
-    Row("Prove", {"replay": None, "bisect": None}, "A step from inside; where two runs diverge"),
+    Row("Prove", {"replay": None, "bisect": None}, "A step in detail; where two runs diverge"),
     Row("Recipes", {"recipe": HERE, "validate": "validate"}, "List, new, check, show, diff, schema; check"),
     Row("Recipes", {"data": HERE, "download": "download"}, "Token shards; a recipe's tokenizer, weights"),
     Row("Recipes", {"flux-encode": None}, "Encode images and texts to shards of latents"),

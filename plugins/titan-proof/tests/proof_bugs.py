@@ -1,4 +1,4 @@
-"""Faults as trainers have had them, put into titan on each rank of a layout: what `titan prove` must find."""
+"""Real training bugs, injected into titan on each rank of a layout: `titan prove` must find them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def seeded(
     more: tuple[str, ...] = (),
     converters: tuple[Any, ...] = (),
 ) -> Results | dict[str, Any]:
-    """What a rank computes in a case, with a fault or without; of an export or of generation the answer."""
+    """Measure a case on a rank, with or without a fault; for an export or generation, return the answer."""
     recipe = load_recipe(Path(file), overrides).recipe
     recipe = dataclasses.replace(recipe, converters=[*recipe.converters, *converters])
     with BUGS[name]() if name is not None else nullcontext():
@@ -66,7 +66,7 @@ def nudged(file: str, overrides: list[str], sizes: list[int]) -> Results:
 
 
 def halves_add_up(file: str, base: str, overrides: list[str]) -> bool:
-    """See `adds_up`; the base that adapters need is made here."""
+    """Call `adds_up`; the base that adapters need is made here."""
     recipe = load_recipe(Path(file), overrides).recipe
     with Engine.build(dataclasses.replace(recipe, weights=None, converters=[]), device="cpu") as engine:
         engine.save(base)
@@ -79,7 +79,7 @@ def several() -> bool:
 
 
 def wrapped(owner: Any, name: str, make: Callable[..., Any]) -> Any:
-    """Have `make(original, *arguments)` called in place of a method or a function."""
+    """Call `make(original, *arguments)` instead of a method or function."""
     original = getattr(owner, name)
     return patch.object(owner, name, functools.wraps(original)(lambda *a, **k: make(original, *a, **k)))
 
@@ -89,7 +89,8 @@ def wrapped(owner: Any, name: str, make: Callable[..., Any]) -> Any:
 
 @bug
 def missing_reduction() -> Iterator[None]:
-    """Norms under tensor parallel: their gradients are sums over a part of a row, and are not added."""
+    """Leave out a sum: the gradients of norms under tensor parallel cover a part of a row, and are not
+    added up."""
 
     def forward(original: Any, self: nn.RMSNorm, x: Tensor) -> Tensor:
         weight = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
@@ -101,21 +102,21 @@ def missing_reduction() -> Iterator[None]:
 
 @bug
 def doubled_reduction() -> Iterator[None]:
-    """Gradients are added over the replicas by FSDP2, and once more."""
+    """Add gradients over the replicas twice: by FSDP2, and once more."""
     with wrapped(FSDPModule, "set_gradient_divide_factor", lambda original, self, _: original(self, 0.5)):
         yield
 
 
 @bug
 def average_of_averages() -> Iterator[None]:
-    """FSDP2's own averaging is left on."""
+    """Leave FSDP2's own averaging on."""
     with wrapped(FSDPModule, "set_gradient_divide_factor", lambda original, self, _: None):
         yield
 
 
 @bug
 def one_gradient_twice() -> Iterator[None]:
-    """A hook of one parameter multiplies its gradient by the number of ranks."""
+    """Multiply the gradient of one parameter by the number of ranks, in a hook."""
 
     def build(original: Any, *given: Any, **more: Any) -> Engine:
         engine: Engine = original(*given, **more)
@@ -130,7 +131,7 @@ def one_gradient_twice() -> Iterator[None]:
 
 @bug
 def divided_again_by_micro_batches() -> Iterator[None]:
-    """The average over micro-batches of what is divided by all tokens already."""
+    """Average over micro-batches gradients that are already divided by all tokens."""
 
     def divide(original: Any, parameters: Any, weight: Tensor, *more: Any) -> Any:
         return original(parameters, weight * 2, *more)
@@ -141,7 +142,7 @@ def divided_again_by_micro_batches() -> Iterator[None]:
 
 @bug
 def norm_of_a_shard() -> Iterator[None]:
-    """The norm for clipping adds up the squares of this rank alone."""
+    """Compute the norm for clipping from the squares of this rank alone."""
 
     def norm(original: Any, parameters: Any, device: Any, stages: Any = None) -> Tensor:
         gradients = [p.grad.to_local() for p in parameters if p.grad is not None]
@@ -153,7 +154,7 @@ def norm_of_a_shard() -> Iterator[None]:
 
 @bug
 def undivided_on_shards() -> Iterator[None]:
-    """An optimizer that divides gradients as it steps leaves those of shards alone."""
+    """Let an optimizer that divides gradients as it steps leave those of shards undivided."""
 
     def step(original: Any, self: torch.optim.AdamW, *given: Any) -> Any:
         if several():
@@ -166,7 +167,7 @@ def undivided_on_shards() -> Iterator[None]:
 
 @bug
 def third_micro_batch_lost() -> Iterator[None]:
-    """What the third micro-batch of a call has to say does not come to the gradients."""
+    """Lose the gradients of the third micro-batch of a call."""
     calls = 0
 
     def begin(original: Any, *given: Any, **more: Any) -> Any:
@@ -191,7 +192,7 @@ def third_micro_batch_lost() -> Iterator[None]:
 
 @bug
 def bias_on_each_rank() -> Iterator[None]:
-    """The bias of a row-parallel linear is added by every rank, before the sum."""
+    """Add the bias of a row-parallel linear on every rank, before the sum."""
 
     def prepare(original: Any, path: str, module: Any, *more: Any) -> None:
         original(path, module, *more)
@@ -204,7 +205,7 @@ def bias_on_each_rank() -> Iterator[None]:
 
 @bug
 def window_off_by_one() -> Iterator[None]:
-    """Under context parallel each token sees the next one too."""
+    """Let each token see the next one too, under context parallel."""
 
     def mask(original: Any, self: Reach, queries: range, keys: range, device: Any) -> Tensor:
         return original(self, range(queries.start + 1, queries.stop + 1), keys, device)
@@ -215,7 +216,7 @@ def window_off_by_one() -> Iterator[None]:
 
 @bug
 def router_sees_local_tokens() -> Iterator[None]:
-    """Tokens are centred by the mean of those that this rank has, before the router scores them."""
+    """Center tokens by the mean of this rank's tokens, before the router scores them."""
 
     def forward(original: Any, self: MoE, x: Tensor) -> Tensor:
         keep = self.router.forward
@@ -229,7 +230,7 @@ def router_sees_local_tokens() -> Iterator[None]:
 
 @bug
 def dropout_without_rng() -> Iterator[None]:
-    """What is run again in backward draws other numbers."""
+    """Draw new random numbers when forward is recomputed in backward."""
 
     def forward(original: Any, self: FeedForward, x: Tensor) -> Tensor:
         return torch.nn.functional.dropout(original(self, x), 0.5)
@@ -246,7 +247,7 @@ def dropout_without_rng() -> Iterator[None]:
 
 @bug
 def stale_weight() -> Iterator[None]:
-    """A weight that was gathered in the first step is used in the second."""
+    """Use in the second step a weight that was gathered in the first."""
 
     def forward(original: Any, self: FeedForward, x: Tensor) -> Tensor:
         weight = self.w2.weight
@@ -262,7 +263,7 @@ def stale_weight() -> Iterator[None]:
 
 @bug
 def stale_cast() -> Iterator[None]:
-    """What a weight was when it was first cast to bfloat16 is computed with from then on."""
+    """Keep using a weight as it was when it was first cast to bfloat16."""
     kept: dict[int, tuple[Tensor, Tensor]] = {}
 
     def local(original: Any, parameter: Tensor) -> Tensor:
@@ -276,14 +277,14 @@ def stale_cast() -> Iterator[None]:
 
 @bug
 def state_lost_at_resume() -> Iterator[None]:
-    """A resume loads the weights, and the optimizer begins anew."""
+    """Load only the weights at a resume, so that the optimizer starts anew."""
     with wrapped(Engine, "load", lambda original, self, folder: original(self, folder, optimizer=False)):
         yield
 
 
 @bug
 def replicas_begin_apart() -> Iterator[None]:
-    """Initial values depend on the rank."""
+    """Make initial values depend on the rank."""
 
     def build(original: Any, *given: Any, **more: Any) -> Engine:
         engine: Engine = original(*given, **more)
@@ -298,7 +299,7 @@ def replicas_begin_apart() -> Iterator[None]:
 
 @bug
 def rope_restarts_on_each_rank() -> Iterator[None]:
-    """Under context parallel each rank counts the positions of its part of a row from zero."""
+    """Count positions from zero on each rank, under context parallel."""
 
     def angles(original: Any, self: Decoder, positions: Tensor) -> Any:
         return original(self, positions - positions.min())
@@ -309,14 +310,14 @@ def rope_restarts_on_each_rank() -> Iterator[None]:
 
 @bug
 def loss_divided_by_local_tokens() -> Iterator[None]:
-    """Each rank divides by the targets that it has itself."""
+    """Divide by the rank's own number of targets."""
     with wrapped(engine_module, "summed", lambda original, sums, group: dict(sums)):
         yield
 
 
 @bug
 def pipeline_averages_micro_batches() -> Iterator[None]:
-    """A schedule divides gradients by its micro-batches, as torch's do unless they are asked not to."""
+    """Divide gradients by the number of micro-batches in the schedule, which is torch's default."""
 
     def schedule(original: Any, name: str) -> Any:
         class Scaling(original(name)):  # type: ignore[misc]
@@ -334,7 +335,7 @@ def pipeline_averages_micro_batches() -> Iterator[None]:
 
 @bug
 def experts_swapped() -> Iterator[None]:
-    """Tokens of one expert reach another one's weights on the rank that has both."""
+    """Swap the weights of two experts on the rank that has both."""
 
     def compute(original: Any, self: Experts, x: Tensor, counts: Tensor, weights: Any) -> Tensor:
         if len(counts) < self.num_experts:
@@ -347,7 +348,7 @@ def experts_swapped() -> Iterator[None]:
 
 @bug
 def experts_balanced_by_local_tokens() -> Iterator[None]:
-    """The bias that evens out experts moves by the tokens of one rank."""
+    """Move the bias that balances experts by the tokens of one rank."""
 
     def step_applied(original: Any, self: Balancing, step: Step) -> None:
         self._groups = []
@@ -359,7 +360,7 @@ def experts_balanced_by_local_tokens() -> Iterator[None]:
 
 @bug
 def auxiliary_loss_of_each_micro_batch() -> Iterator[None]:
-    """The load-balancing loss takes the shares of a micro-batch for those of all tokens."""
+    """Compute the load-balancing loss from the shares of a micro-batch instead of all tokens."""
     with wrapped(RouterLosses, "_share", lambda original, self, weights: None):
         yield
 
@@ -369,7 +370,7 @@ def auxiliary_loss_of_each_micro_batch() -> Iterator[None]:
 
 @bug
 def transposed_at_export() -> Iterator[None]:
-    """A square matrix is written the other way round: nothing but its values shows it."""
+    """Write a square matrix transposed: only its values show it."""
 
     def to_hf(original: Any, self: DecoderHF, name: str, tensor: Tensor) -> Any:
         square = name.endswith("attention.wo.weight") and tensor.shape[0] == tensor.shape[1]
@@ -381,7 +382,7 @@ def transposed_at_export() -> Iterator[None]:
 
 @bug
 def cache_off_by_one() -> Iterator[None]:
-    """Tokens after the prompt are put one position too far."""
+    """Put tokens after the prompt one position too far."""
 
     def extend(original: Any, self: KVCache, rows: Any, counts: Any, device: Any) -> Any:
         later = [bool(self.table.lengths[row]) for row in rows]
@@ -394,7 +395,7 @@ def cache_off_by_one() -> Iterator[None]:
 
 @bug
 def converters_taken_off_to_sample() -> Iterator[None]:
-    """The model is sampled from without any forward that stands on an instance."""
+    """Sample from the model without forward methods that are set on an instance."""
 
     @contextmanager
     def as_written(block: Any) -> Iterator[None]:
@@ -409,7 +410,7 @@ def converters_taken_off_to_sample() -> Iterator[None]:
 
 @bug
 def filling_seen() -> Iterator[None]:
-    """Rows that are shorter than others see what fills up their keys."""
+    """Let rows that are shorter than others see the filling of their keys."""
 
     def find(original: Any, self: Group, reach: Any, device: Any) -> Any:
         return original(self, reach, device)._replace(mask=None)

@@ -27,7 +27,7 @@ WHERE = ("activation", "gradient", "weight")
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a finished run `r`, which saves at steps 2, 4 and 6."""
+    """Return a folder with a finished run `r`, which saves at steps 2, 4 and 6."""
     folder = tmp_path_factory.mktemp("bisect")
     trained(folder, "--run-dir", "r", "checkpoint.keep_latest_k=0")
     return folder
@@ -37,7 +37,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def titan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> Callable[..., Finished]:
-    """`titan …` in a new folder, in this process."""
+    """Return a function that runs `titan …` in a new folder, in this process."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("TITAN_RUNS", raising=False)
     (tmp_path / "tmp").mkdir()
@@ -54,7 +54,7 @@ def flip(tensor: torch.Tensor, place: int, bit: int) -> None:
 def with_a_flip(
     patch: pytest.MonkeyPatch, where: str, step: int, name: str, bit: int = 20, place: int = 7
 ) -> None:
-    """Have one bit flip in a step: of what a module returns, of a gradient, or of a weight after the step."""
+    """Flip one bit in a step: in the output of a module, in a gradient, or in a weight after the step."""
     from titancli.engine.digest import Digests
 
     forward_backward, optim_step = Engine.forward_backward, Engine.optim_step
@@ -83,7 +83,7 @@ def with_a_flip(
         return optim_step(self, *args)
 
     def moved(self: Any, at: Any) -> Any:
-        # In the weights as the optimizer left them.
+        # The weights after the optimizer's step.
         if at.number == step and where == "weight":
             with torch.no_grad():
                 flip(dict(self._named)[name], place, bit)
@@ -126,7 +126,8 @@ def check(finished: Path, folder: Path, patch: pytest.MonkeyPatch, where: str, s
     assert found.with_digests == list(range(1, STEPS + 1)) and found.result == "parts"
     assert found.step is not None and found.earliest is not None
     if "feed_forward" in name and found.step > step:
-        # More values than a digest reads: what it did not is seen in the next step, at which all is used.
+        # More values than a digest covers: a change in the others shows in the next step, which uses them
+        # all.
         assert found.earliest <= step == found.step - 1
         return
     assert (found.step, found.after) == (step, step - 1 or None)
@@ -168,7 +169,7 @@ def test_the_command_says_where_and_repeats_the_step(
     done = titan("bisect", finished / "r", other, "--repeat")
     assert done.code == 1, done.err
     first, phase, tensor, equal, before, after, why, a, b, end, *_ = done.out.splitlines()
-    assert first.startswith("part at step 4: gradient") and "gradients (" in first
+    assert first.startswith("diverge at step 4: gradient") and "gradients (" in first
     assert phase == "  the loss is equal: the backward pass differs"
     assert tensor == f"  first tensor: {name}"
     assert equal == "  equal up to step 3, of 6 steps, 1 to 6 (digests)"
@@ -231,7 +232,7 @@ def test_other_rows_are_told_from_another_computation(
     (tmp_path / "text.txt").write_text("another text\n" * 4000)
     assert train_here("tiny.toml", "--run-dir", "b") == 0
     done = titan("bisect", finished / "r", "b")
-    assert done.out.startswith("part at step 1: rows, loss, ")
+    assert done.out.startswith("diverge at step 1: rows, loss, ")
     assert "  they were trained on other rows\n" in done.out
     assert "; data, contents: " in done.out
     assert "titan bisect" in done.err and "--repeat" in done.err
@@ -241,9 +242,9 @@ def test_other_first_weights_are_told_from_another_computation(
     titan: Callable[..., Finished], finished: Path, tmp_path: Path
 ) -> None:
     furnish(tmp_path)
-    assert again(finished, "training.seed=3") == 0  # one document is in any order the same
+    assert again(finished, "training.seed=3") == 0  # with one document, every order is the same
     done = titan("bisect", finished / "r", "b")
-    assert done.out.startswith("part at step 1: weights before it, loss, ")
+    assert done.out.startswith("diverge at step 1: weights before it, loss, ")
     assert "  they began this step with other weights\n" in done.out
     assert "  because of training.seed: 0 -> 3" in done.out
 
@@ -254,7 +255,7 @@ def test_without_digests_the_logged_steps_are_compared(
     other = flipped_run(finished, tmp_path, monkeypatch, "gradient", 3, PARAMETERS[0], 30)
     shutil.rmtree(other / "digests")
     done = titan("bisect", finished / "r", other)
-    assert re.match(r"part at step [34]: (loss|gradient norm)", done.out), done.out
+    assert re.match(r"diverge at step [34]: (loss|gradient norm)", done.out), done.out
     assert "of 6 steps, 1 to 6 (0 with digests, the others as they were logged)" in done.out
     assert "tiny has no digests of its steps (debug.digests): logged steps are compared" in done.out
     copied = shutil.copytree(finished / "r", tmp_path / "a", ignore=shutil.ignore_patterns("digests"))
@@ -275,7 +276,7 @@ def test_digests_of_another_version_are_not_read_and_this_is_said(finished: Path
         path.write_bytes(path.read_bytes().replace(b'"format":2', b'"format":9'))
     found = found_in(finished / "r", copied)
     assert (found.result, found.with_digests) == ("equal", [])
-    assert any("has no digests that this version of titan reads" in line for line in found.unknown)
+    assert any("has no digests that this version of titan can read" in line for line in found.unknown)
 
 
 def test_what_digests_do_not_sample_is_found_in_checkpoints(
@@ -290,7 +291,7 @@ def test_what_digests_do_not_sample_is_found_in_checkpoints(
 
 
 def on_two_ranks(side: Side, relative: float, since: int) -> Side:
-    """The same run as another layout would have made it, but for its rows."""
+    """Return the same run as another layout would have made it, but with the same rows."""
     mesh = {**side.run.made_by["mesh"], "dp_shard": 2}
     run = replace(side.run, made_by={**side.run.made_by, "world": 2, "mesh": mesh}, weights={})
     digests = {}

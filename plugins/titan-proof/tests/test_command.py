@@ -1,4 +1,4 @@
-"""`titan prove` as people run it: a plugin whose loss is wrong, what is said, and the exit codes."""
+"""`titan prove` on the command line: a plugin whose loss is wrong, the messages, and the exit codes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def titan_components():
 
 @pytest.fixture(autouse=True)
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Badges of this test alone."""
+    """Use a cache folder for the badges of this test alone."""
     monkeypatch.setenv("TITAN_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
@@ -53,7 +53,7 @@ def test_a_loss_of_a_plugin_that_averages_averages_is_found(titan: Titan, tmp_pa
     (cause,) = document["causes"]
     assert cause["techniques"] == ["accumulation"] and "it is the loss, its weight" in cause["message"]
     assert document["changed"]["model.n_layers"] == {"from": 6, "to": 2}
-    # And `titan plugin list` shows it, until the plugin is another one.
+    # And `titan plugin list` shows it, until the plugin changes.
     (badge,) = proofs_of(titan, file)
     assert (badge["component"], badge["ok"], badge["causes"]) == ("loss/mean", False, ["accumulation"])
     assert badge["stale"] == [] and badge["ranks"] == 1 and badge["cases"]["wrong"] == 1

@@ -59,7 +59,7 @@ def test_badges_of_a_component_and_of_all_that_a_recipe_is_made_of(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     loaded = load_recipe("titan-flux:flux_debug")
-    assert write_badges(proof("right", "wrong"), loaded, 4, None) == []  # nobody knows whose fault it is
+    assert write_badges(proof("right", "wrong"), loaded, 4, None) == []  # which one is at fault is unknown
     write_badges(proof("right", "not supported"), loaded, 4, None)
     assert {b["component"] for b in badges("titan-flux")} == {"model/flux", "loss/flow_matching"}
     assert {b["component"] for b in badges("titan")} == {"optimizer/adamw", "parallelize/decoder"}

@@ -1,4 +1,5 @@
-"""No false alarm: bundled families, and what plugins bring, are right on each layout or refused by name."""
+"""No false alarms: bundled families and components of plugins are right on each layout, or refused by
+name."""
 
 from __future__ import annotations
 

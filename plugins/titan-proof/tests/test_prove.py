@@ -1,4 +1,4 @@
-"""Seeded faults are found and named; what is right is not reported."""
+"""Injected faults are found and named; correct results are not reported."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ pytestmark = pytest.mark.ranks
 
 @pytest.fixture(scope="module")
 def plain(ranks, tmp_path_factory):
-    """`plain(recipe, case)`: the small copy's file, and one process to compare with.
+    """Return `plain(recipe, case)`: the small copy's file, and the results of one process to compare with.
 
-    Each is computed once. A fault of the model's own is there too.
+    Each is computed once. It includes a fault of the model's own.
     """
     files: dict[str, str] = {}
     known: dict[str, Reference] = {}
@@ -54,14 +54,14 @@ def plain(ranks, tmp_path_factory):
 
 
 class Seed(NamedTuple):
-    """A fault, where it shows, and what must be said of it."""
+    """A fault, where it shows, and what must be reported about it."""
 
     case: Case
     parameter: str | None
     says: str
     recipe: str = "llama3_debug"
     of_model: bool = False
-    """Whether one process has what the fault needs as well: dropout."""
+    """Whether one process also has the setting that the fault needs, such as dropout."""
     overrides: tuple[str, ...] = ()
     converters: tuple[Any, ...] = ()
 
@@ -87,11 +87,11 @@ SEEDS = {
     "converters_taken_off_to_sample": Seed(
         case("generation"),
         "layers.1.attention_norm.weight",
-        "the logits of token 0 that are sampled from differ from those of training",
+        "the logits of token 0 for sampling differ from those of training",
         converters=(Tilted(),),
     ),
     "norm_of_a_shard": Seed(case(dp_shard=2), None, "the gradient norm is wrong"),
-    # Where titan looks at what an optimizer gets, gradients are divided before: in the first step.
+    # The engine's optimizer hook gets gradients divided beforehand, in the first step.
     "undivided_on_shards": Seed(
         case(dp_shard=2), "tok_embeddings.weight", "it is wrong after the optimizer step (step 2)"
     ),
@@ -187,7 +187,7 @@ def test_micro_batches_are_three_the_last_of_them_short():
 
 
 def results(**changed: float) -> Results:
-    """Of two steps: tensors of 100 numbers, some of them a little longer; loss and norm."""
+    """Return results of two steps: tensors of 100 numbers, a few of them changed in length; loss and norm."""
     kinds = dict.fromkeys(("0_gradient_a", "1_gradient_a", "0_output_a", "1_output_a"), torch.ones(100))
     kinds |= dict.fromkeys(("0_loss", "1_loss", "0_norm", "1_norm"), torch.ones((), dtype=torch.float64))
     return Results({k.replace("_", " "): v * (1 + changed.get(k, 0.0)) for k, v in kinds.items()}, ["a"])

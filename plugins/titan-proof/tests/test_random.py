@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 
 def drawn(draw: random.Random) -> tuple[str, list[str]]:
-    """A recipe and sizes of its model, most of which no layout divides evenly."""
+    """Return a recipe and sizes of its model, most of which no layout divides evenly."""
     recipe = draw.choice(["llama3_debug", "qwen3_debug", "qwen3_moe_debug", "deepseek_v3_debug"])
     kv_heads = draw.choice([1, 2, 3, 4])
     heads = kv_heads * draw.choice([1, 2, 3])

@@ -1,4 +1,4 @@
-"""`titan replay`: a step again, bit for bit, and what is said of it."""
+"""`titan replay`: a step is repeated bit for bit, and reported on."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SMALL += ("training.mixed_precision_param=float32",)
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a finished run `r` of seven steps, with checkpoints of steps 3, 6 and 7."""
+    """Return a folder with a finished run `r` of seven steps, with checkpoints of steps 3, 6 and 7."""
     folder, before = furnish(tmp_path_factory.mktemp("replay")), Path.cwd()
     os.chdir(folder)
     try:
@@ -52,7 +52,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def titan(
     finished: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> Callable[..., Finished]:
-    """`titan …` in that folder, in this process."""
+    """Return a function that runs `titan …` in that folder, in this process."""
     monkeypatch.chdir(finished)
     monkeypatch.delenv("TITAN_RUNS", raising=False)
 
@@ -122,8 +122,8 @@ def norm(tensors: Iterable[torch.Tensor]) -> float:
 
 
 def before_step(run: Path, step: int) -> tuple[Any, torch.Tensor, torch.Tensor]:
-    """A plain model as it was before a step, and that step's tokens and targets: from step 3 on, by a loop
-    of its own."""
+    """Return a plain model as it was before a step, trained from step 3 on by a loop of its own, and that
+    step's tokens and targets."""
     recipe = load_recipe(run).recipe
     with Engine.build(run, device="cpu") as engine:
         data = open_dataset(recipe, build(recipe.tokenizer), engine, recipe.dataset)
@@ -170,7 +170,9 @@ def test_a_step_that_parts_is_named_with_what_differs(
     data[place : place + RECORD.itemsize] = record[:-4] + checksum_of(record).to_bytes(4, "little")
     file.write_bytes(data)
     done = titan("replay", tmp_path / "r", "--step", 6)
-    assert done.code == 1 and "step 6: parts from the record at step 4: weights (several tensors)" in done.out
+    assert (
+        done.code == 1 and "step 6: diverges from the record at step 4: weights (several tensors)" in done.out
+    )
     assert titan("replay", tmp_path / "r", "--step", 3).code == 0  # from the beginning
     file.write_bytes(b'{"format":1}\n' + data)
     done = titan("replay", tmp_path / "r", "--step", 7)
@@ -187,13 +189,13 @@ def test_a_step_that_parts_is_named_with_what_differs(
     [
         (("nowhere", "--step", 3), 5, "run folder"),
         (("r", "r", "--step", 3), 2, "replay takes one run, not r and r"),
-        (("r", "--step", 9), 5, "has not done step 9: its last recorded step is 7"),
+        (("r", "--step", 9), 5, "has not reached step 9: its last recorded step is 7"),
         (("r", "--step", 0), 2, "0 is not in the range"),
         (("r", "--step", 5, "--with", "lr"), 2, "--with takes KEY=VALUE, not 'lr'"),
         (("r", "--step", 5, "--with", "model.dim=8"), 2, "--with model.dim: a step can be tried with other"),
         (("r", "--step", 5, "--with", "optimizer.lrr=8"), 3, "optimizer.lrr"),
         (("r", "--step", 5, "--without", 3), 2, "the step has the rows 1 to 2"),
-        (("r", "--step", 5, "--without", 1, "--without", 2), 2, "nothing to learn from would be left"),
+        (("r", "--step", 5, "--without", 1, "--without", 2), 2, "no targets would be left"),
         (("r", "--step", 5, "--layer", "7"), 2, "--layer 7: the model has no such module or parameter"),
         (("r", "--step", 5, "dataset.paths=['tiny.toml']"), 5, "is not the data"),
     ],
@@ -215,7 +217,7 @@ def test_what_is_wrong_is_said(
     assert (done.code, "Traceback" in done.err) == (code, False), done.err
     assert message in done.err
     assert files(finished / "r") == before
-    assert code != 2 or not list((tmp_path / "tmp").iterdir())  # nothing is left of what was never to be
+    assert code != 2 or not list((tmp_path / "tmp").iterdir())  # nothing is left behind
 
 
 def test_a_step_after_a_changed_recipe_is_replayed_under_its_own(
@@ -233,7 +235,7 @@ def test_a_step_after_a_changed_recipe_is_replayed_under_its_own(
     shutil.rmtree(tmp_path / "r/checkpoints/step-4")
     done = titan("replay", "r", "--step", 5)
     assert done.code == 5 and "step 5 was made after a resume from step 4 under another recipe" in done.err
-    # Steps 4 and 6 have checkpoints, but of what is no longer the run's past.
+    # Steps 4 and 6 have checkpoints, but those do not belong to the run's history any more.
     changed = ("training.steps=5", "optimizer.lr=1e-2", "checkpoint.interval=100")
     assert titan("train", "s", "--resume", "--step", 2, *changed).code == 0
     found = replayed(titan, "s", "--step", 5)
@@ -284,7 +286,7 @@ def test_other_layouts(
 
 
 def poisoned(folder: Path, steps: int, where: dict[int, int]) -> None:
-    """A run of 8 rows a step, on text with rows of garbage: by step, the row."""
+    """Make a run of 8 rows a step, on text with rows of garbage; `where` gives the row by step."""
     furnish(folder)
     text = bytearray((folder / "text.txt").read_bytes() * (1 + steps * 256 // 100_000))
     generator = random.Random(0)
@@ -346,7 +348,7 @@ def test_the_callbacks_of_the_run_take_part_and_its_own_probe_gives_way(
     own = 'callbacks=[{type="ema", decay=0.9}, {type="titan-proof/probe", step=5}]'
     assert titan("train", "tiny.toml", "--run-dir", "r", *SMALL, own).code == 0
     assert json.loads((tmp_path / "r" / RESULT).read_text())["done"]["loss"] > 0
-    assert list(read_digests(tmp_path / "r")) == [1, 2, 3, 4, 5]  # with which it has ended
+    assert list(read_digests(tmp_path / "r")) == [1, 2, 3, 4, 5]  # the run ended with step 5
     found = replayed(titan, "r", "--step", 4, "--with", "optimizer.lr=0.0")
     assert found["verdict"]["result"] == "bitwise" and found["checkpoint"].endswith("step-3")
     assert found["tried"]["loss_after"] != found["replayed"]["loss_after"]
@@ -392,16 +394,16 @@ def test_no_row_stands_out_where_most_have_no_finite_loss() -> None:
         assert found is not None and found["row"] == 3
 
 
-def test_the_document_has_the_keys_that_are_told(titan: Callable[..., Finished]) -> None:
+def test_the_document_has_the_keys_that_are_documented(titan: Callable[..., Finished]) -> None:
     found = replayed(titan, "r", "--step", 4, "--without", 1)
     body = (Path(__file__).parents[3] / "docs/interfaces.md").read_text().split("### titan.replay\n")[1]
-    told = set(re.findall(r"`([\w.\[\]]+)`", body.split("\n### ")[0]))
-    assert {key for key in found if key not in ("schema", "version", "verdict", "rows")} <= told
-    assert {f"verdict.{key}" for key in found["verdict"]} <= told
-    assert {f"rows[].{key}" for key in found["rows"][0]} <= told
+    documented = set(re.findall(r"`([\w.\[\]]+)`", body.split("\n### ")[0]))
+    assert {key for key in found if key not in ("schema", "version", "verdict", "rows")} <= documented
+    assert {f"verdict.{key}" for key in found["verdict"]} <= documented
+    assert {f"rows[].{key}" for key in found["rows"][0]} <= documented
     tables = [found["replayed"], found["tried"], found["recorded"], found["guard"], found["layers"][0]]
     tables += [found["rows"][0]["documents"][0], next(iter(found["parameters"].values()))]
-    assert {key for table in tables for key in table} <= told
+    assert {key for table in tables for key in table} <= documented
 
 
 PAIRS = (

@@ -1,4 +1,4 @@
-"""`titan reproduce`: a run again, and what is said of each difference between the two."""
+"""`titan reproduce`: a run is repeated, and each difference between the two is reported."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from titancli.errors import EnvironmentProblem, RecipeError, UsageError
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a finished run `r` of four steps."""
+    """Return a folder with a finished run `r` of four steps."""
     folder = tmp_path_factory.mktemp("reproduce")
     trained(folder, "--run-dir", "r", "training.steps=4")
     return folder
@@ -39,7 +39,7 @@ def run(finished: Path) -> Reproduction:
 def titan(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> Callable[..., Finished]:
-    """`titan …` in a new folder, in this process."""
+    """Return a function that runs `titan …` in a new folder, in this process."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("TITAN_RUNS", raising=False)
 
@@ -47,12 +47,12 @@ def titan(
 
 
 def doctored(run: Reproduction, **made_by: Any) -> Reproduction:
-    """The same run, made by something else."""
+    """Return the same run with other provenance."""
     return replace(run, made_by={**deepcopy(run.made_by), **made_by})
 
 
 def parted(run: Reproduction, at: int = 2) -> Reproduction:
-    """The same run with other numbers from a step on."""
+    """Return the same run with other numbers from a step on."""
     steps = {
         step: {name: value * 1.5 for name, value in row.items()} if int(step) >= at else row
         for step, row in run.steps.items()
@@ -211,8 +211,8 @@ def test_what_has_no_effect_is_listed_and_explains_nothing(run: Reproduction) ->
     other = lock(other, "log_freq = 1", "log_freq = 2")
     verdict = compare(other, parted(run))
     assert verdict.because == [] and verdict.result == "parts"
-    told = {(one.what, one.effect) for one in verdict.differences}
-    assert told == {
+    found = {(one.what, one.effect) for one in verdict.differences}
+    assert found == {
         ("version of pydantic", "none"),
         ("version of titan-muon", "none"),
         ("cpu", "none"),
@@ -227,7 +227,7 @@ def test_without_a_known_difference_it_says_so(
     done = titan("reproduce", tmp_path / "odd.repro", "--compare", finished / "r")
     assert done.code == 1
     first, loss, *_ = done.out.splitlines()
-    assert first == "parts at step 3, and no known difference explains it"
+    assert first == "diverges at step 3, and no known difference explains it"
     assert loss == "  largest relative difference of loss: 3.3e-01 at step 3"
 
 
@@ -311,7 +311,7 @@ def test_check_says_what_differs_here(
     titan: Callable[..., Finished], finished: Path, run: Reproduction, tmp_path: Path
 ) -> None:
     same = titan("reproduce", finished / "r", "--check")
-    assert (same.code, same.out) == (0, "nothing that matters differs\n")
+    assert (same.code, same.out) == (0, "nothing relevant differs\n")
     write(tmp_path / "old.repro", doctored(run, **versions(run, torch="2.1.0"), code=None))
     other = titan("reproduce", tmp_path / "old.repro", "--check", "optimizer.lr=1.0")
     assert other.code == 1
@@ -417,7 +417,7 @@ def test_plugin_files_and_the_uncommitted_patch_are_kept_and_never_run(
     subprocess.run(["git", "checkout", "-q", "code.py"], check=True)
     subprocess.run(["git", "apply", str(tmp_path / "out/uncommitted.patch")], check=True)
     assert (folder / "code.py").read_text() == "x = 2\n"
-    # Without the copies the texts are gone, and this is said.
+    # Without the copies the texts are gone, and this is reported.
     shutil.rmtree(copied / "sources")
     assert len(collect(copied).missing) == 2
 
@@ -475,7 +475,11 @@ def test_what_a_resume_changed_is_known(finished: Path, tmp_path: Path) -> None:
     second = {**deepcopy(first), "checkpoint": "/x/step-2", "drift": ["training.steps: 2 -> 4"]}
     here = first["machine"]["cpu_kernels"]
     first["machine"]["cpu_kernels"] = "AVX512+"
-    record["attempts"] = [{**first, "world": 8}, first, second]  # the first began anew, and counts no more
+    record["attempts"] = [
+        {**first, "world": 8},
+        first,
+        second,
+    ]  # the first does not count
     (run / "run.json").write_text(json.dumps(record))
     verdict = compare(collect(run), parted(collect(finished / "r")))
     assert [str(one) for one in verdict.because] == [

@@ -1,4 +1,4 @@
-"""Small copies: what becomes small, what stays divisible, and what is said; without ranks."""
+"""Small copies: which sizes become small, which stay divisible, and what is reported; without ranks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Proofs: every layout against one process, runs repeated and compared, a step seen from inside.
-
-This file imports no torch.
-"""
+"""Proofs: compare every layout with one process, repeat runs, and look at one step in detail."""
 
 from __future__ import annotations
 
@@ -22,24 +19,24 @@ COMMANDS = {
     "prove": "Prove that every layout computes what one process does.",
     "reproduce": "Run a recorded run again and compare the numbers.",
     "replay": "Repeat a step of a run and look at it from inside.",
-    "bisect": "Find where two runs that should agree part.",
+    "bisect": "Find where two runs that should agree diverge.",
 }
 
 
 @component("callback", "probe", target="titan_proof.probe:Probe")
 class Probe:
-    """One step looked at from inside, with which the run ends: what `titan replay` adds to a recipe."""
+    """The callback that `titan replay` adds to a recipe: it looks at one step, with which the run ends."""
 
     step: Annotated[int, Gt(0)]
     """The step, counted from 1."""
     layers: list[str] = field(default_factory=list)
     """Modules and parameters to look at one by one: numbers of layers, names or patterns."""
     gradients: Annotated[int, Ge(0)] = 64
-    """Rows whose own gradient is computed, those with the highest loss."""
+    """Number of rows whose own gradient is computed; those with the highest loss come first."""
     without: list[Annotated[int, Gt(0)]] = field(default_factory=list)
-    """Rows, counted from 1, that the step is also tried without."""
+    """Rows, counted from 1, without which the step is also tried."""
     overrides: list[str] = field(default_factory=list)
-    """Other settings, `KEY=VALUE`, that the step is also tried with."""
+    """Other settings, `KEY=VALUE`, with which the step is also tried."""
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         from titan_proof.replay import check_variation

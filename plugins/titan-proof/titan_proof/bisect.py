@@ -1,4 +1,5 @@
-"""Two runs that should agree: the first step at which they part, and what of it. Imports torch late."""
+"""Find the first step at which two runs that should agree diverge, and what differs in it. Imports torch
+late."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ PHASES = (
     ("whether", "optimizer"),
     ("weights", "optimizer"),
 )
-"""What differs first in a step, by the beginning of its word, and what of the step made it."""
+"""The phase of a step that computes each quantity, by the beginning of the quantity's name."""
 
 
 @dataclass(frozen=True)
@@ -37,15 +38,15 @@ class Side:
 
     run: Reproduction
     folder: Path | None
-    """Of the run; None: it is not on this machine."""
+    """The run folder; None if it is not on this machine."""
     digests: dict[int, StepDigest]
     starts: dict[int, Start]
-    """By step, the weights that attempts began with."""
+    """The weights that attempts began with, by step."""
     missing: list[str]
 
     @property
     def checkpoints(self) -> list[int]:
-        """The steps of the checkpoints that are here."""
+        """The steps of the checkpoints that are on this machine."""
         return sorted(map(int, self.run.weights)) if self.folder else []
 
     def checkpoint(self, step: int) -> Path:
@@ -54,56 +55,57 @@ class Side:
 
 @dataclass(frozen=True)
 class Compared:
-    """The checkpoints of one step, tensor by tensor."""
+    """The comparison of two checkpoints of the same step, tensor by tensor."""
 
     step: int
     count: int
     unequal: list[Any]
-    """See `titancli.checkpoint.compare.TensorDifference`."""
+    """See `titan_proof.checkpoints.TensorDifference`."""
 
 
 @dataclass(frozen=True)
 class Bisection:
-    """What a comparison of two runs comes to."""
+    """The result of comparing two runs."""
 
     result: Result
     step: int | None
-    """The first step that parts them; None: none does."""
+    """The first step at which they diverge; None if they do not."""
     after: int | None
-    """The last step before it that was compared; None: there is none."""
+    """The last compared step before it; None if there is none."""
     earliest: int | None
-    """The first step that may have made it: before `step` where digests of equal layouts read only a part of
-    large tensors, and the checkpoints that are equal are older."""
+    """The first step that may have caused it: earlier than `step` if the digests cover only a sample of
+    large tensors and the last equal checkpoints are older."""
     what: list[str]
-    """What of that step differs, in the order in which it is computed."""
+    """The quantities that differ in that step, in the order in which they are computed."""
     phase: str | None
-    """What made it: the start (other weights were there before the step), data, forward, backward, or
-    optimizer; None: it is not known."""
+    """The phase that caused it: start (the weights before the step already differ), data, forward,
+    backward, or optimizer; None if it is not known."""
     tensors: list[str]
-    """The first tensors that differ, if digests or checkpoints name them."""
+    """The first tensors that differ, if digests or checkpoints identify them."""
     first_bit: int | None
-    """The first step with any difference, be it within the envelope; None: none, or it cannot be known."""
+    """The first step with any difference, even one within the envelope; None if there is none, or it
+    cannot be known."""
     compared: list[int]
     with_digests: list[int]
-    """Those of `compared` that both have digests of."""
+    """The steps of `compared` for which both runs have digests."""
     largest: list[Deviation]
     envelope: dict[str, float]
-    """By metric, of the last compared step; empty where the runs must be equal bit for bit."""
+    """The envelope of each metric at the last compared step; empty if the runs must be bitwise equal."""
     checkpoints: list[Compared]
-    """Those nearest to the step, before it and from it on."""
+    """The checkpoints nearest to the step: the last before it, and the first at or after it."""
     differences: list[Difference]
     unknown: list[str] = field(default_factory=list)
-    """What one of the two did not record."""
+    """Facts that one of the two runs did not record."""
 
     @property
     def because(self) -> list[Difference]:
-        """The known differences that can explain it."""
+        """The known differences that can explain the result."""
         effect = {"parts": "results", "within_envelope": "rounding"}.get(self.result)
         return [one for one in self.differences if one.effect == effect]
 
 
 def side_of(run: Reproduction) -> Side:
-    """Return a run with the digests of its steps, if it lies on this machine."""
+    """Return a run with the digests of its steps, if its folder is on this machine."""
     path = folder_of(run)
     if path is None:
         why = f"the run folder {run.run['path']} is not here: its logged steps are compared, without digests"
@@ -121,8 +123,8 @@ def side_of(run: Reproduction) -> Side:
 def bisect(one: Side, other: Side) -> Bisection:
     """Find where two runs diverge.
 
-    Where nothing that changes rounding differs, the first bit counts, else what is outside of the envelope
-    of `titan reproduce`; rows are the same or not on any layout.
+    If no known difference changes rounding, any differing bit counts; otherwise only a difference outside the
+    envelope of `titan reproduce`. Rows must be the same on any layout.
 
     Raises:
         EnvironmentProblem: a recipe is not TOML, or a checkpoint is damaged.
@@ -139,7 +141,7 @@ def bisect(one: Side, other: Side) -> Bisection:
         outside = [verdict.step] if verdict.result == "parts" and verdict.step is not None else []
         step = min(outside + [step for step in bits if "rows" in steps[step]], default=None)
     if is_exact and (odd := _unequal_checkpoint(one, other, step)) is not None:
-        step, steps[odd] = odd, ["tensors of the checkpoint"]  # of which the digests did not see a part
+        step, steps[odd] = odd, ["tensors of the checkpoint"]  # in what digests did not cover
     around = _around(one, other, step)
     what = [] if step is None else steps[step]
     tensors: list[str] = []
@@ -171,7 +173,8 @@ def bisect(one: Side, other: Side) -> Bisection:
 
 
 def _phase(what: list[str], *, is_exact: bool) -> str | None:
-    """What of a step made its first difference. Within an envelope everything differs by a bit."""
+    """Return the phase that caused the first difference of a step. Within an envelope everything differs a
+    little."""
     found = next((phase for word, phase in PHASES if what and what[0].startswith(word)), None)
     return found if is_exact or found == "data" else None
 
@@ -183,7 +186,7 @@ def _common(one: Side, other: Side) -> list[int]:
 
 
 def _unequal(one: Side, other: Side, step: int) -> list[str]:
-    """What differs in a step by a bit."""
+    """Return the quantities of a step that are not bitwise equal."""
     a, b = one.digests.get(step), other.digests.get(step)
     if a is not None and b is not None:
         return digest_differences(a, b)
@@ -192,7 +195,7 @@ def _unequal(one: Side, other: Side, step: int) -> list[str]:
 
 
 def _before(one: Side, other: Side, step: int) -> dict[int, tuple[Any, Any]]:
-    """By rank the hashes of the weights that a step began with, of those that differ."""
+    """Return the hashes of the weights that a step began with, for the ranks on which they differ."""
     pairs = []
     for side in (one, other):
         start, last = side.starts.get(step - 1), side.digests.get(step - 1)
@@ -207,7 +210,7 @@ def _before(one: Side, other: Side, step: int) -> dict[int, tuple[Any, Any]]:
 
 
 def _numbers(side: Side, steps: list[int]) -> dict[str, dict[str, Any]]:
-    """Losses and norms by step: from digests, which have every step, else as logged."""
+    """Return losses and norms by step: from digests, which cover every step, or else from the log."""
     return {
         str(step): plain({"loss": d.loss, "grad_norm": d.grad_norm})
         if (d := side.digests.get(step)) is not None
@@ -217,7 +220,7 @@ def _numbers(side: Side, steps: list[int]) -> dict[str, dict[str, Any]]:
 
 
 def _tensors(one: Side, other: Side, step: int, what: list[str]) -> list[str]:
-    """The tensors in which digests of a step differ, if it is one a rank."""
+    """Return the tensors in which the digests of a step differ, if each rank has only one."""
     a, b = one.digests.get(step), other.digests.get(step)
     if a is None or b is None or a.layout != b.layout or what[0] in ("rows", "loss"):
         return []
@@ -233,7 +236,7 @@ def _tensors(one: Side, other: Side, step: int, what: list[str]) -> list[str]:
 
 
 def _unequal_checkpoint(one: Side, other: Side, step: int | None) -> int | None:
-    """The first step, of those before a step (None: of all), whose checkpoints have other checksums."""
+    """Return the first step before `step` (None: of all) whose checkpoints have different checksums."""
     weights = one.run.weights, other.run.weights
     both = [n for n in one.checkpoints if n in other.checkpoints and (step is None or n < step)]
     return next((n for n in both if weights[0][str(n)] != weights[1][str(n)]), None)
@@ -247,7 +250,8 @@ def _earliest(one: Side, step: int | None, what: list[str], around: list[Compare
 
 
 def _around(one: Side, other: Side, step: int | None) -> list[Compared]:
-    """The last checkpoints before a step, and the first from it on; without a step the last ones."""
+    """Compare the last checkpoints before a step, and the first ones at or after it; the last ones without
+    a step."""
     both = [number for number in one.checkpoints if number in other.checkpoints]
     before = [number for number in both if step is None or number < step]
     chosen = before[-1:] + [number for number in both if number not in before][:1]
@@ -262,7 +266,8 @@ def _around(one: Side, other: Side, step: int | None) -> list[Compared]:
 
 
 def _of_checkpoint(around: list[Compared], step: int | None) -> list[str]:
-    """What the checkpoint of that very step names; of a later one everything differs."""
+    """Return the tensors that differ in the checkpoints of that very step; in a later one everything
+    differs."""
     at = [c for c in around if c.step == step]
     if not at or not at[0].unequal or len(at[0].unequal) == at[0].count:
         return []

@@ -1,4 +1,4 @@
-"""Two checkpoints, tensor by tensor, whatever layouts wrote them."""
+"""Compare two checkpoints, tensor by tensor, on whatever layouts they were written."""
 
 from __future__ import annotations
 
@@ -14,32 +14,33 @@ from titancli.checkpoint import CheckpointReader, read_manifest
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """A tensor that two checkpoints do not have alike."""
+    """A tensor that differs between two checkpoints."""
 
     name: str
     relative: float
-    """‖Δ‖ / ‖the first's‖; infinite where only one has the tensor, or in another shape, or is not finite."""
+    """‖Δ‖ / ‖first‖; infinite if only one checkpoint has the tensor, the shapes or dtypes differ, or it is
+    not finite."""
     elements: int
-    """How many values differ."""
+    """The number of values that differ."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Of all tensors of two checkpoints."""
+    """The comparison of all tensors of two checkpoints."""
 
     count: int
-    """Tensors of both together."""
+    """The number of tensors of both together."""
     unequal: list[TensorDifference]
-    """In the order of the first; those that differ by a bit."""
+    """The tensors that are not bitwise equal, in the order of the first checkpoint."""
 
 
 def compare_checkpoints(one: Path, other: Path) -> Comparison:
     """Compare the tensors of two checkpoints: weights and the optimizer's state.
 
-    Files of equal checksums are not read.
+    Files with equal checksums are not read.
 
     Raises:
-        EnvironmentProblem: one is no checkpoint, or damaged.
+        EnvironmentProblem: a folder is not a checkpoint, or is damaged.
     """
     sides = CheckpointReader(one, verify="size"), CheckpointReader(other, verify="size")
     names = list(dict.fromkeys(name for side in sides for name in side.names()))
@@ -56,7 +57,7 @@ def compare_checkpoints(one: Path, other: Path) -> Comparison:
 
 
 def _files(folder: Path) -> dict[str, tuple[str, ...]]:
-    """Checksums of the files of tensors, and of where each tensor lies in them."""
+    """Return the checksums of the files that hold tensors, and of the file that says where each tensor is."""
     files = read_manifest(folder).files
     return {
         name: (row.xxh3_64,)
@@ -77,7 +78,7 @@ def _difference(name: str, one: Tensor, other: Tensor) -> TensorDifference | Non
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """As bytes, so that NaN equals itself."""
+    """Return a tensor's bits as integers, so that NaN equals itself."""
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.contiguous().view(kinds[tensor.element_size()])

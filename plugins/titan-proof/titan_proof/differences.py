@@ -1,4 +1,4 @@
-"""What differs in how two runs were made, and what each difference may change. Torch-free."""
+"""Find how two runs were made differently, and what each difference may change. Torch-free."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ NO_EFFECT_KEYS = ("training.gc_freq", "stability.recheck_every", "debug.digests"
 LAYOUT = ("mesh", "pipeline", "parallelize", "activation_checkpoint", "compile")
 """Sections that change only the order of additions."""
 COMPARED_AS_A_WHOLE = ("training.steps", "lr_scheduler.total_steps", "training.global_batch_size")
-"""Keys of which only counts what they come to: the schedule, and the global batch."""
+"""Keys that are compared by their effect, the schedule and the global batch, and not one by one."""
 BATCH = ("training.local_batch_size", "training.global_batch_size")
 THREADS = ("OMP_", "MKL_NUM", "OPENBLAS_NUM", "KMP_")
 QUIET = ("HF_", "TRANSFORMERS_", "DATASETS_", "NCCL_DEBUG", "TOKENIZERS_", "MALLOC_")
-"""Beginnings of environment variables that change only rounding, and nothing."""
+"""Beginnings of environment variables that change only rounding (`THREADS`), or nothing (`QUIET`)."""
 
 
 def differences(before: Reproduction, after: Reproduction) -> list[Difference]:
-    """Return what differs in how two runs were made, the likeliest explanation first.
+    """Return the differences in how two runs were made, the likeliest explanation first.
 
     Raises:
         EnvironmentProblem: a recipe is not TOML.
@@ -57,7 +57,7 @@ def differences(before: Reproduction, after: Reproduction) -> list[Difference]:
 
 
 def unknown(before: Reproduction, after: Reproduction) -> list[str]:
-    """Return what one of the two did not record, a phrase each."""
+    """Return what one of the two did not record, one phrase for each fact."""
     names = {
         "versions": "versions",
         "code": "the code of titan and its plugins",
@@ -90,13 +90,13 @@ def _recipe(before: Reproduction, after: Reproduction) -> Iterator[Difference]:
             continue
         effect, section = _effect_of_key(change.key), change.key.split(".")[0]
         if same_data and section in ("dataset", "tokenizer") and _are_paths(change.before, change.after):
-            effect = "none"  # the same contents elsewhere
+            effect = "none"  # the same contents in another place
         kind = "layout" if effect == "rounding" and section != "env" else "recipe"
         yield Difference(kind, change.key, change.before, change.after, effect)
 
 
 def _effect_of_key(key: str) -> Effect:
-    """What another value of a recipe's key changes."""
+    """Return what a changed value of a recipe's key affects."""
     section, _, rest = key.partition(".")
     if section in NO_EFFECT or key in NO_EFFECT_KEYS:
         return "none"
@@ -135,7 +135,7 @@ def _data(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[Differen
 
 
 def _first_weights(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[Difference]:
-    """Hashes of shards, which say nothing where layouts differ."""
+    """Compare the hashes of the first weights. They are hashes of shards, so layouts must be the same."""
     sides = one.get("first_weights"), other.get("first_weights")
     if sides[0] and sides[1] and sides[0]["layout"] == sides[1]["layout"] and sides[0] != sides[1]:
         yield Difference("weights", "first weights", sides[0]["hash"], sides[1]["hash"], "results")
@@ -167,7 +167,7 @@ def _environment(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[D
     for change in changed(one.get("env") or {}, other.get("env") or {}):
         effect = _effect_of_variable(change.key)
         if effect == "rounding" and one.get("machine") and other.get("machine"):
-            continue  # what the number of threads came to is recorded
+            continue  # the machine's record has the resulting number of threads
         yield Difference("environment", f"variable {change.key}", change.before, change.after, effect)
 
 
@@ -181,7 +181,7 @@ def _layout(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[Differ
 
 
 def _determinism(run: Reproduction, one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[Difference]:
-    """A GPU adds in another order each time, unless it is asked not to."""
+    """Yield a difference if a GPU adds in a new order each time, as it does without `debug.deterministic`."""
     on_gpu = any(side.get("device") not in (None, "CPU") for side in (one, other))
     if on_gpu and not run.data.get("debug", {}).get("deterministic", False):
         yield Difference(
@@ -194,7 +194,7 @@ def _determinism(run: Reproduction, one: Mapping[str, Any], other: Mapping[str, 
 
 
 def _resumed(run: Reproduction) -> Iterator[Difference]:
-    """Earlier attempts of a run that were made otherwise than the last one."""
+    """Yield the differences between earlier attempts of a run and its last one."""
     newest = replace(run, earlier=[])
     for attempt in run.earlier:
         steps = f"up to step {attempt['to_step']}"
@@ -214,7 +214,8 @@ def _without_drift(attempt: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _git(run: Reproduction, one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[Difference]:
-    """The repository around the working folder; it can matter only to code that is not titan's own."""
+    """Compare the repository around the working folder; it can matter only to code that is not titan's
+    own."""
     first, second = ({**(side.get("git") or {})} for side in (one, other))
     foreign = bool(one.get("plugin_files")) or used_plugins(run.data) != {"titan"}
     effect: Effect = "results" if foreign and first and second else "none"

@@ -1,4 +1,4 @@
-"""The digests of a run, read and compared: what `titancli.observe.digests` has written. Torch-free."""
+"""Read and compare the digests of a run, which `titancli.observe.digests` writes. Torch-free."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from titancli.files import parse_json, read_bytes
 from titancli.observe.digests import FOLDER, FORMAT, RECORD, SEAL, Header, checksum_of
 
 LARGEST = 1 << 32
-"""Bytes of a file: a hundred million steps."""
+"""Maximum bytes of a file: a hundred million steps."""
 
 
 @dataclass(frozen=True)
 class StepDigest:
-    """One step of a run, all ranks together."""
+    """The digests of one step, all ranks together."""
 
     step: int
     loss: float
     grad_norm: float
-    """Before clipping."""
+    """The norm before clipping."""
     skipped: bool
     rows: int
-    """Of all rows of the step; the same for the same rows on any layout."""
+    """A hash of all rows of the step; equal for the same rows on any layout."""
     ranks: dict[int, tuple[tuple[int, int], tuple[int, int]]]
-    """By rank, `gradients` and `weights` of its `RECORD`."""
+    """The fields `gradients` and `weights` of each rank's `RECORD`."""
     layout: Layout = field(repr=False)
     attempt: int = field(compare=False)
-    """The number of the run's attempt, from 1, that did it."""
+    """The number, from 1, of the run's attempt that did the step."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Layout:
     world: int
     mesh: dict[str, int]
     names: dict[int, list[str]] = field(repr=False)
-    """By rank, the parameters that were hashed."""
+    """The parameters that each rank hashed."""
     sampled: bool = field(default=True, compare=False)
     """See `Header`."""
 
@@ -53,20 +53,21 @@ class Start:
     """The weights that an attempt began with."""
 
     ranks: dict[int, tuple[int, int]]
-    """By rank, `Header.weights`."""
+    """`Header.weights` of each rank."""
     layout: Layout = field(repr=False)
 
 
 def read_digests(folder: Path, first: int = 1, last: int | None = None) -> dict[int, StepDigest]:
-    """Return the digests of a run by step: of a step that was repeated, the last time. Steps that some rank
-    has not written are left out.
+    """Return the digests of a run by step; a repeated step has its newest digest. A step that some rank has
+    not written is left out.
 
     Args:
         folder: the run folder.
-        first: the first step, and `last` the last one, that are returned; None: there is no last.
+        first: the first step to return.
+        last: the last step to return; None: no limit.
 
     Raises:
-        EnvironmentProblem: a file cannot be read, or is of another version of titan.
+        EnvironmentProblem: a file cannot be read, or another version of titan wrote it.
     """
     steps: dict[int, StepDigest] = {}
     for _, files in sorted(_by_attempt(folder).items(), key=lambda item: item[0]):
@@ -77,7 +78,8 @@ def read_digests(folder: Path, first: int = 1, last: int | None = None) -> dict[
 
 
 def read_starts(folder: Path) -> dict[int, Start]:
-    """Return by step the weights that attempts began with: of several from one step the last attempt's.
+    """Return the weights that attempts began with, by step; of several attempts from one step, the last
+    counts.
 
     Raises:
         EnvironmentProblem: as for `read_digests`.
@@ -138,10 +140,10 @@ def _joined(files: list[tuple[Header, np.ndarray]], begin: int, end: int | None)
 
 
 def differences(a: StepDigest, b: StepDigest) -> list[str]:
-    """Return the differences between two digests of a step: of "rows", "loss", "gradient norm", and on the
-    same layout "gradients" and "weights", each with the parameter if it is a single one of a rank.
+    """Return the differences between two digests of a step: "rows", "loss", "gradient norm", and on the same
+    layout "gradients" and "weights", each with the parameter's name if it is the only one of a rank.
 
-    On another layout, losses and norms that are not bitwise equal may still be so up to rounding.
+    On different layouts, losses and norms that are not bitwise equal may still agree up to rounding.
     """
     found = ["rows"] if a.rows != b.rows else []
     names = {"loss": "loss", "gradient norm": "grad_norm"}
@@ -160,8 +162,8 @@ def differences(a: StepDigest, b: StepDigest) -> list[str]:
 def named(names: Sequence[str], a: tuple[int, int], b: tuple[int, int]) -> str | None:
     """Return the one tensor in which two hashes differ; None if there are several.
 
-    Of the tensors' hashes h_i the sums of h_i and of (i + 1)·h_i are kept, modulo 2^32: if only one h_i
-    differs, the second sum differs by i + 1 times as much as the first.
+    A hash consists of the sums of h_i and of (i + 1)·h_i modulo 2^32, where h_i is the hash of tensor i: if
+    only one h_i differs, the second sum differs by i + 1 times as much as the first.
     """
     first, second = (a[0] - b[0]) % 2**32, (a[1] - b[1]) % 2**32
     found = [name for i, name in enumerate(names) if (i + 1) * first % 2**32 == second]
@@ -183,8 +185,8 @@ def _pair(numbers: np.ndarray) -> tuple[int, int]:
 
 
 def _read(path: Path) -> tuple[Header, np.ndarray] | None:
-    """Return the header and the complete records of a file; None if a killed process has not even left the
-    header."""
+    """Return the header and the complete records of a file; None if its process was killed before the
+    header was complete."""
     try:
         data = read_bytes(path, LARGEST)
     except OSError as error:
@@ -195,7 +197,7 @@ def _read(path: Path) -> tuple[Header, np.ndarray] | None:
             with suppress(ValueError):
                 if json.JSONDecoder().raw_decode(data.decode("latin-1"))[1] == len(data):
                     return None
-                raise EnvironmentProblem(f"{path} is damaged: its first line has no end", hint="delete it")
+                raise EnvironmentProblem(f"{path} is damaged: its first line does not end", hint="delete it")
             return None
         head = parse_json(line)
         if head.get("format") != FORMAT:
@@ -206,7 +208,7 @@ def _read(path: Path) -> tuple[Header, np.ndarray] | None:
         header = Header(**head)
     except (ValueError, AttributeError, TypeError) as error:
         raise EnvironmentProblem(
-            f"{path} has no digests that this version of titan reads ({error})",
+            f"{path} has no digests that this version of titan can read ({error})",
             hint="use the version of titan that wrote it, or delete the file",
         ) from error
     records = np.frombuffer(rest, RECORD, count=len(rest) // RECORD.itemsize)

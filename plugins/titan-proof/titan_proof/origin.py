@@ -1,4 +1,4 @@
-"""What a step of a run was made from: a recipe, and a checkpoint before it. Torch-free."""
+"""Find the recipe and the checkpoint from which a step of a run was made. Torch-free."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from titancli.runs import RunFolder, read_lock
 
 
 class Origin(NamedTuple):
-    """The attempts of a run under one recipe."""
+    """The attempts of a run that share one recipe."""
 
     recipe: str
-    """The lock file."""
+    """The contents of the lock file."""
     first: int
-    """The step that they began after."""
+    """The step after which they began."""
     serial: int
-    """The serial number of the newest checkpoint that was there before them."""
+    """The serial number of the newest checkpoint that existed before them."""
     launch: dict[str, Any]
-    """`nproc` and `nnodes` of the attempt that was asked for."""
+    """`nproc` and `nnodes` of the requested attempt."""
 
 
 def origin_of(folder: RunFolder, number: int | None) -> Origin:
-    """Return what an attempt of a run was made from, by its number (from 1; None: the newest).
+    """Return the origin of an attempt of a run, by its number (from 1; None: the newest).
 
-    A resume that changes the recipe keeps the one before under the next number.
+    A resume that changes the recipe keeps the previous one under the next number.
 
     Raises:
-        EnvironmentProblem: it is not known any more.
+        EnvironmentProblem: the recipe is no longer known.
     """
     attempts = folder.record().get("attempts") or [{}]
     number = number or len(attempts)
@@ -39,7 +39,7 @@ def origin_of(folder: RunFolder, number: int | None) -> Origin:
     known = len(locks) == len(changed) + 1
     if not known and number < max([1, *changed]):
         raise EnvironmentProblem(
-            f"the recipe of attempt {number} of {folder.path} is not known any more",
+            f"the recipe of attempt {number} of {folder.path} is no longer known",
             hint="steps of the newest attempt can be repeated",
         )
     before = [n for n in changed if n <= number]
@@ -57,8 +57,8 @@ def origin_of(folder: RunFolder, number: int | None) -> Origin:
 def checkpoint_before(folder: RunFolder, step: int, origin: Origin) -> tuple[Path | None, list[str]]:
     """Return the newest good checkpoint before a step of these attempts, and what is wrong with newer ones.
 
-    One that they began with, or have written: under the recipe before it the run may have come further, and
-    its checkpoints are there until they are replaced.
+    Only a checkpoint that the attempts began with, or wrote, counts: under the previous recipe the run may
+    have come further, and its checkpoints stay until they are replaced.
 
     Raises:
         EnvironmentProblem: there is none, and the attempts did not begin at step 0.

@@ -1,8 +1,8 @@
-"""One step of a run looked at from inside, on every rank: the callback of `titan replay`.
+"""Look at one step of a run in detail, on every rank: the callback of `titan replay`.
 
-The ranks do the run's own loop, and the callback looks at one step before it is done. What it looks with (the
-verb `forward`, and gradients that are discarded again) leaves nothing behind, so that the step comes to what
-it came to.
+The ranks run the run's own loop, and the callback looks at one step before it is done. It uses the verb
+`forward`, and gradients that are discarded again, which leave nothing behind: the step's result does not
+change.
 """
 
 from __future__ import annotations
@@ -39,17 +39,18 @@ logger = logging.getLogger(__name__)
 
 
 class Probe:
-    """Looks at one step, with which the run ends; every rank has one."""
+    """Looks at one step, with which the run ends. Every rank has one."""
 
     def __init__(self, config: Config, *, engine: Engine, run: Run) -> None:
-        """
+        """Set up the probe.
+
         Raises:
-            UsageError: nothing has the name that is asked for.
+            UsageError: no module or parameter matches a requested name.
         """
         self._config, self._engine, self._run = config, engine, run
         self.found: dict[str, Any] = {}
         self._position: dict[str, Any] | None = None
-        """Where in the data the next step begins."""
+        """The position in the data at which the next step begins."""
         self._names = modules_of(engine, config.layers)
         self._rows: list[Row] = []
         self._batches: Sequence[Batch] = []
@@ -62,7 +63,7 @@ class Probe:
         self._position = position(self._run.data)
 
     def around_backward(self, backward: Backward) -> None:
-        """Look at what the step is about to be computed from. Collective.
+        """Look at the data from which the step is about to be computed. Collective.
 
         Raises:
             TitanError: the loop calls `forward_backward` more than once in a step.
@@ -92,7 +93,7 @@ class Probe:
 
     @property
     def _is_varied(self) -> bool:
-        """Whether the step is to be tried otherwise."""
+        """Return whether the step is also to be tried in another way."""
         return bool(self._config.without or self._config.overrides)
 
     def _check_rows(self) -> None:
@@ -105,10 +106,10 @@ class Probe:
         unit = self._batches[0].unit
         gone = {(row - 1) // unit for row in self._config.without}
         if gone and not any(row["targets"] for row in self._rows if (row["row"] - 1) // unit not in gone):
-            raise UsageError("--without: nothing to learn from would be left of the step")
+            raise UsageError("--without: no targets would be left in the step")
 
     def _rows_of(self, engine: Engine, number: int, batch: Batch) -> Iterator[Row]:
-        """The rows of this rank in one micro-batch."""
+        """Yield the rows of this rank in one micro-batch."""
         hashes = row_hashes(batch)
         about = {"micro_batch": number, "dp_rank": engine.mesh.dp_rank, "gradient_norm": None}
         texts = "targets" in batch and "tokens" in batch
@@ -136,8 +137,8 @@ class Probe:
         return " ".join(map(str, ids)) if tokenizer is None else str(tokenizer.decode(ids))
 
     def _gradients(self, backward: Backward) -> None:
-        """The norm of the gradient of each row's loss, those with the highest loss first; rows that belong
-        together have one. Of the sum, for now: the divisor is that of the step."""
+        """Compute the norm of the gradient of each row's loss, starting with the highest loss; rows of a
+        unit share one. The loss is a sum for now: the divisor is known only when the step is."""
         unit, engine = self._batches[0].unit, self._engine
         if "targets" not in self._batches[0]:
             return
@@ -154,7 +155,7 @@ class Probe:
                 row["gradient_norm"] = norm
 
     def gradients_ready(self, step: Step) -> None:
-        """Look at the gradients of the step, and at what the guard judges by. Collective."""
+        """Record the gradients of the step, and the values that the guard judges by. Collective."""
         if step.number != self._config.step:
             return
         engine, weight = self._engine, float(step.weight)
@@ -171,7 +172,7 @@ class Probe:
         self.found["guard"] = None if engine.guard is None else engine.guard.view()
 
     def step_applied(self, step: Step) -> None:
-        """Take the step's numbers, and what it has changed; the run ends with it. Collective."""
+        """Record the step's numbers and the loss after it, and end the run. Collective."""
         if step.number == self._config.step:
             numbers: dict[str, Any] = {"loss": step.average, "grad_norm": step.norm, "lr": step.lr}
             self.found["done"] = {
@@ -186,7 +187,7 @@ class Probe:
         return float(engine.evaluate(self._tried(engine), self._loss)["loss"])
 
     def _tried(self, engine: Engine) -> Sequence[Batch]:
-        """The step's batches without the rows that it is tried without, and those that belong to them."""
+        """Return the step's batches without the rows to leave out, and without the rest of their units."""
         unit = self._batches[0].unit
         if not self._config.without:
             return self._batches
@@ -200,11 +201,11 @@ class Probe:
     # ------------------------------------------------------------------------------------------- afterwards
 
     def run_end(self, why: str) -> None:
-        """Find where the rows come from, try the step otherwise if asked, and write what was found.
+        """Find where the rows come from, try the step in another way if requested, and write the findings.
         Collective.
 
         Raises:
-            TitanError: the run did not come to the step; or what is to be tried does not fit its state.
+            TitanError: the run did not reach the step, or the variation does not fit its state.
         """
         engine, run = self._engine, self._run
         if not run.has_ended or run.folder is None:
@@ -221,7 +222,7 @@ class Probe:
             try:
                 self._find_sources()
             except TitanError as error:
-                logger.warning("where the rows come from is not known: %s", error)
+                logger.warning("cannot find where the rows come from: %s", error)
             found = plain({**self.found, "rows": self._rows})
             write_atomically(run.folder / RESULT, json.dumps(found))
 
@@ -237,7 +238,7 @@ class Probe:
         }
 
     def _find_sources(self) -> None:
-        """Where in the data each row begins: read once more, row by row, from where the step began."""
+        """Find where in the data each row begins, by reading again, row by row, from where the step began."""
         recipe = self._run.recipe
         if self._began is None or recipe is None:
             return
@@ -262,7 +263,7 @@ class Probe:
 
 
 def position(data: Any) -> dict[str, Any] | None:
-    """Return where data that come from a dataset stand; None for others (prompts)."""
+    """Return the position in the data if they come from a dataset; None for others (prompts)."""
     return data.state if hasattr(data, "dataset") else None
 
 
@@ -270,7 +271,7 @@ def position(data: Any) -> dict[str, Any] | None:
 
 
 def _state_of(engine: Engine) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """A copy of all that the engine has, on the host, but for what callbacks keep."""
+    """Return a copy of the engine's whole state on the host, except for that of callbacks."""
     tensors, counters = engine.live_state()
     own = {name: tensor for name, tensor in tensors.items() if not name.startswith(f"{PART}.")}
     return {name: _local(tensor).detach().cpu().clone() for name, tensor in own.items()}, counters
@@ -278,10 +279,10 @@ def _state_of(engine: Engine) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 @torch.no_grad()
 def _restore(engine: Engine, kept: dict[str, Tensor], counters: dict[str, Any]) -> None:
-    """Put a copy of another engine's state into this one.
+    """Copy the state of another engine into this one.
 
     Raises:
-        UsageError: it has another state.
+        UsageError: the states have different tensors or shapes.
     """
     tensors, _ = engine.live_state()
     mine = {name: _local(tensor) for name, tensor in tensors.items()}
@@ -292,7 +293,7 @@ def _restore(engine: Engine, kept: dict[str, Tensor], counters: dict[str, Any]) 
     )
     if other:
         raise UsageError(
-            f"--with: {other[0]} is not what the run's state has, so the step cannot be tried with it",
+            f"--with: {other[0]} does not match the run's state, so the step cannot be tried with it",
             hint="try other values of what the run has: optimizer.lr, loss.*, training.max_norm, …",
         )
     for name, tensor in mine.items():
@@ -304,7 +305,8 @@ def _restore(engine: Engine, kept: dict[str, Tensor], counters: dict[str, Any]) 
 
 
 def _free(engine: Engine) -> None:
-    """Close an engine and release its memory, whoever may still refer to it: there may be no room for two."""
+    """Close an engine and release its memory even if it is still referred to: there may be no room for
+    two."""
     tensors, _ = engine.live_state()
     engine.close()
     for name, tensor in tensors.items():
@@ -325,27 +327,28 @@ def _skipped(engine: Engine) -> float:
 
 
 def row_hashes(batch: Batch) -> list[int]:
-    """Return a hash of each row: of its tokens and targets, or of everything where it has none. Positions and
-    what a loss has added are left out."""
+    """Return a hash of each row: of its tokens and targets, or of everything if it has neither. Positions
+    and columns that a loss has added are left out."""
     names = [name for name in ("tokens", "targets") if name in batch] or sorted(batch)
     parts = [batch[name].cpu().reshape(batch.rows, -1).contiguous().view(torch.uint8) for name in names]
     return [xxhash.xxh3_64_intdigest(row.numpy().tobytes()) for row in torch.cat(parts, dim=1)]
 
 
 def _places(rows: Sequence[Row], engine: Engine) -> list[int]:
-    """Which of these rows are this rank's, by their place in the micro-batch."""
+    """Return the positions in the micro-batch of those of these rows that are this rank's."""
     return [row["place"] for row in rows if row["dp_rank"] == engine.mesh.dp_rank]
 
 
 def _masked(batch: Batch, keep: Sequence[int]) -> Batch:
-    """The batch with targets in some rows only."""
+    """Return the batch with targets in some rows only."""
     targets = torch.full_like(batch["targets"], IGNORE)
     targets[list(keep)] = batch["targets"][list(keep)]
     return Batch({**batch, "targets": targets}, unit=batch.unit)
 
 
 def _documents(tokens: Tensor, ids: Tensor | None, eos: int | None) -> list[tuple[int, int]]:
-    """Where the documents of a row begin and end: by their ids, else by the markers that end them."""
+    """Return where the documents of a row begin and end: by their ids, or else by the markers that end
+    them."""
     if ids is not None:
         ends = (ids[1:] != ids[:-1]).nonzero().flatten().add(1).tolist()
     else:
@@ -355,11 +358,11 @@ def _documents(tokens: Tensor, ids: Tensor | None, eos: int | None) -> list[tupl
 
 
 def _mean(log_probs: Tensor, counted: Tensor) -> float | None:
-    """The loss per target; None without one."""
+    """Return the loss per target; None without a target."""
     number = int(counted.sum())
     return float(-log_probs[counted].double().sum()) / number if number else None
 
 
 def _high(loss: float | None) -> float:
-    """A loss to sort by: what is not finite is higher than all."""
+    """Return a loss to sort by; one that is not finite is higher than all others."""
     return -1.0 if loss is None else loss if loss < float("inf") else float("inf")

@@ -1,4 +1,4 @@
-"""Steps of a recorded run once more, from its nearest checkpoint, in another folder. Imports torch late."""
+"""Repeat steps of a recorded run from its nearest checkpoint, in another folder. Imports torch late."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Repetition:
     """A step of a run, computed again."""
 
     start: int
-    """The step of the checkpoint that it began from; 0: the beginning of the run."""
+    """The step of the checkpoint from which it began; 0: the beginning of the run."""
     digest: StepDigest
     checkpoint: Path
-    """Of the step, in the folder of the repetition."""
+    """The checkpoint of the step, in the folder of the repetition."""
 
 
 def repeat(
@@ -38,13 +38,13 @@ def repeat(
     traceback: bool = False,
     say: Callable[[str], None] = lambda line: None,
 ) -> Repetition:
-    """Run a run again up to a step, from its newest checkpoint before it.
+    """Repeat a run up to a step, from its newest checkpoint before that step.
 
     Args:
-        folder: where the run folder of the repetition is made; it must not exist.
+        folder: the run folder to make for the repetition; it must not exist.
 
     Raises:
-        TitanError: the run, its data or its plugins are not here, or the repetition did not come to its end.
+        TitanError: the run, its data or its plugins are not here, or the repetition did not reach the step.
     """
     if side.folder is None:
         raise EnvironmentProblem(f"the run folder of {side.run.name} is not here")
@@ -63,7 +63,7 @@ def repeat(
         raise error
     again = read_digests(folder).get(step)
     if code or again is None:
-        raise TitanError(f"the repetition of {side.run.name} did not come to step {step} (exit code {code})")
+        raise TitanError(f"the repetition of {side.run.name} did not reach step {step} (exit code {code})")
     return Repetition(start, again, RunFolder(folder).checkpoints / f"step-{step}")
 
 
@@ -102,7 +102,7 @@ def _plan(
 
 
 def _skeleton(source: RunFolder, checkpoint: Path, recipe: str, folder: Path) -> None:
-    """Make the run folder that a resume from one checkpoint of a run takes, with links in place of copies."""
+    """Make a run folder with one checkpoint of a run, for a resume; files are linked and not copied."""
     made = RunFolder(folder)
     try:
         made.checkpoints.mkdir(parents=True)
@@ -114,7 +114,7 @@ def _skeleton(source: RunFolder, checkpoint: Path, recipe: str, folder: Path) ->
 
 
 def _link(source: str, target: str) -> None:
-    """Make a hard link, or a copy where the disk has none."""
+    """Make a hard link, or a copy if the file system has no hard links."""
     try:
         Path(target).hardlink_to(source)
     except OSError:

@@ -1,6 +1,7 @@
-"""A step of a run once more, and what it looks like from inside: what `titan replay` starts, and finds.
+"""Repeat a step of a run and look at it in detail: what `titan replay` starts, and what it reports.
 
-Nothing is written into the run's folder: the ranks work in one of their own, which is removed. Torch-free.
+Nothing is written into the run's folder: the ranks work in a folder of their own, which is removed.
+Torch-free.
 """
 
 from __future__ import annotations
@@ -29,47 +30,50 @@ from titancli.recipe import LOCK_HEADER, Loaded, load_recipe
 from titancli.runs import STEP_NAME, RunFolder
 
 RESULT = "replay.result.json"
-"""What the ranks have found, in the folder of the replay."""
+"""The file, in the folder of the replay, with the findings of the ranks."""
 PROBE = "titan-proof/probe"
 """The callback that looks at the step."""
 LEFT_OUT = ("launcher", "loggers", "profiling", "validation")
-"""Sections of the run's recipe that change no step."""
+"""Sections of the run's recipe that do not affect a step."""
 FAR = 1000
-"""Steps that are repeated only if somebody has said so."""
+"""The number of steps that may be repeated without `--from-scratch`."""
 VARIABLE = ("optimizer", "lr_scheduler", "loss", "stability", "activation_checkpoint", "compile", "debug")
-"""Sections whose values a step can be tried with; of others those of `VARIABLE_KEYS`."""
+"""Sections whose values can be varied; of other sections, only the keys in `VARIABLE_KEYS`."""
 VARIABLE_KEYS = ("training.max_norm", "training.mixed_precision_param", "training.mixed_precision_reduce")
 STANDS_OUT = 2.0
-"""A row does whose loss, or the norm of whose gradient, is so many times the median of the step's rows."""
+"""A row stands out if its loss, or the norm of its gradient, is this many times the median of the step's
+rows."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a step is replayed from."""
+    """The run, recipe and checkpoint from which a step is replayed."""
 
     run: Reproduction
     folder: RunFolder
     step: int
     recipe: str
-    """The lock file that the step was made under."""
+    """The lock file under which the step was made."""
     checkpoint: Path | None
     """None: the replay begins at step 0."""
     world: int
     recorded: dict[int, StepDigest] = field(repr=False)
-    """Of the steps that are repeated, those that have one."""
+    """The recorded digests of the steps to repeat, for those that have one."""
     notes: list[str] = field(default_factory=list)
 
     @property
     def start(self) -> int:
-        """The step that the replay begins after."""
+        """The step after which the replay begins."""
         return 0 if self.checkpoint is None else read_manifest(self.checkpoint).step
 
 
 def find_source(path: Path, step: int, *, from_scratch: bool = False) -> Source:
-    """Find what a step of a run is repeated from: the nearest good checkpoint before it, else the beginning.
+    """Find what is needed to repeat a step of a run: the nearest good checkpoint before it, or else its
+    beginning.
 
     Raises:
-        EnvironmentProblem: it is no run, it has not done the step, or there is nothing to begin with.
+        EnvironmentProblem: the folder is not a run, it has not done the step, or there is nothing to begin
+            from.
         UsageError: too many steps would have to be repeated.
     """
     folder = RunFolder.open(path)
@@ -78,8 +82,8 @@ def find_source(path: Path, step: int, *, from_scratch: bool = False) -> Source:
     if step not in digests and step > run.last_step:
         last = max([run.last_step, *_digests(folder, 1, None, unreadable)])
         raise EnvironmentProblem(
-            f"{path} has not done step {step}: its last recorded step is {last}",
-            hint=f"use --step {last}, or a step before it" if last else None,
+            f"{path} has not reached step {step}: its last recorded step is {last}",
+            hint=f"use --step {last}, or an earlier one" if last else None,
         )
     attempts = folder.record().get("attempts") or [{}]
     number = digests[step].attempt if step in digests else len(attempts)
@@ -104,7 +108,7 @@ def find_source(path: Path, step: int, *, from_scratch: bool = False) -> Source:
             "the loss and the gradient norm in the event log can be compared"
         )
     elif there[min(there)].layout != there[step].layout:
-        notes.append("some of the steps before were made on another layout: they are equal up to rounding")
+        notes.append("some earlier steps were made on another layout: they are equal only up to rounding")
     notes.append(
         f"repeating {step - begun} step{'s' * (step - begun > 1)} from "
         f"{'the beginning' if checkpoint is None else checkpoint.name}{cost}"
@@ -114,7 +118,7 @@ def find_source(path: Path, step: int, *, from_scratch: bool = False) -> Source:
 
 
 def _digests(folder: RunFolder, first: int, last: int | None, unreadable: list[str]) -> dict[int, StepDigest]:
-    """The digests of these steps; none, and why, where another version of titan has written them."""
+    """Return the digests of these steps; none, with a note, if they cannot be read."""
     try:
         return read_digests(folder.path, first, last)
     except EnvironmentProblem as error:
@@ -123,13 +127,13 @@ def _digests(folder: RunFolder, first: int, last: int | None, unreadable: list[s
 
 
 def _began_elsewhere(attempts: Sequence[dict[str, Any]]) -> str | None:
-    """Why a run cannot be begun anew."""
+    """Return why a run cannot be started again from step 0; None if it can."""
     start = STEP_NAME.match(Path(attempts[0].get("checkpoint") or "").name)
     return f"its first attempt began at {start[0]}" if start and int(start[1]) else None
 
 
 def _time(folder: RunFolder, steps: int) -> str:
-    """What so many steps take, from those that were logged."""
+    """Return the estimated time of these steps, from those that were logged."""
     seconds = [
         found
         for event in read_events(folder.events)
@@ -149,10 +153,10 @@ def load(
     plugin_files: Sequence[Path],
     say: Callable[[str], None],
 ) -> Loaded:
-    """Return the recipe of a replay, checked: the run's, with the callback that looks at the step.
+    """Return the checked recipe of a replay: the run's, with the callback that looks at the step.
 
     Args:
-        overrides: for what lies elsewhere here, such as dataset.paths.
+        overrides: for paths that differ on this machine, such as dataset.paths.
 
     Raises:
         TitanError: something is missing, or the recipe is not accepted.
@@ -180,7 +184,7 @@ def load(
             load_recipe(file, [*overrides, *probe.overrides], run=source.folder.path)
     if probe not in loaded.recipe.callbacks:
         raise UsageError(
-            "replay adds the callback that looks at the step to the run's own",
+            "replay adds its callback to those of the run",
             hint="leave out the override of callbacks",
         )
     require_inputs(loaded, source.checkpoint, dry_run=False, say=say)
@@ -188,9 +192,10 @@ def load(
 
 
 def check_variation(overrides: Sequence[str]) -> None:
-    """
+    """Check that the settings to try keep the model and the rows.
+
     Raises:
-        UsageError: with one of these settings it would not be the same model on the same rows.
+        UsageError: with one of these settings, the model or the rows would be others.
     """
     for override in overrides:
         key, sign, _ = override.partition("=")
@@ -214,10 +219,10 @@ def replay(
     *,
     traceback: bool,
 ) -> tuple[int, dict[str, Any] | None]:
-    """Repeat the step; return the command's exit code, and what was found: None where it was stopped.
+    """Repeat the step; return the command's exit code, and the findings: None if it was stopped.
 
     Raises:
-        TitanError: it cannot be started, or fails.
+        TitanError: the replay cannot be started, or fails.
     """
 
     def read(folder: RunFolder) -> dict[str, Any]:
@@ -238,11 +243,12 @@ def replay(
 
 
 def verdict(source: Source, again: dict[int, StepDigest]) -> dict[str, Any]:
-    """Compare the steps that were repeated with what the run recorded of them.
+    """Compare the repeated steps with the run's record of them.
 
     Returns:
-        `result`: "bitwise"; "within_envelope" (another layout, and equal up to rounding); "parts", at `step`,
-            in `what`; or without a digest of the step "as_logged" or "unknown"; and the `compared` steps.
+        `result`: "bitwise"; "within_envelope" (another layout, and equal up to rounding); "parts" (the steps
+            diverge), at `step`, in `what`; or, without a digest of the step, "as_logged" or "unknown"; and
+            the number of `compared` steps.
     """
     compared = sorted(source.recorded.keys() & again.keys())
     result, step, what = "bitwise", None, list[str]()
@@ -274,7 +280,7 @@ def _is_close(source: Source, before: StepDigest, after: StepDigest, step: int) 
 
 
 def _completed(source: Source, found: dict[str, Any]) -> dict[str, Any]:
-    """What the ranks found, with what follows from it."""
+    """Return the findings of the ranks, with the conclusions from them."""
     digest = source.recorded.get(source.step)
     recorded = None
     if digest is not None:
@@ -302,7 +308,7 @@ def _completed(source: Source, found: dict[str, Any]) -> dict[str, Any]:
 
 
 def _layers(activations: dict[str, dict[str, float]], parameters: dict[str, Any]) -> list[dict[str, Any]]:
-    """The modules that were looked at, in the model's order, each with the norms of what is in it."""
+    """Return the observed modules in the model's order, each with the norms of the parameters in it."""
     order = {name: place for place, name in enumerate(parameters)}
     found = []
     for name, numbers in activations.items():
@@ -317,8 +323,8 @@ def _layers(activations: dict[str, dict[str, float]], parameters: dict[str, Any]
 
 
 def suspect(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """Return the row that stands out most: by the norm of its gradient, by its loss, or both, each against
-    the median of the step's rows; None if none does, most are not finite, or there are fewer than three.
+    """Return the row that stands out most, by the norm of its gradient or its loss, each relative to the
+    median of the step's rows; None if none does, most are not finite, or there are fewer than three.
 
     Returns:
         `row`, `loss`, `median_loss`, `gradient_norm` and `median_gradient_norm`.
@@ -341,5 +347,5 @@ def suspect(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def _number(value: Any) -> float:
-    """A number as JSON has it; what is not finite counts as infinite."""
+    """Return a number of JSON; anything that is not finite counts as infinite."""
     return value if isinstance(value, (int, float)) else math.inf

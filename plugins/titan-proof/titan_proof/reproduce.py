@@ -1,4 +1,5 @@
-"""A run once more, here: how it is started, and what it would be made by. Imports torch late."""
+"""Repeat a run on this machine: how it is started, and what a repetition would be made by. Imports torch
+late."""
 
 from __future__ import annotations
 
@@ -23,14 +24,14 @@ THREADS = "OMP_NUM_THREADS"
 
 
 def target(run: Reproduction, steps: int | None) -> int | None:
-    """Return the step that a reproduction is to end with; None: that of the recipe.
+    """Return the step with which a reproduction ends; None: that of the recipe.
 
-    A run that failed is followed into the step that it failed in; one that was stopped, or is still running,
-    up to the last step that it has logged.
+    A failed run is reproduced into the step in which it failed; one that was stopped, or is still running, up
+    to the last step that it has logged.
 
     Raises:
-        UsageError: more steps than there are to compare with.
-        EnvironmentProblem: there are none.
+        UsageError: more steps are requested than there are to compare with.
+        EnvironmentProblem: no step was logged.
     """
     state, last = run.run.get("state"), run.last_step
     total = run.data.get("training", {}).get("steps")
@@ -41,7 +42,7 @@ def target(run: Reproduction, steps: int | None) -> int | None:
     if last == 0 and state != "failed":
         raise EnvironmentProblem(
             f"{run.name} has logged no step: there is nothing to compare a reproduction with",
-            hint="`titan reproduce --check` says what differs from here; `titan train` runs its recipe",
+            hint="`titan reproduce --check` shows what differs here; `titan train` runs its recipe",
         )
     if steps is None:
         if state in ENDED:
@@ -63,16 +64,15 @@ def plan(
 ) -> Plan:
     """Return the plan of a new run under the recipe of another one.
 
-    What only tells others of it is left out: its loggers and its object store. On another number of ranks the
-    global batch stays what it was.
+    Its loggers and its object store are left out. On another number of ranks the global batch stays the same.
 
     Args:
-        overrides: further ones, `KEY=VALUE`: the data may lie elsewhere here.
-        steps: the last one to do; the schedule stays that of the whole run.
-        nproc: ranks, or `auto`: one a GPU; None: as many as there were.
+        overrides: further overrides, `KEY=VALUE`, for paths that differ on this machine.
+        steps: the last step to do; the schedule stays that of the whole run.
+        nproc: number of ranks, or `auto`: one for each GPU; None: as many as the run had.
 
     Raises:
-        TitanError: the recipe, a plugin, or the data are not what they were, or not here.
+        TitanError: the recipe, a plugin or the data have changed, or are not here.
     """
     recipe = run.data
     own = shortened(run, steps)
@@ -102,8 +102,8 @@ def plan(
 
 
 def shortened(run: Reproduction, steps: int | None) -> list[str]:
-    """Return the overrides by which a run has no loggers, and ends with a step under the schedule of the
-    whole run (None: with its last)."""
+    """Return the overrides that remove a run's loggers, and end it at a step (None: its last) while
+    keeping the schedule of the whole run."""
     recipe = run.data
     own = ["loggers=[]"] if recipe.get("loggers") else []
     if steps is None:
@@ -113,7 +113,7 @@ def shortened(run: Reproduction, steps: int | None) -> list[str]:
 
 
 def with_what_helps(error: TitanError, run: Reproduction, plugin_files: Sequence[Path]) -> TitanError:
-    """The same error, and what of the run's own software is missing here."""
+    """Return the error with a hint about software of the run that is missing here, or the error itself."""
     given = {file.stem for file in plugin_files}
     entries = run.made_by.get("plugin_files") or []
     lacking = [Path(entry["path"]) for entry in entries if Path(entry["path"]).stem not in given]
@@ -127,7 +127,7 @@ def with_what_helps(error: TitanError, run: Reproduction, plugin_files: Sequence
     if isinstance(error, RecipeError) and made != here:
         return RecipeError(
             f"the run was made by titan {made}, and titan {here} does not accept its recipe: {error.message}",
-            hint=f"install titan {made}; --check says what else differs",
+            hint=f"install titan {made}; --check shows what else differs",
         )
     return error
 
@@ -135,11 +135,11 @@ def with_what_helps(error: TitanError, run: Reproduction, plugin_files: Sequence
 def request(
     run: Reproduction, made: Plan, nproc: int | str | None, plugin_files: Sequence[Path], *, traceback: bool
 ) -> LaunchRequest:
-    """Return what to start: as many ranks as there were, with as many threads, and the same environment.
+    """Return the launch of a run with the recorded number of ranks and threads, and the recorded environment.
 
     Raises:
-        UsageError: the run was one of several nodes.
-        EnvironmentProblem: there are not as many GPUs here.
+        UsageError: the run had several nodes.
+        EnvironmentProblem: there are too few GPUs here.
     """
     if nproc is None and (run.launch.get("nnodes") or 1) > 1:
         raise UsageError(
@@ -161,8 +161,8 @@ def request(
 
 
 def environment(run: Reproduction) -> dict[str, str]:
-    """Return the variables to set: those that the run had, as far as a recipe may set them or the shell does;
-    and its threads, unless the shell says how many."""
+    """Return the variables to set: those of the run that a recipe may set or that the shell has, with the
+    shell's values; and its number of threads, unless the shell sets one."""
     recorded = {name: str(value) for name, value in (run.made_by.get("env") or {}).items()}
     found = {
         name: os.environ.get(name, value)
@@ -178,7 +178,7 @@ def environment(run: Reproduction) -> dict[str, str]:
 def launch(
     made: Plan, wanted: LaunchRequest, announce: Callable[[RunFolder], None]
 ) -> tuple[int, TitanError | None]:
-    """Run it to its end; return the exit code, and why it failed if it did after its folder was made.
+    """Launch a run to its end; return the exit code, and its error if it failed after its folder was made.
 
     Raises:
         TitanError: it could not be started.
@@ -204,10 +204,10 @@ def here(
     nproc: int | str | None = None,
     plugin_files: Sequence[Path] = (),
 ) -> tuple[Reproduction, list[str]]:
-    """Return what a reproduction would be made by here, without steps; and what cannot be found out, a line
-    each.
+    """Return what a reproduction would be made by on this machine, without steps, and the problems found, a
+    line each.
 
-    The data are opened, but not read further than to tell them from others.
+    The data are opened, and read only as far as it takes to identify them.
     """
     problems: list[str] = []
     before, now = run.made_by, provenance(list(plugin_files))
@@ -221,7 +221,7 @@ def here(
         "world": None,
     }
     if THREADS not in os.environ and before.get("machine"):
-        found["machine"]["threads"] = before["machine"].get("threads")  # as it would be started
+        found["machine"]["threads"] = before["machine"].get("threads")  # launched with these
     recipe = run.recipe
     try:
         made = plan(run, overrides=overrides, nproc=nproc, plugin_files=plugin_files, dry_run=True)

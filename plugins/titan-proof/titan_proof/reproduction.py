@@ -1,10 +1,10 @@
-"""What a reproduction of a run takes and is compared with, and the one file that holds it. Torch-free.
+"""Everything needed to reproduce a run and compare the result, and the file that holds it. Torch-free.
 
     {"xxh3_64": "…",          of all lines after this one
     "format": 1,
     "name": …, "recipe": …}   the fields of `Reproduction`
 
-The file is data: the text of plugins and of the uncommitted patch is there to be read and compared, and
+The file is only data: the text of plugins and of the uncommitted patch is for reading and comparing, and
 nothing in it is run.
 """
 
@@ -30,42 +30,42 @@ from titancli.runs import LOCK_NAME, RunFolder, read_lock, write_atomically
 
 FORMAT = 1
 LIMIT = 1 << 28
-"""Bytes of a file: far more than a million logged steps take."""
+"""Maximum bytes of a file: far more than a million logged steps take."""
 COMPARED = ("loss", "grad_norm")
 """Metrics of a step that are compared."""
 MADE_BY = ("versions", "code", "git", "machine", "data", "mesh", "world", "device", "env", "plugin_files")
-"""What an attempt of `run.json` says of how its steps were made."""
+"""The facts in an attempt of `run.json` that say how its steps were made."""
 
 _FIRST_LINE = re.compile(rb'\{"xxh3_64": "([0-9a-f]{16})",\n')
 
 
 @dataclass(frozen=True)
 class Reproduction:
-    """All that is recorded of a run, as plain JSON."""
+    """Everything that is recorded of a run, as plain JSON."""
 
     name: str
     run: dict[str, Any]
     """`path`, `run_id`, `host`, `state`, `step`, `steps`, `error`."""
     recipe: str
-    """The lock file's text."""
+    """The contents of the lock file."""
     made_by: dict[str, Any]
-    """By the names of `MADE_BY`, of the newest attempt: None where it was not recorded. The plugin files and
-    the git state have their texts, as `text` and `patch`: None where they are lost. And `first_weights`."""
+    """The facts named in `MADE_BY`, of the newest attempt: None if not recorded. Plugin files and the git
+    state have their texts, as `text` and `patch`: None if they are lost. Also `first_weights`."""
     launch: dict[str, Any]
     """`nproc`, `nnodes`."""
     earlier: list[dict[str, Any]] = field(default_factory=list)
-    """The attempts before it whose steps count, as `made_by` without texts; with `to_step`, the last that
-    counts, and `drift`: what the next attempt changed in the recipe."""
+    """The earlier attempts whose steps count, as in `made_by` but without texts; each with `to_step`, its
+    last step that counts, and `drift`, the changes to the recipe by the next attempt."""
     steps: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """By step, of those that were logged: the metrics of `COMPARED`."""
+    """The metrics of `COMPARED` for each logged step."""
     weights: dict[str, dict[str, str]] = field(default_factory=dict)
-    """By step, of the checkpoints that are there: the checksum of each of its files of tensors."""
+    """The checksums of the tensor files of each checkpoint that exists, by step."""
     missing: list[str] = field(default_factory=list)
-    """What could not be read, a phrase each."""
+    """Things that could not be read, a phrase each."""
 
     @property
     def last_step(self) -> int:
-        """The last step that was logged; 0: none."""
+        """The last step that was logged; 0 if there is none."""
         return max(map(int, self.steps), default=0)
 
     @property
@@ -84,21 +84,23 @@ class Reproduction:
 
 
 def find(reference: str) -> Reproduction:
-    """Return what a run, a lock file or checkpoint in its folder, or a file of `write` holds.
+    """Return the reproduction for a run, for a lock file or checkpoint in its folder, or from a file of
+    `write`.
 
     Raises:
-        EnvironmentProblem: there is none, it is damaged or of a newer format, or a lock file alone.
+        EnvironmentProblem: there is none, it is damaged or of a newer format, or it is a lock file without a
+            run.
     """
     path = Path(reference).absolute()
     for folder in (path, path.parent, path.parent.parent, path.parent.parent.parent):
-        # A run, its lock file, its checkpoint, or the lock file of that.
+        # A run, its lock file, its checkpoint, or the lock file of a checkpoint.
         if RunFolder.is_run(folder) and not STEP_NAME.match(folder.name):
             inside = path.relative_to(folder).parts
             if inside in ((), (LOCK_NAME,)) or (inside[0] == "checkpoints" and len(inside) > 1):
                 return collect(folder)
     is_recipe = _names_a_recipe(reference) if not path.exists() else path.suffix == ".toml"
     if not path.is_file() and not is_recipe:
-        RunFolder.open(path)  # says what is missing
+        RunFolder.open(path)  # raises, saying what is missing
     if is_recipe:
         raise EnvironmentProblem(
             f"{reference} is a recipe without a run: there is nothing to compare a reproduction with",
@@ -120,10 +122,10 @@ def _names_a_recipe(reference: str) -> bool:
 
 
 def collect(path: Path) -> Reproduction:
-    """Return what a run folder holds, whatever state it is in.
+    """Return the reproduction of a run folder, whatever state the run is in.
 
     Raises:
-        EnvironmentProblem: it is no run folder, or its lock file cannot be read.
+        EnvironmentProblem: the folder is not a run folder, or its lock file cannot be read.
     """
     folder = RunFolder.open(path)
     run = summarize(folder.path)
@@ -135,7 +137,7 @@ def collect(path: Path) -> Reproduction:
         if any(name in point.metrics for name in COMPARED)
     }
     if not steps:
-        missing.append("no step is logged, so that there is nothing to compare with")
+        missing.append("no step is logged, so there is nothing to compare with")
     weights = _weights(folder, newest, missing)
     made_by = _made_by(newest) | {"first_weights": _first_weights(folder, missing)}
     if made_by["data"] is None:
@@ -143,7 +145,7 @@ def collect(path: Path) -> Reproduction:
     for entry in made_by["plugin_files"] or []:
         entry["text"] = _text(folder, entry["sha256"], Path(entry["path"]).name, Path(entry["path"]))
         if entry["text"] is None:
-            missing.append(f"the plugin file {entry['path']} has changed since, and its text is lost")
+            missing.append(f"the plugin file {entry['path']} has changed since then, and its text is lost")
     if (git := made_by["git"]) and git.get("dirty"):
         git["patch"] = _text(folder, git.get("patch_sha256") or "", PATCH_NAME)
         if git["patch"] is None:
@@ -162,7 +164,7 @@ def collect(path: Path) -> Reproduction:
 
 
 def folder_of(run: Reproduction) -> Path | None:
-    """Return the run's folder; None where it is not on this machine, or another run's by now."""
+    """Return the run's folder; None if it is not on this machine, or now belongs to another run."""
     path = Path(run.run["path"] or "")
     return path if RunFolder.is_run(path) and _run_id(RunFolder(path)) == run.run["run_id"] else None
 
@@ -170,7 +172,7 @@ def folder_of(run: Reproduction) -> Path | None:
 def _run_id(folder: RunFolder) -> Any:
     try:
         return folder.record().get("run_id")
-    except EnvironmentProblem:  # among the problems of the summary
+    except EnvironmentProblem:  # already among the problems of the summary
         return None
 
 
@@ -185,11 +187,11 @@ def _about(run: Summary, folder: RunFolder) -> dict[str, Any]:
 
 def _made_by(attempt: dict[str, Any]) -> dict[str, Any]:
     found = {name: attempt.get(name) for name in MADE_BY}
-    return json.loads(json.dumps(found))  # a copy, which gets texts
+    return json.loads(json.dumps(found))  # a copy, to which texts are added
 
 
 def _earlier(attempts: list[dict[str, Any]], steps: dict[str, Any]) -> list[dict[str, Any]]:
-    """The attempts before the newest one, back to the last that began at step 0."""
+    """Return the attempts before the newest one, back to the last that began at step 0."""
     kept: list[dict[str, Any]] = []
     for before, after in zip(reversed(attempts[:-1]), reversed(attempts), strict=False):
         start = STEP_NAME.match(Path(after.get("checkpoint") or "").name)
@@ -220,12 +222,12 @@ def _weights(folder: RunFolder, newest: dict[str, Any], missing: list[str]) -> d
     saved = (newest.get("outcome") or {}).get("checkpoint")
     last = STEP_NAME.match(Path(saved).name) if isinstance(saved, str) else None
     if last and int(last[1]) not in found:
-        missing.append(f"the last checkpoint, {last[0]}, is gone, so that its weights cannot be compared")
+        missing.append(f"the last checkpoint, {last[0]}, is gone, so its weights cannot be compared")
     return {str(step): found[step] for step in sorted(found)}
 
 
 def _first_weights(folder: RunFolder, missing: list[str]) -> dict[str, str] | None:
-    """Hashes of the weights that step 1 began with, as digests have them, and of their layout."""
+    """Return hashes of the weights that step 1 began with, from the digests, and of their layout."""
     try:
         start = read_starts(folder.path).get(0)
     except EnvironmentProblem as error:
@@ -238,11 +240,11 @@ def _first_weights(folder: RunFolder, missing: list[str]) -> dict[str, str] | No
 
 
 def _data_of_checkpoint(folder: RunFolder) -> dict[str, Any] | None:
-    """The identity of the data in a run of before it was part of run.json."""
+    """Return the identity of the data from a checkpoint, for runs that did not yet record it in run.json."""
     for path in folder.checkpoints.glob("step-*"):
         try:
             position = read_manifest(path).state.get("data")
-        except EnvironmentProblem:  # among what is missing already
+        except EnvironmentProblem:  # already reported as missing
             continue
         if isinstance(position, dict) and isinstance(position.get("data"), dict):
             return dict(position["data"])
@@ -250,7 +252,7 @@ def _data_of_checkpoint(folder: RunFolder) -> dict[str, Any] | None:
 
 
 def _text(folder: RunFolder, sha256: str, name: str, original: Path | None = None) -> str | None:
-    """The text of a source that has this hash: as the run folder keeps it, else where it came from."""
+    """Return the text of the source with this hash: from the run folder, or else from its original place."""
     for path in (folder.path / kept_source(sha256, name), original):
         try:
             if path is not None and file_hash(path) == sha256:
@@ -264,7 +266,7 @@ def _text(folder: RunFolder, sha256: str, name: str, original: Path | None = Non
 
 
 def write(path: Path, reproduction: Reproduction) -> None:
-    """Write the file, whole or not at all.
+    """Write the file atomically.
 
     Raises:
         EnvironmentProblem: it exists, or cannot be written.
@@ -284,7 +286,7 @@ def read(path: Path) -> Reproduction:
     """Read a file of `write`.
 
     Raises:
-        EnvironmentProblem: it is not one, is damaged, or of a newer format.
+        EnvironmentProblem: it is not such a file, is damaged, or has a newer format.
     """
     not_one = f"{path} is not a file of `titan reproduce --export`"
     try:
@@ -318,7 +320,7 @@ def read(path: Path) -> Reproduction:
         f.name for f in fields(Reproduction) if not isinstance(data.get(f.name), types.get(f.name, dict))
     ]
     if wrong or len(data) != len(fields(Reproduction)):
-        raise EnvironmentProblem(f"{not_one}: {wrong[0] if wrong else 'a key'} is not as expected")
+        raise EnvironmentProblem(f"{not_one}: {wrong[0] if wrong else 'a key'} is not valid")
     return Reproduction(**data)
 
 

@@ -1,5 +1,5 @@
-"""Two runs that should be one: whether their numbers are equal, and which known difference can explain it if
-they are not. Torch-free, but where weights of two layouts are compared."""
+"""Compare the numbers of two runs that should agree, and find the known differences that can explain a
+deviation. Torch-free, unless weights of two layouts are compared."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from titancli.runs import RunFolder
 Result = Literal["bitwise_equal", "within_envelope", "parts", "not_comparable"]
 
 ENVELOPE = {"float32": {"loss": 1e-5, "grad_norm": 2e-4}, "bfloat16": {"loss": 2e-3, "grad_norm": 2e-2}}
-"""Relative difference that another order of additions may make in the first step, by dtype."""
+"""The relative difference that another order of additions may cause in the first step, by dtype."""
 WIDEST = 0.05
-"""The envelope's limit: a run that is so far off is another one, however long it was."""
+"""Upper limit of the envelope: a run that deviates this much is a different one, however long it is."""
 
 
 @dataclass(frozen=True)
@@ -25,35 +25,35 @@ class Deviation:
     """The largest relative difference of a metric, and the step that has it."""
 
     metric: str
-    """Of `COMPARED`; or the weights of a checkpoint, with the parameter that differs most."""
+    """A metric of `COMPARED`; or the weights of a checkpoint, with the parameter that differs most."""
     relative: float
     step: int
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a comparison of two runs comes to."""
+    """The result of comparing two runs."""
 
     result: Result
     step: int | None
-    """The first step at which they part."""
+    """The first step at which they diverge."""
     because: list[Difference]
-    """The known differences that can explain it."""
+    """The known differences that can explain the result."""
     compared: list[int]
     """The steps that both have logged."""
     weights: dict[str, bool]
-    """By step of the checkpoints that both have: whether they are equal."""
+    """Whether the checkpoints that both have are equal, by step."""
     largest: list[Deviation]
     differences: list[Difference]
-    """All that are known."""
+    """All known differences."""
     unknown: list[str]
-    """What one of the two did not record."""
+    """Facts that one of the two runs did not record."""
     envelope: dict[str, float]
-    """By metric: that of the last compared step."""
+    """The envelope of each metric at the last compared step."""
 
 
 def compare(before: Reproduction, after: Reproduction) -> Verdict:
-    """Compare the numbers of two runs, and explain what is not equal.
+    """Compare the numbers of two runs, and explain the differences.
 
     Raises:
         EnvironmentProblem: a recipe is not TOML.
@@ -63,7 +63,7 @@ def compare(before: Reproduction, after: Reproduction) -> Verdict:
     weights = {
         step: before.weights[step] == after.weights[step]
         for step in sorted(before.weights.keys() & after.weights.keys(), key=int)
-        # On another layout the files are others, whatever is in them.
+        # Another layout has other files, whatever their contents.
         if before.weights[step].keys() == after.weights[step].keys()
     }
     unequal = [step for step in steps if before.steps[str(step)] != after.steps[str(step)]]
@@ -82,7 +82,7 @@ def compare(before: Reproduction, after: Reproduction) -> Verdict:
         result, because = "within_envelope", rounding
     else:
         result = "parts"
-        # Rounding alone is part of the envelope: what goes beyond it has another cause.
+        # The envelope accounts for rounding: anything beyond it has another cause.
         because = [one for one in known if one.effect == "results"]
         first = min(outside) if rounding and outside else first
     return Verdict(
@@ -107,7 +107,7 @@ def _bounds(run: Reproduction) -> dict[str, float]:
 
 
 def _limit(bound: float, step: int) -> float:
-    """Rounding adds up like a random walk."""
+    """Return the envelope at a step: rounding adds up like a random walk."""
     return min(WIDEST, bound * math.sqrt(step))
 
 
@@ -119,7 +119,7 @@ def _is_outside(before: Reproduction, after: Reproduction, step: int, bounds: Ma
 
 
 def _relative(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """By metric; infinite where only one of the two is a finite number."""
+    """Yield the relative difference of each metric; infinite if only one of the two is a finite number."""
     for name in COMPARED:
         a, b = one.get(name), other.get(name)
         if a == b:
@@ -131,7 +131,8 @@ def _relative(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[tupl
 
 
 def _of_weights(before: Reproduction, after: Reproduction, compared: Sequence[str]) -> list[Deviation]:
-    """Of the tensor of the last checkpoint that differs most, where its files are those of another layout."""
+    """Return the deviation of the weight that differs most in the last common checkpoint, if its files are
+    of different layouts."""
     both = sorted(before.weights.keys() & after.weights.keys(), key=int)
     folders = [folder_of(run) for run in (before, after)]
     sides = [RunFolder(path).checkpoints / f"step-{both[-1]}" for path in folders if path and both]

@@ -1,4 +1,4 @@
-"""What goes through a model's modules, collected on every rank."""
+"""Collect statistics of the outputs of a model's modules, on every rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def modules_of(engine: Engine, patterns: Sequence[str]) -> list[str]:
-    """Return the modules whose output is looked at: layers and what stands beside them, and those of the
+    """Return the modules whose output is observed: layers, the modules beside them, and those that match the
     patterns. Collective.
 
     Raises:
@@ -34,23 +34,24 @@ def modules_of(engine: Engine, patterns: Sequence[str]) -> list[str]:
         if not any(matches(name, [pattern]) for own in known for name in own):
             raise UsageError(
                 f"--layer {pattern}: the model has no such module or parameter",
-                hint=f"its modules are {', '.join(sorted(plain)[:6])}, … and what is in them",
+                hint=f"its modules are {', '.join(sorted(plain)[:6])}, … and those inside them",
             )
     return sorted(plain | {name for name in names if matches(name, patterns)})
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:
-    """Return whether a name is one of the patterns (a number is that of a layer), or lies in one."""
+    """Return whether a name, or a module that contains it, matches one of the patterns; a number is that
+    of a layer."""
     wholes = [f"layers.{pattern}" if pattern.isdecimal() else pattern for pattern in patterns]
     return any(fnmatchcase(name, whole) or fnmatchcase(name, f"{whole}.*") for whole in wholes)
 
 
 @contextmanager
 def watched(engine: Engine, names: Sequence[str], *, plainly: bool) -> Iterator[dict[str, list[Tensor]]]:
-    """Collect of each module's outputs the sum of squares, the number, and the largest magnitude.
+    """Collect the sum of squares, the number, and the largest magnitude of each module's outputs.
 
     Args:
-        plainly: whether blocks are run as they are written: in compiled ones nothing is seen.
+        plainly: whether blocks run uncompiled: hooks do not run inside compiled ones.
     """
     found: dict[str, list[Tensor]] = {}
 
@@ -89,12 +90,13 @@ def watched(engine: Engine, names: Sequence[str], *, plainly: bool) -> Iterator[
 
 
 def numbers_of(activations: dict[str, list[Tensor]]) -> dict[str, list[float]]:
-    """Return what `watched` has collected, read to the host."""
+    """Return the results of `watched`, read to the host."""
     return {name: [float(number) for number in numbers] for name, numbers in activations.items()}
 
 
 def added(ranks: Sequence[dict[str, list[float]]]) -> dict[str, dict[str, float]]:
-    """Return `rms` and `max` of activations over ranks: what several of them have changes no mean."""
+    """Return `rms` and `max` of activations over all ranks; copies of a module on several ranks do not
+    change a mean."""
     merged: dict[str, list[float]] = {}
     for own in ranks:
         for name, (squares, count, most) in own.items():

@@ -1,1 +1,1 @@
-"""The commands: words in and words out, no logic."""
+"""The commands. They parse arguments and print results; the logic is elsewhere."""

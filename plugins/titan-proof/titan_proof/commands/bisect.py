@@ -1,4 +1,4 @@
-"""`titan bisect`: where two runs that should agree part."""
+"""`titan bisect`: find where two runs that should agree diverge."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 PHASES = {
     "start": "they began this step with other weights",
     "data": "they were trained on other rows",
-    "forward": "the rows are equal, and so are the weights before as far as known: the forward pass differs",
+    "forward": "the rows are equal, as are the weights before, as far as known: the forward pass differs",
     "backward": "the loss is equal: the backward pass differs",
-    "optimizer": "the gradients are equal: what the optimizer made of them differs",
+    "optimizer": "the gradients are equal: the optimizer's update differs",
 }
 SHOWN = 5
-"""Tensors that are listed; `--json` has all of them."""
+"""Number of tensors that are listed; `--json` lists all of them."""
 
 
-@click.command("bisect", short_help="Find where two runs that should agree part.")
+@click.command("bisect", short_help="Find where two runs that should agree diverge.")
 @click.argument("one", metavar="A")
 @click.argument("other", metavar="B")
 @click.option(
@@ -50,7 +50,7 @@ def command(common: Common, one: str, other: str, again: bool, as_json: bool) ->
     bit by bit on the same layout; on another layout, losses and gradient norms with the envelope of `titan
     reproduce`. Then the nearest checkpoints that both have are compared tensor by tensor.
 
-    The exit code is 0 if the runs agree and 1 if they part.
+    The exit code is 0 if the runs agree and 1 if they diverge.
     """
     from titan_proof.bisect import bisect, side_of
     from titan_proof.reproduction import find
@@ -80,7 +80,7 @@ def command(common: Common, one: str, other: str, again: bool, as_json: bool) ->
 
 @contextmanager
 def _folder() -> Iterator[Path]:
-    """A folder for repetitions, which holds a checkpoint of each."""
+    """Yield a temporary folder for repetitions, which holds a checkpoint of each."""
     folder = Path(tempfile.mkdtemp(prefix="titan-bisect-"))
     try:
         yield folder
@@ -91,13 +91,14 @@ def _folder() -> Iterator[Path]:
 def _repeated(
     sides: tuple[Side, Side], found: Bisection, folder: Path, common: Common, *, quiet: bool
 ) -> dict[str, Any]:
-    """The step once more from each run, what it agrees with, and the tensors of both repetitions."""
+    """Repeat the step from each run; return which run each repetition agrees with, and the unequal
+    tensors."""
     from titan_proof.checkpoints import compare_checkpoints
     from titan_proof.digests import differences
     from titan_proof.repeat import repeat
 
     made: dict[str, Repetition] = {}
-    told: dict[str, Any] = {}
+    answer: dict[str, Any] = {}
     step = found.step or 0
     for name, side in zip("AB", sides, strict=True):
         note(f"repeating {name} up to step {step}")
@@ -112,15 +113,15 @@ def _repeated(
             )
         sys.stdout.flush()
         recorded = {key: own.digests.get(step) for key, own in zip("AB", sides, strict=True)}
-        told[name] = {
+        answer[name] = {
             "from_step": made[name].start,
             "differs": {
                 key: differences(digest, made[name].digest) for key, digest in recorded.items() if digest
             },
         }
     both = compare_checkpoints(made["A"].checkpoint, made["B"].checkpoint)
-    told["tensors"] = {"count": both.count, "unequal": [asdict(tensor) for tensor in both.unequal]}
-    return told
+    answer["tensors"] = {"count": both.count, "unequal": [asdict(tensor) for tensor in both.unequal]}
+    return answer
 
 
 # ------------------------------------------------------------------------------------------------ words
@@ -129,7 +130,7 @@ def _repeated(
 def _lines(sides: tuple[Side, Side], found: Bisection) -> Iterator[str]:
     steps = found.compared
     if not steps:
-        yield "not comparable: the two have no step in common, neither a digest nor a logged one"
+        yield "not comparable: the runs have no step in common, neither with a digest nor logged"
         return
     span = f"{len(steps)} step{'s' * (len(steps) > 1)}, {steps[0]} to {steps[-1]}" + (
         " (digests)"
@@ -137,7 +138,7 @@ def _lines(sides: tuple[Side, Side], found: Bisection) -> Iterator[str]:
         else f" ({len(found.with_digests)} with digests, the others as they were logged)"
     )
     if found.result == "parts":
-        yield f"part at step {found.step}: {', '.join(found.what)}"
+        yield f"diverge at step {found.step}: {', '.join(found.what)}"
         if found.phase is not None:
             yield f"  {PHASES[found.phase]}"
         if found.tensors:
@@ -151,7 +152,7 @@ def _lines(sides: tuple[Side, Side], found: Bisection) -> Iterator[str]:
         )
         if found.earliest != found.step:
             yield (
-                f"  of large tensors the digests read a part: it may have begun at any step from "
+                f"  digests cover only a sample of large tensors: it may have begun at any step from "
                 f"{found.earliest} to {found.step}"
             )
     elif found.result == "within_envelope":
@@ -160,7 +161,7 @@ def _lines(sides: tuple[Side, Side], found: Bisection) -> Iterator[str]:
         yield f"equal: {span}"
     if found.envelope:
         if found.first_bit is not None and found.first_bit != found.step:
-            yield f"  first difference of a bit: step {found.first_bit}"
+            yield f"  first bitwise difference: step {found.first_bit}"
         for one in found.largest:
             within = f"(envelope {found.envelope[one.metric]:.1e} at step {steps[-1]})"
             name = one.metric.replace("_", " ")
@@ -168,7 +169,7 @@ def _lines(sides: tuple[Side, Side], found: Bisection) -> Iterator[str]:
     for checkpoint in found.checkpoints:
         yield f"  {_checkpoint(checkpoint)}"
     if found.result == "parts" and not found.checkpoints:
-        yield "  there is no checkpoint of the same step in both"
+        yield "  the runs have no checkpoint of the same step"
     if found.because:
         yield f"  because of {'; '.join(map(str, found.because))}"
     elif found.result == "parts":
@@ -205,12 +206,12 @@ def _lines_of(repeated: dict[str, Any], found: Bisection) -> Iterator[str]:
     if equal == {"A": ["A"], "B": ["B"]}:
         unequal = repeated["tensors"]["unequal"]
         first = f", in {len(unequal)} tensors, the first {unequal[0]['name']}" if unequal else ""
-        yield f"  both are repeated{first}: the cause is in what they were made with"
+        yield f"  both steps are repeatable{first}: the cause is in how they were made"
     elif equal["A"] == equal["B"] and len(equal["A"]) == 1 and len(known) == 2:
         odd = "B" if equal["A"] == ["A"] else "A"
         yield (
             f"  step {found.step} of {odd} cannot be repeated here: something went wrong once (such as a "
-            "flipped bit), or other software or another machine made it"
+            "flipped bit), or it was made by other software or on another machine"
         )
 
 

@@ -1,4 +1,4 @@
-"""`titan prove`: whether a model computes on every layout what it computes on one process."""
+"""`titan prove`: compare what a model computes on every layout with what it computes on one process."""
 
 from __future__ import annotations
 
@@ -46,13 +46,12 @@ def command(common: Common, arguments: tuple[str, ...], ranks: int, device: str,
     """Compare a small copy of a recipe on every layout with one process.
 
     Two steps are computed on each legal layout of 2 to 4 ranks, and with accumulation, recomputation, compile
-    and a resume in the middle: loss, every gradient and every updated weight must be those of one process.
-    Export to Hugging Face and back, and generation with a cache, are compared too. Whatever is wrong is named
-    with its first wrong parameter and the technique that makes it wrong, and the exit code is 1.
+    and a resume in the middle: the loss, every gradient and every updated weight must equal those of one
+    process. Export to Hugging Face and back, and generation with a cache, are compared too. For each error,
+    the first wrong parameter and the technique that causes it are reported, and the exit code is 1.
 
-    In place of a recipe, name a model, converter, loss, optimizer or parallelize plan, as for `titan show`:
-    it is proven in a recipe of its plugin, or in llama3_debug. `titan plugin show NAME` shows what was
-    proven.
+    Instead of a recipe, name a model, converter, loss, optimizer or parallelize plan, as for `titan show`: it
+    is proven in a recipe of its plugin, or in llama3_debug. `titan plugin show NAME` shows the results.
 
     Needs no data, and no GPU. docs/prove.md describes the method.
     """
@@ -91,7 +90,7 @@ def command(common: Common, arguments: tuple[str, ...], ranks: int, device: str,
 
 
 def _named(name: str, overrides: list[str]) -> tuple[type | None, Loaded]:
-    """The component that was named, if it is one, and the recipe that is proven."""
+    """Return the named component, if it is one, and the recipe to prove."""
     from titancli.commands import find_component, is_component
     from titancli.recipe import load_recipe
 
@@ -106,7 +105,7 @@ def _named(name: str, overrides: list[str]) -> tuple[type | None, Loaded]:
 
 
 def _keep(proof: Proof, loaded: Loaded, ranks: int, component: type | None, device: str) -> None:
-    """Badges; a proof is worth as much without them."""
+    """Write badges. A proof is valid without them."""
     from titan_proof.prove.badge import write_badges
 
     try:
@@ -117,7 +116,7 @@ def _keep(proof: Proof, loaded: Loaded, ranks: int, component: type | None, devi
 
 @contextmanager
 def _progress() -> Iterator[Progress]:
-    """A bar, for people at a terminal."""
+    """Show a progress bar at a terminal."""
     if not sys.stderr.isatty():
         yield lambda done, of, name: None
         return
@@ -176,5 +175,5 @@ def _print(proof: Proof) -> None:
     for cause in proof.causes:
         print(f"wrong: {title(cause['techniques'])}")
         print(f"  {sentence(cause)}")
-    told = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
-    print(f"{len(proof.results)} layouts: {told}; {proof.seconds:.0f} s")
+    summary = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
+    print(f"{len(proof.results)} layouts: {summary}; {proof.seconds:.0f} s")

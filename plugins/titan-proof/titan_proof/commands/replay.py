@@ -1,4 +1,4 @@
-"""`titan replay`: one step of a run once more, looked at from inside."""
+"""`titan replay`: repeat one step of a run and look at it in detail."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from titancli.commands import (
 from titancli.errors import EXIT_FAILED, EXIT_OK, UsageError
 
 SHOWN = 10
-"""Rows and documents that are shown; --json has all."""
+"""Number of rows and documents that are shown; --json has all."""
 WIDTH = 60
-"""Characters of a text that are shown."""
+"""Number of characters of a text that are shown."""
 
 
-@click.command("replay", short_help="Repeat a step of a run and look at it from inside.")
+@click.command("replay", short_help="Repeat a step of a run and look at it in detail.")
 @click.argument("arguments", metavar="RUN [KEY=VALUE]...", nargs=-1, required=True, type=RecipeOrOverride())
 @click.option("--step", type=click.IntRange(1), metavar="K", required=True, help="The step.")
 @click.option(
@@ -60,7 +60,7 @@ WIDTH = 60
     show_default=True,
     help="Compute the gradient of N rows one by one, those with the highest loss.",
 )
-@click.option("--from-scratch", is_flag=True, help="Repeat more than 1,000 steps if need be.")
+@click.option("--from-scratch", is_flag=True, help="Repeat more than 1,000 steps if necessary.")
 @click.option("--nproc", type=NumberOrAuto(), help="Processes on this machine.  [default: those of the step]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 @click.pass_obj
@@ -76,7 +76,7 @@ def command(
     nproc: int | str | None,
     as_json: bool,
 ) -> int:
-    """Repeat step K of RUN, from the nearest checkpoint before it, and look at it from inside.
+    """Repeat step K of RUN, from the nearest checkpoint before it, and look at it in detail.
 
     \b
     titan replay RUN --step 812                           rows, losses, gradients, layers
@@ -84,9 +84,9 @@ def command(
     titan replay RUN --step 812 --without 13              what if row 13 had not been there
     titan replay RUN --step 812 --with optimizer.lr=1e-4  what if the learning rate had been lower
 
-    On the layout of the run the repeated steps are bitwise those that the run recorded, or it says at which
-    step, and in what, they part. The run's folder is not changed. Overrides are for what lies elsewhere here,
-    such as dataset.paths. The exit code is 0 unless the steps part.
+    On the layout of the run, the repeated steps must be bitwise equal to the recorded ones; otherwise the
+    first step that differs, and what differs in it, are shown. The run's folder is not changed. Use overrides
+    for paths that differ on this machine, such as dataset.paths. The exit code is 0 unless the steps diverge.
     """
     from titan_proof import Probe
     from titan_proof.replay import check_variation, find_source, load, replay
@@ -152,9 +152,9 @@ def _summary(found: dict[str, Any]) -> Iterator[str]:
     words = {
         "bitwise": f"bitwise as recorded ({verdict['compared']} steps compared)",
         "within_envelope": "as recorded within the layout's envelope",
-        "parts": f"parts from the record at step {verdict['step']}: {', '.join(verdict['what'])}",
+        "parts": f"diverges from the record at step {verdict['step']}: {', '.join(verdict['what'])}",
         "as_logged": "loss and gradient norm as logged",
-        "unknown": "nothing was recorded to compare with",
+        "unknown": "no record to compare with",
     }
     yield f"step {step}: {words[verdict['result']]}"
     done = {"replayed": found["replayed"], "recorded": found["recorded"], "tried": found["tried"]}
@@ -173,8 +173,8 @@ def _summary(found: dict[str, Any]) -> Iterator[str]:
 
 def _numbers(numbers: dict[str, Any]) -> str:
     names = {"loss": "loss", "grad_norm": "gradient norm", "lr": "lr", "loss_after": "loss after the step"}
-    told = [f"{word} {_figure(numbers[name])}" for name, word in names.items() if name in numbers]
-    return "  ".join([*told, *(["skipped"] if numbers["skipped"] else [])])
+    shown = [f"{word} {_figure(numbers[name])}" for name, word in names.items() if name in numbers]
+    return "  ".join([*shown, *(["skipped"] if numbers["skipped"] else [])])
 
 
 def _guard(guard: dict[str, Any] | None, numbers: dict[str, Any]) -> Iterator[str]:
@@ -209,7 +209,7 @@ def _row(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _flat(place: dict[str, Any]) -> Iterator[str]:
-    """A position in words: `epoch 0 document 12 offset 40`."""
+    """Yield a position in words: `epoch 0 document 12 offset 40`."""
     for name, value in place.items():
         if isinstance(value, dict):
             yield from _flat(value)

@@ -1,4 +1,4 @@
-"""`titan reproduce`: run a recorded run again, and say whether it comes to the same numbers."""
+"""`titan reproduce`: run a recorded run again, and report whether its numbers are the same."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ EFFECTS = {"results": "changes results", "rounding": "changes rounding", "none":
 @click.argument(
     "arguments", metavar="RUN|FILE [KEY=VALUE]...", nargs=-1, required=True, type=RecipeOrOverride()
 )
-@click.option("--check", "only_check", is_flag=True, help="Say what differs from here, and start nothing.")
+@click.option("--check", "only_check", is_flag=True, help="Show what differs here, and start nothing.")
 @click.option(
     "--export",
     "file",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Write all that a reproduction takes to one file.",
+    help="Write everything that a reproduction needs to one file.",
 )
 @click.option(
     "--extract",
@@ -77,14 +77,14 @@ def command(
     """Run RUN again in a new run folder, and compare losses, gradient norms and weights.
 
     \b
-    titan reproduce RUN --export mine.repro   one file, to be kept or sent
+    titan reproduce RUN --export mine.repro   one file, to keep or send
     titan reproduce mine.repro --check        what differs from this machine
     titan reproduce mine.repro                run it here, and compare
 
-    The answer is "bitwise equal", "within the envelope" (another layout or number of threads), or "parts at
-    step K", with the known difference that can explain it. Overrides are for what lies elsewhere here, such
-    as dataset.paths. The exit code is 0 unless the runs diverge, and with --check unless something that
-    matters differs.
+    The answer is "bitwise equal", "within the envelope" (another layout or number of threads), or "diverges
+    at step K", with the known difference that can explain it. Use overrides for paths that differ on this
+    machine, such as dataset.paths. The exit code is 0 unless the runs diverge; with --check, it is 0 unless
+    something relevant differs.
     """
     from titan_proof.reproduction import find
 
@@ -110,7 +110,7 @@ def command(
         from titan_proof.verdict import compare
 
         again = find(other)
-        return _tell(run, again, compare(run, again), EXIT_OK, None, as_json=as_json)
+        return _report(run, again, compare(run, again), EXIT_OK, None, as_json=as_json)
     if only_check:
         return _check(run, overrides, nproc, common.plugin_files, as_json=as_json)
     return _again(run, references[0], overrides, steps, run_dir, nproc, common, as_json=as_json)
@@ -158,7 +158,7 @@ def _check(
     for line in lacking:
         out(line)
     if code == EXIT_OK:
-        print("nothing that matters differs")
+        print("nothing relevant differs")
     return code
 
 
@@ -200,20 +200,20 @@ def _again(
     with quiet_stdout(as_json):
         code, error = reproduce.launch(plan, request, announce)
     if code in (EXIT_STOPPED, EXIT_INTERRUPTED):
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is saved
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # everything is saved
     again = collect(folders[0].path)
     if error is not None and run.run.get("state") != "failed":
         note(f"the reproduction failed: {error}")
     verdict = compare(run, again)
-    told = _tell(run, again, verdict, code, error, as_json=as_json)
+    exit_code = _report(run, again, verdict, code, error, as_json=as_json)
     if code in (EXIT_STOPPED, EXIT_INTERRUPTED):
         path = shlex.quote(short_path(folders[0].path))
         note(f"stopped at step {again.last_step}; to go on: titan train {path} --resume")
         note(f"then:    titan reproduce {shlex.quote(reference)} --compare {path}")
-    return told
+    return exit_code
 
 
-def _tell(
+def _report(
     run: Reproduction,
     again: Reproduction,
     verdict: Verdict,
@@ -222,8 +222,8 @@ def _tell(
     *,
     as_json: bool,
 ) -> int:
-    """Print the verdict and return the exit code; `code` is that of the new run, which counts where it did
-    not end as the recorded one did."""
+    """Print the verdict and return the exit code; `code` is that of the new run, and is returned if that
+    run did not end as the recorded one did."""
     both_failed = run.run.get("state") == "failed" == again.run.get("state")
     if code == EXIT_OK or both_failed:
         code = EXIT_OK if verdict.result in ("bitwise_equal", "within_envelope") else EXIT_FAILED
@@ -249,7 +249,7 @@ def _lines(run: Reproduction, again: Reproduction, verdict: Verdict) -> Iterator
     steps = verdict.compared
     span = f"{len(steps)} logged step{'s' * (len(steps) > 1)}, {steps[0]} to {steps[-1]}" if steps else ""
     if verdict.result == "not_comparable":
-        yield "not comparable: the two have no logged step in common"
+        yield "not comparable: the runs have no logged step in common"
     elif verdict.result == "bitwise_equal":
         yield f"bitwise equal: losses and gradient norms of {span}"
     elif verdict.result == "within_envelope":
@@ -257,9 +257,9 @@ def _lines(run: Reproduction, again: Reproduction, verdict: Verdict) -> Iterator
     else:
         why = "; ".join(map(str, verdict.because))
         yield (
-            f"parts at step {verdict.step} because of {why}"
+            f"diverges at step {verdict.step} because of {why}"
             if why
-            else (f"parts at step {verdict.step}, and no known difference explains it")
+            else (f"diverges at step {verdict.step}, and no known difference explains it")
         )
     if verdict.result == "within_envelope":
         yield f"  because of {'; '.join(map(str, verdict.because))}"
@@ -279,7 +279,7 @@ def _lines(run: Reproduction, again: Reproduction, verdict: Verdict) -> Iterator
         if unequal:
             yield f"  weights and optimizer state: not equal at step {', '.join(unequal)}"
     elif steps and not any(one.metric not in COMPARED for one in verdict.largest):
-        yield "  weights: not compared, there is no checkpoint of the same step and layout in both"
+        yield "  weights: not compared, the runs have no checkpoint of the same step and layout"
     ends = [_end(run), _end(again)]
     if (
         "failed" in (run.run.get("state"), again.run.get("state"))
@@ -310,9 +310,9 @@ def _document(
 ) -> dict[str, Any]:
     from titancli.observe.events import plain
 
-    told = None
+    answer = None
     if verdict is not None:
-        told = {
+        answer = {
             "result": verdict.result,
             "step": verdict.step,
             "because": [asdict(one) for one in verdict.because],
@@ -325,7 +325,7 @@ def _document(
         {
             "run": run.run,
             "reproduction": None if again is None else again.run,
-            "verdict": told,
+            "verdict": answer,
             "differences": [asdict(one) for one in found],
             "unknown": list(lacking),
             "missing": run.missing,
@@ -336,7 +336,7 @@ def _document(
 
 @contextmanager
 def quiet_stdout(quiet: bool) -> Iterator[None]:
-    """Send what a run prints to stderr: stdout is for one document."""
+    """Send stdout to stderr, so that stdout contains only one document."""
     if not quiet:
         yield
         return

@@ -1,4 +1,5 @@
-"""Badges are written: what was proven of a component, when, and of which code. `titan plugin` shows them."""
+"""Write badges: records of what was proven of a component, when, and with which code. `titan plugin` shows
+them."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
 def write_badges(
     proof: Proof, loaded: Loaded, ranks: int, component: type | None, device: str = "cpu"
 ) -> list[Path]:
-    """Write what a proof says: of the component that was asked for, whatever it says; of all those of
-    a recipe, if nothing is wrong with it, for no single one of them is known to be at fault.
+    """Write the badges of a proof: for the requested component, whatever the result; for all components of a
+    recipe, only if nothing is wrong, as it is not known which of them is at fault.
 
     Raises:
         EnvironmentProblem: a file cannot be written.

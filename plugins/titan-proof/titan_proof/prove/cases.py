@@ -1,4 +1,4 @@
-"""What is compared with one process: layouts of two to four ranks, and more. Torch-free."""
+"""List the cases that are compared with one process: layouts of two to four ranks, and more. Torch-free."""
 
 from __future__ import annotations
 
@@ -28,11 +28,10 @@ TITLES = {
     "export": "export to Hugging Face and back",
     "generation": "generation",
 }
-"""Techniques, as people are told."""
-MOST = 4
-"""Ranks."""
+"""User-facing names of techniques."""
 MICRO_BATCHES = 3
-"""Of accumulation: one that is neither the first nor the last, and the last with fewer rows."""
+"""Number of micro-batches for accumulation: one is neither the first nor the last, and the last has fewer
+rows."""
 
 
 @dataclass(frozen=True)
@@ -41,16 +40,16 @@ class Case:
 
     mesh: tuple[tuple[str, int], ...] = ()
     more: tuple[str, ...] = ()
-    """Techniques that are no degree of the mesh."""
+    """Techniques that are not degrees of the mesh."""
     rows: int = ROWS
     backend: str = "aot_eager"
-    """Of compile."""
+    """The backend of compile."""
     layers: int | None = None
-    """As many as the layout needs; None: as many as the small recipe has."""
+    """The number of layers that the layout needs; None: that of the small recipe."""
     converters: bool = True
-    """Whether the recipe's are in place."""
+    """Whether the recipe's converters are applied."""
     unit: int = 1
-    """Rows that belong together, as pairs do."""
+    """Rows that belong together, such as pairs."""
     experts: bool = False
 
     @property
@@ -76,7 +75,7 @@ class Case:
 
     @property
     def dp(self) -> int:
-        """Ranks whose rows differ."""
+        """The number of ranks with different rows."""
         return self.degrees.get("dp_shard", 1) * self.degrees.get("dp_replicate", 1)
 
     @property
@@ -91,19 +90,19 @@ class Case:
 
     @property
     def of_model(self) -> list[str]:
-        """What one process that this is compared with has as well."""
+        """The overrides that also apply to the one process that this case is compared with."""
         found = [] if self.layers is None else [f"model.n_layers={self.layers}"]
         if not self.converters:
             found.append("converters=[]")
         if "bf16" in self.more:
             found.append("training.mixed_precision_param=bfloat16")
-            if self.experts:  # what bfloat16 rounds would choose others
+            if self.experts:  # rounding to bfloat16 would choose others
                 found.append("debug.moe_force_load_balance=true")
         return found
 
     @property
     def overrides(self) -> list[str]:
-        """What makes this case of the small recipe."""
+        """The overrides of the small recipe for this case."""
         found = self.of_model + [f"mesh.{name}={degree}" for name, degree in self.mesh]
         found.append(f"training.local_batch_size={self.rows // self.dp}")
         found.append(f"training.global_batch_size={self.rows}")
@@ -117,13 +116,13 @@ class Case:
 
 
 def cases(recipe: Recipe, ranks: int, *, by_rows: bool = False) -> list[Case]:
-    """All cases of a recipe on at most so many ranks, those of few techniques first.
+    """Return all cases of a recipe on at most `ranks` ranks, those with few techniques first.
 
     Args:
-        by_rows: what its converters compute depends on the rows at hand, so that accumulation with them says
-            nothing of accumulation by itself, and context parallel is compared without them.
+        by_rows: the recipe's converters compute values that depend on the rows of a call. Accumulation is
+            then also compared without them, to test it by itself, and context parallel only without them.
     """
-    # inductor compiles C++, which takes minutes: where the recipe asks for it, and it can.
+    # inductor compiles C++, which takes minutes: only if the recipe requests it and there is a compiler.
     wanted = recipe.compile.enable and recipe.compile.backend == "inductor"
     backend = "inductor" if wanted and shutil.which("g++") else "aot_eager"
     experts = bool(with_defaults(ModelConfigDefaults, recipe.model).n_experts)
@@ -141,8 +140,9 @@ def cases(recipe: Recipe, ranks: int, *, by_rows: bool = False) -> list[Case]:
         case("resume"),
         case("export"),
         case("generation"),
-        case("bf16", "resume"),  # casts of an engine that has just been built are those of its weights
-        # Not where ranks add parts of a sum that are rounded to bfloat16, which no nudge shows.
+        case("bf16", "resume"),  # the casts of a new engine are those of its weights
+        # Not on layouts whose ranks add terms of a sum that are rounded to bfloat16: no nudge shows that
+        # rounding.
         *(case("bf16", **{name: 2}) for name in ("dp_shard", "pp")),
         *(case(**{name: 2}) for name in ("dp_shard", "dp_replicate", "tp", "cp", "pp")),
         case("accumulation", dp_shard=2),
@@ -157,7 +157,7 @@ def cases(recipe: Recipe, ranks: int, *, by_rows: bool = False) -> list[Case]:
         case("export", tp=2),
     ]
     if not pairs:
-        found.append(case(dp_shard=3, rows=12))  # what three do not divide evenly
+        found.append(case(dp_shard=3, rows=12))  # three do not divide rows evenly
     names = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
     found += [case(dp_shard=4), case(tp=4), case(cp=4), replace(case(pp=4), layers=_layers(recipe, 4))]
     if recipe.converters:
@@ -186,14 +186,14 @@ def cases(recipe: Recipe, ranks: int, *, by_rows: bool = False) -> list[Case]:
             ),
         ]
     legal = [each for each in found if each.ranks <= ranks]
-    if by_rows:  # no single process has at hand what a rank has of a row that is shared
+    if by_rows:  # no single process sees the part of a row that a rank has
         legal = [replace(each, converters="cp" not in each.degrees and each.converters) for each in legal]
     return sorted(legal, key=lambda each: (each.ranks, len(each.techniques)))
 
 
 def _layers(recipe: Recipe, stages: int) -> int | None:
-    """How many layers a pipeline over so many ranks needs: a multiple of those that the small recipe has,
-    which are of every kind; None: they are enough, or not known."""
+    """Return how many layers a pipeline over this many ranks needs: a multiple of the small recipe's
+    layers, which include every kind; None: they are enough, or not known."""
     there = with_defaults(ModelConfigDefaults, recipe.model).n_layers
     needed = stages * SCHEDULES[recipe.pipeline.schedule].usual_stages
     return None if not there or there >= needed else there * math.ceil(needed / there)

@@ -1,4 +1,4 @@
-"""A case's results against those of one process: what is wrong, and where it begins."""
+"""Compare a case's results with those of one process: find what is wrong, and where it begins."""
 
 from __future__ import annotations
 
@@ -13,34 +13,35 @@ from titan_proof.prove.measure import STEPS, Results, gradients_of
 from titancli import Recipe
 
 FLOOR, FACTOR, MEANINGLESS = 1e-5, 5.0, 0.3
-"""The least that is tolerated, ‖Δ‖ / ‖reference‖ per tensor; how many times what a nudge of the weights
-makes of a tensor; and from where on a tensor says nothing after a nudge: it is zero but for rounding."""
+"""The smallest tolerance of ‖Δ‖ / ‖reference‖ per tensor; the tolerance as a multiple of the effect of a
+nudge of the weights; and the effect of a nudge above which a tensor carries no information: it is zero up
+to rounding."""
 FLOOR_BF16 = 2.0**-7
-"""In bfloat16: two units of its last place."""
+"""The smallest tolerance in bfloat16: two units in the last place."""
 KINDS = ("initial", "loss", "gradient", "norm", "applied", "weight")
-"""In the order of a step. (`output` tells where a loss goes wrong, `routes` why.)"""
+"""Kinds in the order of a step. (`output` shows where a loss goes wrong, `routes` why.)"""
 
 
 @dataclass
 class Reference:
-    """One process, and how far rounding takes it."""
+    """The results of one process, and how much rounding changes them."""
 
     results: Results
     tolerance: dict[str, float]
-    """By `STEP KIND NAME`; what says nothing is not there."""
+    """By `STEP KIND NAME`; tensors that carry no information are left out."""
     noise: dict[str, float] = field(default_factory=dict)
-    """The largest of a kind in a step, by `STEP KIND`."""
+    """The largest effect of rounding on a kind in a step, by `STEP KIND`."""
 
 
 def reference_of(plain: Results, *nudged: Results, floor: float = FLOOR) -> Reference:
-    """Make a reference of one process, and of the same one with weights changed as rounding might, once or
-    several times.
+    """Make a reference from the results of one process, and of the same process with its weights nudged, once
+    or several times, by as much as rounding might change them.
 
-    What rounding does to a tensor depends on the model, its converters and its optimizer (float8 rounds some
-    numbers the other way, Adam divides by small ones): it is measured and not guessed.
+    The effect of rounding on a tensor depends on the model, its converters and its optimizer (float8 rounds
+    some numbers the other way, Adam divides by small ones), so it is measured.
 
     Args:
-        floor: the least that is tolerated of a tensor.
+        floor: the smallest tolerance of a tensor.
     """
     errors = {
         key: max(distance(one.tensors[key], value) for one in nudged) for key, value in plain.tensors.items()
@@ -50,7 +51,8 @@ def reference_of(plain: Results, *nudged: Results, floor: float = FLOOR) -> Refe
     for key, error in errors.items():
         if kind_of(key) in kinds and error < MEANINGLESS:
             noise[_group(key)] = max(noise[_group(key)], error)
-    # What a nudge makes of a single number may be small by chance. It is a function of many others.
+    # The effect of a nudge on a single number may be small by chance, so use the tensors that it is computed
+    # from.
     least = {
         f"{step} {kind}": max(FLOOR, noise[f"{step} {of}"])
         for step in range(STEPS)
@@ -65,8 +67,8 @@ def reference_of(plain: Results, *nudged: Results, floor: float = FLOOR) -> Refe
 
 
 def not_finite(plain: Results) -> str | None:
-    """Return the first thing of a process that is not finite, in words: no rounding can be measured of it, so
-    that it would be compared with nothing. None: there is none."""
+    """Return the first result of a process that is not finite, in words, or None. The effect of rounding
+    on it could not be measured, so nothing would be compared with it."""
     words = {
         "loss": "the loss",
         "gradient ": "the gradient of ",
@@ -75,20 +77,20 @@ def not_finite(plain: Results) -> str | None:
         "weight ": "after the optimizer step, ",
     }
     for step in range(STEPS):
-        for kind, told in words.items():
+        for kind, text in words.items():
             for key, value in plain.tensors.items():
                 if key.startswith(f"{step} {kind}") and not bool(value.isfinite().all()):
                     before = plain.tensors.get(f"{step} initial {_name(key)}")
                     if kind != "weight " or before is None or bool(before.isfinite().all()):
-                        return f"{told}{_name(key)} is not finite (step {step + 1})"
+                        return f"{text}{_name(key)} is not finite (step {step + 1})"
     return None
 
 
 def adds_up(recipe: Recipe, rows: int, reference: Reference) -> bool:
-    """Return whether the gradients of two halves of the rows add up to those of all rows. They do unless
-    something computes with the rows that it sees together."""
+    """Return whether the gradients of two halves of the rows add up to those of all rows. They do unless a
+    value depends on the rows that are computed together."""
     whole, halves = (gradients_of(recipe, rows, pieces) for pieces in (1, 2))
-    # No FACTOR: what is near the tolerance here would be beyond it on some layout.
+    # No FACTOR: an effect close to the tolerance here would exceed it on some layout.
     limit = max(FLOOR, reference.noise["0 gradient"])
     return all(
         distance(halves[name], gradient) <= limit
@@ -106,7 +108,7 @@ def _group(key: str) -> str:
 
 
 def distance(found: Tensor, expected: Tensor) -> float:
-    """Return ‖Δ‖ / ‖expected‖; infinite where numbers are missing."""
+    """Return ‖Δ‖ / ‖expected‖; infinite if the shapes differ or a number is not finite."""
     if found.shape != expected.shape:
         return math.inf
     size, error = float(expected.double().norm()), float((found.double() - expected.double()).norm())
@@ -116,7 +118,8 @@ def distance(found: Tensor, expected: Tensor) -> float:
 
 
 def compared(found: Results, reference: Reference) -> dict[str, Any]:
-    """Return what is wrong as plain JSON: `status`, `worst`, `where`, and `fault` (None: nothing)."""
+    """Return the comparison as plain JSON: `status`, `worst`, `where`, and `fault` (None: nothing is
+    wrong)."""
     expected = reference.results.tensors
     errors = {
         key: distance(found.tensors[key], expected[key]) if key in found.tensors else math.inf
@@ -125,22 +128,23 @@ def compared(found: Results, reference: Reference) -> dict[str, Any]:
     }
     wrong = {key for key, error in errors.items() if error > reference.tolerance[key]}
     where = max(errors, key=lambda key: errors[key] / reference.tolerance[key])
-    told = {"worst": finite(errors[where]), "where": where, "tolerance": reference.tolerance[where]}
+    found_worst = {"worst": finite(errors[where]), "where": where, "tolerance": reference.tolerance[where]}
     if not wrong:
-        return {"status": "right", **told, "fault": None}
+        return {"status": "right", **found_worst, "fault": None}
     for step in range(STEPS):
         for kind in KINDS:
             here = {key for key in wrong if key.startswith(f"{step} {kind}")}
             if here:
-                return {"status": "wrong", **told, "fault": _fault(step, kind, here, found, reference)}
+                return {"status": "wrong", **found_worst, "fault": _fault(step, kind, here, found, reference)}
     raise RuntimeError(f"{wrong} are of no kind")
 
 
 def _fault(step: int, kind: str, wrong: set[str], found: Results, reference: Reference) -> dict[str, Any]:
-    """Where it begins: the first parameter in the order of forward, and the one that is computed first."""
+    """Return where an error begins: the first wrong parameter in forward order, and the one that is
+    computed first."""
     order = reference.results.order
     place = {name: number for number, name in enumerate(order)}
-    # A model that has learnt nothing may give nearly the right loss for the wrong reason.
+    # The loss of an untrained model may be nearly right although its forward is wrong.
     output = _first_output(step, found, reference) if kind in ("loss", "gradient") else None
     forward = kind == "loss" or output is not None
     key = f"{step} {kind}"
@@ -157,7 +161,7 @@ def _fault(step: int, kind: str, wrong: set[str], found: Results, reference: Ref
             wrong = inside or wrong
     named = sorted((k for k in wrong if _name(k)), key=lambda k: (place.get(_name(k), len(place)), k))
     first = named[0] if named else None
-    # Backward goes the other way: what is wrong in it spreads from the end to the beginning.
+    # Backward runs in the other direction: an error in it spreads from the end to the beginning.
     enters = named[-1] if named and not forward and kind == "gradient" else first
     routes = sorted(
         k
@@ -190,7 +194,8 @@ def _kind(key: str) -> str:
 
 
 def _first_output(step: int, found: Results, reference: Reference) -> str | None:
-    """The first module on the way of the residual stream whose tokens differ, however they are spread."""
+    """Return the first module of the residual stream whose output differs, however its tokens are
+    distributed."""
     for key, expected in reference.results.tensors.items():
         if (
             not key.startswith(f"{step} output ")
@@ -208,7 +213,7 @@ def _first_output(step: int, found: Results, reference: Reference) -> str | None
 
 
 def _scale(key: str, found: Results, reference: Reference) -> float | None:
-    """By what factor a tensor is too large, where that is all that is wrong with it."""
+    """Return the factor by which a tensor is too large, if that is its only error."""
     if key not in found.tensors:
         return None
     value, expected = found.tensors[key].double(), reference.results.tensors[key].double()
@@ -220,5 +225,5 @@ def _scale(key: str, found: Results, reference: Reference) -> float | None:
 
 
 def finite(value: float) -> float | None:
-    """Return a number that JSON has, or None."""
+    """Return a finite number, or None, since JSON has no others."""
     return value if math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""A recipe around one component, made of what its plugin declares, so that it can be proven. Torch-free."""
+"""Make a recipe around one component, from what its plugin declares, so that it can be proven. Torch-free."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ COMPUTES = {
     "loss": "loss",
     "optimizer": "optimizer",
 }
-"""Kinds that take part in a step, each with its place in a recipe."""
+"""Kinds of component that take part in a step, each with its place in a recipe."""
 BASE = "titan:llama3_debug"
-"""The recipe that a component is put into where its plugin has none."""
+"""The recipe that a component is added to if its plugin has none."""
 WITHOUT_STEP = {
     "dataset": "the rows of a proof are random; check_plugin of titan-testing compares a dataset's rows on "
     "several ranks with those on one",
@@ -43,11 +43,12 @@ def computing(loaded: Loaded) -> list[type]:
 def recipe_around(config: type, overrides: Sequence[str]) -> Loaded:
     """Return a recipe that uses a component: one of its plugin's own, or else llama3_debug with it.
 
-    A model's first flavor is taken; of a plugin's recipes one for debugging, and a model's with experts.
+    Of a plugin's recipes, one for debugging is preferred, and then one with experts. A model is otherwise
+    taken with its first flavor.
 
     Raises:
         UsageError: a component of this kind takes no part in a step.
-        PluginError: no recipe can be made; says what is missing, and what to give.
+        PluginError: no recipe can be made; the message says what is missing, and what to give.
         TitanError: an override is wrong.
     """
     label, kind = label_of(config), _kind(config)
@@ -63,7 +64,7 @@ def recipe_around(config: type, overrides: Sequence[str]) -> Loaded:
             loaded = load_recipe(recipe, [*more, *overrides])
         except TitanError as error:
             if overrides and _loads(recipe, more):
-                raise  # it is the overrides, and the error points at them
+                raise  # the error is in the overrides, and points at them
             refused = error
             continue
         if config in computing(loaded):
@@ -80,7 +81,7 @@ def _loads(recipe: str | Path, overrides: list[str]) -> bool:
 
 
 def cannot_alone(config: type, loaded: Loaded, error: RecipeError) -> TitanError:
-    """The error of a component whose recipe does not run."""
+    """Return the error for a component whose recipe does not run."""
     return _alone(f"{label_of(config)} in {loaded.recipe.name}", error)
 
 
@@ -96,14 +97,14 @@ def _alone(label: str, error: TitanError | None) -> PluginError:
 
 
 def _candidates(config: type) -> Iterator[tuple[str | Path, list[str]]]:
-    """Recipes and the overrides that put the component into them, the best first."""
+    """Yield recipes, and the overrides that add the component to them, the best first."""
     kind, full = _kind(config), current().full_name(config)
     plugin = full.partition("/")[0]
     if plugin != BUILTIN or kind == "model":
         yield from ((file, []) for file in _recipes_with(config, plugin))
     if kind == "converter":
         yield BASE, [f"converters=[{{type = '{full}'}}]"]
-        # One that puts something beside a base needs one, which a proof makes itself.
+        # A converter that adds weights beside a base needs a base, which a proof makes itself.
         yield BASE, [f"converters=[{{type = '{full}'}}]", "weights=./base"]
     else:
         flavor = next(iter(with_defaults(ConfigDefaults, config).flavors), None)
@@ -111,14 +112,14 @@ def _candidates(config: type) -> Iterator[tuple[str | Path, list[str]]]:
 
 
 def _recipes_with(config: type, plugin: str) -> list[Path]:
-    """A plugin's recipes that use the component, the best first."""
+    """Return a plugin's recipes that use the component, the best first."""
     found = []
     for owner, folder in current().recipe_folders():
         for file in folder.glob("*.toml") if owner == plugin else ():
             try:
                 loaded = load_recipe(file)
             except TitanError:
-                continue  # `check_plugin` and `titan validate` say what is wrong with it
+                continue  # `check_plugin` and `titan validate` report its errors
             if config in computing(loaded):
                 experts = with_defaults(ModelConfigDefaults, loaded.recipe.model).n_experts
                 found.append((not file.stem.endswith("_debug"), not experts, file.stem, file))

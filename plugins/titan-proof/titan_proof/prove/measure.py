@@ -1,4 +1,4 @@
-"""What a rank computes in a case: two optimizer steps on given rows, and all that came of them, on rank 0."""
+"""Compute a case on a rank: two optimizer steps on given rows. Rank 0 collects all results."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from titancli.registry.defaults import (
 
 STEPS = 2
 Part = tuple[tuple[int, ...], tuple[slice, ...], Any]
-"""The shape of the whole, and what one rank has of it: where, and the values, as an array."""
+"""The shape of the whole tensor, and one rank's part of it: its place, and its values as an array."""
 
 
 class Refusal(Exception):
-    """The engine cannot be built so, and says why."""
+    """The engine cannot be built in this way; the message says why."""
 
     def __init__(self, error: TitanError) -> None:
         super().__init__(error.message)
@@ -41,14 +41,14 @@ class Refusal(Exception):
 
 @dataclass
 class Results:
-    """What came of two steps, by `STEP KIND NAME`; on rank 0."""
+    """The results of two steps, by `STEP KIND NAME`; on rank 0."""
 
     tensors: dict[str, Tensor]
     """Kinds: `initial` (a weight before the step), `loss`, `norm`, `routes` (tokens of each expert),
-    `gradient` (of the loss's sum), `applied` (as the optimizer gets it), `weight`, and `output` (of a module:
-    a number for each token, sorted)."""
+    `gradient` (of the loss's sum), `applied` (as the optimizer gets it), `weight`, and `output` (of a
+    module: a number for each token, sorted)."""
     order: list[str] = field(default_factory=list)
-    """Parameters in the order in which forward comes to them; known on one process."""
+    """Parameters in the order in which forward uses them; known on one process."""
     random: bool = False
     """Whether forward drew random numbers."""
 
@@ -65,9 +65,9 @@ def measure(
 
     Args:
         sizes: rows of each micro-batch of a step on every data-parallel rank.
-        saved: after the first step save here, and do the second with a new engine that loads it.
-        nudge: change the initial weights by random numbers of this size relative to each.
-        draw: which random numbers.
+        saved: a folder to save to after the first step; a new engine then loads it for the second.
+        nudge: the relative size of random changes to the initial weights.
+        draw: seed of the random changes.
 
     Raises:
         Refusal: the engine cannot be built on this layout.
@@ -91,8 +91,8 @@ def measure(
 
 
 def gradients_of(recipe: Recipe, rows: int, pieces: int) -> dict[str, Tensor]:
-    """Return the gradients of the first step's loss on one process, the sum of those of so many pieces of the
-    rows: each in a call of its own, which knows nothing of the others."""
+    """Return the gradients of the first step's loss on one process, summed over `pieces` pieces of the
+    rows: each piece is computed in a call of its own."""
     engine = engine_of(recipe)
     try:
         total: dict[str, Tensor] = {}
@@ -109,11 +109,11 @@ def gradients_of(recipe: Recipe, rows: int, pieces: int) -> dict[str, Tensor]:
 
 
 class Record:
-    """Steps of engines, and all that comes of them.
+    """Steps of engines, and all their results.
 
     Args:
         sizes: see `measure`.
-        forward: look at outputs of modules too; not of those that are compiled, whose graphs would be others.
+        forward: also record outputs of modules; not of compiled ones, as hooks would change their graphs.
     """
 
     def __init__(self, sizes: Sequence[int], *, forward: bool) -> None:
@@ -123,7 +123,7 @@ class Record:
         self._tensors: dict[str, Tensor] = {}
 
     def do(self, engine: Engine, batch: Batch, step: int) -> None:
-        """Do a step on all ranks' rows. Collective."""
+        """Do a step on the rows of all ranks. Collective."""
         self._parts |= _weights(engine, f"{step} initial")
         with self._watch.on(engine, step, forward=self._forward):
             metrics = engine.forward_backward(mine(engine, batch, self._sizes))
@@ -136,22 +136,23 @@ class Record:
         self._tensors[key] = torch.as_tensor(value).detach().float().reshape(()).cpu().clone()
 
     def results(self) -> Results:
-        """Return what came of all steps, on rank 0. Collective."""
+        """Return the results of all steps, on rank 0. Collective."""
         watch = self._watch
         whole = _assembled(self._parts | watch.applied, watch.outputs)
         return Results(self._tensors | watch.routes | whole, watch.order, watch.random)
 
 
 def device_of_group() -> torch.device:
-    """Return where the process group's ranks compute."""
+    """Return the device on which the process group's ranks compute."""
     on_gpu = "nccl" in dist.get_backend_config()
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
 def engine_of(recipe: Recipe) -> Engine:
-    """
+    """Return an engine of a recipe.
+
     Raises:
-        Refusal: the engine cannot be built so.
+        Refusal: the engine cannot be built in this way.
     """
     from titancli.errors import PluginError, RankFailure
 
@@ -164,7 +165,7 @@ def engine_of(recipe: Recipe) -> Engine:
 
 
 def _nudge(engine: Engine, size: float, draw: int) -> None:
-    """Change every weight a little, as rounding might."""
+    """Change every weight a little, as much as rounding might."""
     generator = torch.Generator().manual_seed(draw)
     with torch.no_grad():
         for _, parameter in engine.named_parameters():
@@ -176,14 +177,14 @@ def _nudge(engine: Engine, size: float, draw: int) -> None:
 
 
 def batches_of(recipe: Recipe, engine: Engine, rows: int) -> list[Batch]:
-    """All rows of each step, `rows` for each data-parallel rank: random tokens, unevenly many targets; for a
-    model that takes something else, what the recipe's dataset gives."""
+    """Return all rows of each step, `rows` for each data-parallel rank: random tokens, with different
+    numbers of targets; for a model without tokens, rows of the recipe's dataset."""
     rows *= engine.mesh.degrees.dp
     if "tokens" in engine.parts[0].inputs:
         return [_tokens(recipe, engine, rows, step) for step in range(STEPS)]
     if not needs_dataset(recipe.loop) or needs_tokenizer(recipe.dataset):
         taken = ", ".join(engine.parts[0].inputs)
-        raise TitanError(f"the model takes {taken}, and only its dataset could provide them without text")
+        raise TitanError(f"the model takes {taken}, and only its dataset could provide them")
     dataset = build(
         recipe.dataset,
         tokenizer=None,
@@ -224,11 +225,11 @@ def _tokens(recipe: Recipe, engine: Engine, rows: int, step: int) -> Batch:
 
 
 ROW_KINDS = 8
-"""Rows that have different numbers of targets."""
+"""Number of rows that have different numbers of targets."""
 
 
 def mine(engine: Engine, batch: Batch, sizes: Sequence[int]) -> list[Batch]:
-    """This rank's micro-batches, of so many rows each."""
+    """Return this rank's micro-batches, with these numbers of rows."""
     dp, start, found = engine.mesh.degrees.dp, 0, []
     for size in sizes:
         own = slice(start + engine.mesh.dp_rank * size, start + (engine.mesh.dp_rank + 1) * size)
@@ -241,7 +242,8 @@ def mine(engine: Engine, batch: Batch, sizes: Sequence[int]) -> list[Batch]:
 
 
 class Watch:
-    """What a step leaves no trace of: outputs of modules, gradients as they are applied, experts' tokens."""
+    """Records values that a step does not keep: outputs of modules, gradients as they are applied,
+    experts' tokens."""
 
     def __init__(self) -> None:
         self.outputs: dict[str, list[Any]] = {}
@@ -255,11 +257,11 @@ class Watch:
         """Watch one step.
 
         Args:
-            forward: modules too; not those that are compiled, whose graphs would be others.
+            forward: also watch modules; not compiled ones, as hooks would change their graphs.
         """
         with ExitStack() as ends:
-            # Where it has a hook, an optimizer that divides gradients itself finds them divided: the second
-            # step is as in a run.
+            # A hooked optimizer that would divide the gradients itself gets divided ones: leave the second
+            # step as in a run.
             if engine.optimizer is not None and step == 0:
 
                 def before(*given: Any) -> None:
@@ -316,7 +318,7 @@ class Watch:
             again = torch._C._current_graph_task_id() != -1  # recomputed in backward
             if isinstance(out, Tensor) and out.is_floating_point() and out.ndim > 1 and not again:
                 drawn = torch.Generator().manual_seed(0)
-                along = torch.randn(out.shape[-1], generator=drawn)  # a norm would not show a turn
+                along = torch.randn(out.shape[-1], generator=drawn)  # a norm would not show a rotation
                 self.outputs.setdefault(key, []).append(
                     (out.detach().float().cpu() @ along).flatten().numpy()
                 )
@@ -331,7 +333,7 @@ def _weights(engine: Engine, kind: str) -> dict[str, Part]:
 
 
 def _generators() -> list[Tensor]:
-    """The states of torch's own generators."""
+    """Return the states of torch's own random generators."""
     on_gpu = device_of_group().type == "cuda"
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if on_gpu else [])]
 
@@ -344,7 +346,7 @@ def _gradients(engine: Engine, kind: str) -> dict[str, Part]:
 
 
 def part(tensor: Tensor) -> Part:
-    """Return what this rank has of a tensor, as numbers of fp32."""
+    """Return this rank's part of a tensor, in float32."""
     if not isinstance(tensor, DTensor):
         return tuple(tensor.shape), (), tensor.detach().float().cpu().clone().numpy()
     if any(placement.is_partial() for placement in tensor.placements):
@@ -356,8 +358,8 @@ def part(tensor: Tensor) -> Part:
 
 
 def _assembled(parts: dict[str, Part], outputs: dict[str, list[Any]]) -> dict[str, Tensor]:
-    """Tensors made whole from the parts of all ranks, on rank 0. Replicas must be the same on every rank:
-    where they are not, there is NaN, so that the comparison finds it."""
+    """Assemble tensors from the parts of all ranks, on rank 0. Replicas must be the same on every rank: if
+    they are not, the values are NaN, so that the comparison fails."""
     everyones: list[Any] = Ranks().gather((parts, outputs))
     if dist.get_rank() != 0:
         return {}
@@ -379,6 +381,6 @@ def _assembled(parts: dict[str, Part], outputs: dict[str, list[Any]]) -> dict[st
 
 
 def _agreed(first: Any, other: Any) -> Any:
-    """The first of two replicas; NaN where they differ by more than rounding."""
+    """Return the first of two replicas; NaN if they differ by more than rounding."""
     apart = float(np.linalg.norm(first - other)) / max(float(np.linalg.norm(first)), 1e-30)
     return np.full_like(first, np.nan) if not apart <= 1e-5 else first

@@ -1,6 +1,5 @@
-"""Ranks for many cases: processes that start once, and import torch once. They are started anew where one of
-them dies, hangs, or leaves the others in the middle of an exchange. Torch-free.
-"""
+"""Ranks for many cases: processes that start once, and import torch once. They are restarted if one of
+them dies, hangs, or leaves the others in the middle of an exchange. Torch-free."""
 
 from __future__ import annotations
 
@@ -18,19 +17,19 @@ from typing import Any
 from titancli.process import as_child, loopback_only
 
 SECONDS = 180.0
-"""How long the ranks may take for one case."""
+"""Time limit of the ranks for one case."""
 GRACE = 3.0
-"""How long the others are waited for once a rank has failed: they may be in an exchange with it."""
+"""How long to wait for the other ranks after one has failed: they may be in an exchange with it."""
 
 
 class Pool:
-    """Ranks on this machine. A context manager: none outlives it.
+    """Ranks on this machine. A context manager: the ranks end when it exits.
 
     Args:
-        folder: for logs, and for what the ranks leave each other.
+        folder: for logs, and for files that the ranks exchange.
         files: plugins in single files.
         blocked: plugins that are disabled.
-        seconds: how long the ranks may take for one case.
+        seconds: time limit of the ranks for one case.
         device: `cpu`, or `cuda`: rank N has GPU N.
     """
 
@@ -47,7 +46,7 @@ class Pool:
         self.device = device
         self.processes: list[subprocess.Popen[bytes]] = []
         self._pipes: list[Connection[Any, Any]] = []
-        self._asked = 0
+        self._jobs = 0
 
     def __enter__(self) -> Pool:
         return self
@@ -56,25 +55,25 @@ class Pool:
         self.close()
 
     def ask(self, ranks: int, job: dict[str, Any]) -> dict[str, Any]:
-        """Have ranks do a job, and return the answer of rank 0, or of the first that failed.
+        """Give ranks a job, and return the answer of rank 0, or of the first rank that failed.
 
-        An answer has `status`; it is `failed` where a rank raised, died or hung.
+        An answer has a `status`, which is `failed` if a rank raised, died or hung.
         """
         if any(process.poll() is not None for process in self.processes):
-            self.close()  # one died while it waited
+            self.close()  # one died while idle
         self._start(ranks)
-        self._asked += 1
+        self._jobs += 1
         job = {
             **job,
             "world": ranks,
             "device": self.device,
-            "store": str(self.folder / f"store-{self._asked}"),
+            "store": str(self.folder / f"store-{self._jobs}"),
         }
         for pipe in self._pipes[:ranks]:
             pipe.send_bytes(json.dumps(job).encode())
         answers = self._answers(ranks)
         wrong = [answer for answer in answers if answer["status"] in ("failed", "refused")]
-        # What a rank raises of another's end says nothing of the cause.
+        # An error that a rank raises because another one ended does not show the cause.
         wrong.sort(key=lambda answer: (answer.get("echo", False), answer["rank"]))
         return wrong[0] if wrong else answers[0]
 
@@ -132,7 +131,7 @@ class Pool:
             self._pipes.append(ours)
 
     def close(self) -> None:
-        """End all ranks; the next `ask` starts others."""
+        """End all ranks; the next `ask` starts new ones."""
         for pipe in self._pipes:
             pipe.close()
         for process in self.processes:

@@ -1,4 +1,5 @@
-"""`prove`: a recipe's small copy on every layout, and what makes it wrong. Torch-free."""
+"""`prove`: compute a recipe's small copy on every layout, and find which techniques make it wrong.
+Torch-free."""
 
 from __future__ import annotations
 
@@ -18,19 +19,19 @@ from titancli.launchers.devices import visible_gpus
 from titancli.recipe import Loaded, load_recipe
 
 Progress = Callable[[int, int, str], None]
-"""Called with how many cases are done, of how many, and the one that comes next."""
+"""Called with the number of cases done, the number of all cases, and the name of the next one."""
 
 
 @dataclass(frozen=True)
 class Proof:
-    """What was compared."""
+    """The results of a proof."""
 
     results: list[dict[str, Any]]
-    """Of each case: `name`, `ranks`, `techniques`, `status` (`right`, `wrong`, `failed`, `not supported`),
-    and what belongs to it."""
+    """The result of each case: `name`, `ranks`, `techniques`, `status` (`right`, `wrong`, `failed`, `not
+    supported`), and the keys that belong to the status."""
     small: Small
     parameters: int
-    """Of the small copy."""
+    """The number of parameters of the small copy."""
     seconds: float
 
     @property
@@ -39,7 +40,7 @@ class Proof:
 
     @property
     def causes(self) -> list[dict[str, Any]]:
-        """Return the cases that no wrong one with fewer techniques explains, each with what it says."""
+        """The wrong cases that no other wrong case with fewer techniques explains."""
         bad = self.wrong
         found = [
             one
@@ -47,7 +48,7 @@ class Proof:
             if not any(set(other["techniques"]) < set(one["techniques"]) for other in bad if other is not one)
         ]
         first: dict[frozenset[str], dict[str, Any]] = {}
-        for one in found:  # the same techniques to other degrees
+        for one in found:  # the same techniques with other degrees
             first.setdefault(frozenset(one["techniques"]), one)
         return list(first.values())
 
@@ -62,17 +63,17 @@ def prove(
     progress: Progress = lambda done, of, name: None,
     seconds: float = SECONDS,
 ) -> Proof:
-    """Compare a small copy of a recipe on every layout of at most so many ranks with one process.
+    """Compare a small copy of a recipe on every layout of at most `ranks` ranks with one process.
 
     Args:
         device: `cpu`, or `cuda`: a GPU for each rank.
         plugin_files: plugins in single files, which the ranks load too.
         blocked: plugins that are disabled.
-        seconds: how long the ranks may take for one case.
+        seconds: time limit of the ranks for one case.
 
     Raises:
-        RecipeError: the recipe cannot be made small, or does not run on one process; says which value stands
-            in the way.
+        RecipeError: the recipe cannot be made small, or does not run on one process; the message says which
+            value prevents it.
         EnvironmentProblem: there are fewer GPUs than ranks.
     """
     if device == "cuda" and (gpus := visible_gpus()) < ranks:
@@ -101,37 +102,37 @@ def prove(
 
 
 def _with_compile(small: Small, loaded: Loaded) -> Recipe:
-    """The small recipe with the compile settings of the one it was made of, which choose the backend."""
+    """Return the small recipe with the compile settings of the original, which choose the backend."""
     return replace(small.recipe, compile=loaded.recipe.compile)
 
 
 def _in_the_way(small: Small, answer: dict[str, Any]) -> RecipeError:
-    """The error of a copy that is no small one: which value it is."""
+    """Return the error for a copy that is too large; it says which value makes it so."""
     import tomli
 
     data = tomli.loads(small.file.read_text(encoding="utf-8"))
     sizes = ", ".join(f"{key} = {value}" for value, key in largest_sizes(data["model"])[:3])
     return RecipeError(
         f"the model cannot be made small: {answer['largest']} alone has {answer['numbers']:,} of "
-        f"{answer['parameters']:,} parameters; what stands in the way: {sizes or 'no size in [model]'}",
+        f"{answer['parameters']:,} parameters; its largest sizes: {sizes or 'none in [model]'}",
         hint="override it (titan prove RECIPE model.KEY=64), or declare `small` in the model's config",
     )
 
 
 class _Run:
-    """The ranks, and the references that they know."""
+    """The ranks, and the references that they hold."""
 
     def __init__(self, small: Small, pool: Pool) -> None:
         self.small, self.pool = small, pool
         self._known: dict[str, dict[str, Any]] = {}
         self.by_rows = False
-        """Whether what converters compute depends on the rows at hand; measured with the first reference."""
+        """Whether values of converters depend on the rows of a call; measured with the first reference."""
 
     def reference(self, case: Case) -> dict[str, Any]:
-        """The answer about the one process that a case is compared with.
+        """Return the answer about the one process that a case is compared with.
 
         Raises:
-            RecipeError: the recipe's own does not run.
+            RecipeError: the recipe's own process does not run.
         """
         job = self._plain(case)
         if job["key"] not in self._known:
@@ -149,8 +150,8 @@ class _Run:
         return known | {"job": {**job, "seed": known.get("seed")}}
 
     def _plain(self, case: Case) -> dict[str, Any]:
-        # Of what rounds by the rows at hand (float8's scales), one process has micro-batches that are the
-        # groups of rows of the case.
+        # If rounding depends on the rows of a call (float8's scales), the micro-batches of the one process
+        # are the groups of rows of the case.
         sizes = [case.rows]
         if case.converters and self.by_rows:
             sizes = [size for size in case.sizes for _ in range(case.dp)]
@@ -166,7 +167,7 @@ class _Run:
 
     def _job(self, do: str, overrides: list[str], case: Case, sizes: list[int]) -> dict[str, Any]:
         base = None
-        if self.small.base is not None:  # of as many layers
+        if self.small.base is not None:  # with the same number of layers
             base = str(self.small.base.parent.with_name(f"base-{case.layers}") / "step-0")
             overrides = [*overrides, f"weights={base}"]
         return {
@@ -178,7 +179,7 @@ class _Run:
         }
 
     def case(self, case: Case, *, random: bool) -> dict[str, Any]:
-        """What came of one case."""
+        """Return the result of one case."""
         try:
             load_recipe(self.small.file, case.overrides)
         except RecipeError as error:
@@ -187,7 +188,7 @@ class _Run:
         except TitanError as error:
             return {"status": "failed", "reason": error.message}
         if random and (case.ranks > 1 or len(case.sizes) > 1):
-            why = "the model draws random numbers in forward (dropout), which are others on each layout"
+            why = "the model draws random numbers in forward (dropout), which differ between layouts"
             return {"status": "not supported", "reason": why}
         answer = reference = self.reference(case)
         if reference["status"] == "right":
@@ -213,7 +214,7 @@ def title(techniques: Sequence[str]) -> str:
 
 
 def sentence(result: dict[str, Any]) -> str:
-    """Return what is wrong with a case, in words."""
+    """Return the error of a case, in words."""
     if result["status"] == "failed":
         return f"it fails: {result['reason']}"
     if result["status"] == "not supported":
@@ -263,7 +264,7 @@ def _of_generation(fault: dict[str, Any]) -> str:
     rows = "in rows of unequal length, " if fault["kind"] == "ragged" else ""
     words = [f"{rows}the logits of token {fault['token']} differ from those of the whole row"]
     if fault["kind"] == "sampled":
-        words = [f"the logits of token {fault['token']} that are sampled from differ from those of training"]
+        words = [f"the logits of token {fault['token']} for sampling differ from those of training"]
     if fault["output"]:
         words.append(f"the output of {fault['output']} is the first that differs")
         words.append(f"first wrong parameter {fault['parameter']}")

@@ -40,19 +40,19 @@ from titancli.process import die_with_parent, quiet
 from titancli.registry.plugins import own_traceback
 
 NUDGE = 1e-6
-"""How much weights are changed to see what rounding does, relative to each."""
+"""Relative size of the change of weights that measures the effect of rounding."""
 NUDGES = 8
-"""How often, with converters and in bfloat16: where a number of few bits is rounded the other way, one nudge
-changes ten times as much as the next."""
+"""Number of nudges with converters and in bfloat16: if a number of few bits is rounded the other way, one
+nudge changes ten times as much as the next."""
 LARGEST = 20_000_000
-"""Parameters of a model that is tried."""
+"""Maximum number of parameters of a small copy."""
 SEEDS = 5
-"""Random weights and rows that are tried, until experts are chosen clearly."""
+"""Number of seeds for weights and rows that are tried, until the choice of experts is clear."""
 EXCHANGE_SECONDS = 60
 
 
 class Rank:
-    """What a rank keeps between jobs."""
+    """The state that a rank keeps between jobs."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -62,7 +62,7 @@ class Rank:
         """Do a job.
 
         Returns:
-            `status`: `right`, `wrong`, `refused` or `failed`, and what belongs to it.
+            `status`: `right`, `wrong`, `refused`, `large` or `failed`, and the keys that belong to it.
         """
         began = time.perf_counter()
         try:
@@ -74,18 +74,18 @@ class Rank:
             found = {"status": "refused", "reason": str(error)}
         except Exception as error:
             traceback.print_exc()
-            told = str(error) if isinstance(error, TitanError) else own_traceback(error)
-            found = {"status": "failed", "reason": told, "echo": _is_echo(error)}
+            reason = str(error) if isinstance(error, TitanError) else own_traceback(error)
+            found = {"status": "failed", "reason": reason, "echo": _is_echo(error)}
         return found | {"seconds": time.perf_counter() - began}
 
     def _reference(self, job: dict[str, Any]) -> dict[str, Any]:
-        """One process: twice, once with weights that are a little different."""
+        """Measure one process, without a nudge of its weights and with nudges."""
         recipe = _recipe(job, 0)
         sizes = {name: parameter.numel() for name, parameter in on_meta(recipe).named_parameters()}
         if sum(sizes.values()) > LARGEST:
             name = max(sizes, key=lambda name: sizes[name])
-            most = {"largest": name, "numbers": sizes[name], "parameters": sum(sizes.values())}
-            return {"status": "large", **most}
+            sizes_found = {"largest": name, "numbers": sizes[name], "parameters": sum(sizes.values())}
+            return {"status": "large", **sizes_found}
         _make_base(recipe, job)
         for seed in [job["seed"]] if "seed" in job else range(SEEDS):
             recipe = _recipe(job, seed)
@@ -121,7 +121,7 @@ class Rank:
     def _case(self, job: dict[str, Any]) -> dict[str, Any]:
         recipe = _recipe(job, job["seed"])
         saved = Path(job["store"] + "-saved")
-        if self.rank == 0 and job["reference"]["key"] not in self.references:  # the ranks were started anew
+        if self.rank == 0 and job["reference"]["key"] not in self.references:  # the ranks were restarted
             self._reference({**job["reference"], "store": job["store"] + "-again"})
         reference = self.references.get(job["reference"]["key"])  # rank 0 has it
         with _group(job, "case"):
@@ -142,7 +142,7 @@ def _recipe(job: dict[str, Any], seed: int) -> Recipe:
 
 
 def _make_base(recipe: Recipe, job: dict[str, Any]) -> None:
-    """Weights for converters that put something beside a base."""
+    """Save weights for converters that add some beside a base."""
     if job["base"] is None or Path(job["base"]).exists():
         return
     alone = dataclasses.replace(recipe, weights=None, converters=[])
@@ -151,7 +151,7 @@ def _make_base(recipe: Recipe, job: dict[str, Any]) -> None:
 
 
 class _group:
-    """A new process group of a job's ranks; ended on leaving."""
+    """A new process group of a job's ranks, destroyed on exit."""
 
     def __init__(self, job: dict[str, Any], name: str) -> None:
         self.world = 1 if job["do"] == "reference" else job["world"]
@@ -165,7 +165,7 @@ class _group:
         if self.device == "cuda":
             torch.cuda.set_device(rank)
             backend = "cpu:gloo,cuda:nccl"
-        gc.freeze()  # what is there by now is no garbage
+        gc.freeze()  # nothing that exists by now is garbage
         dist.init_process_group(
             backend,
             store=dist.FileStore(self.store, self.world),
@@ -173,15 +173,15 @@ class _group:
             world_size=self.world,
             timeout=timedelta(seconds=EXCHANGE_SECONDS),
         )
-        dist.barrier()  # or a rank that is done at once leaves others in the middle of connecting
+        dist.barrier()  # otherwise a rank that is done at once leaves while others still connect
 
     def __exit__(self, *error: object) -> None:
         process_group.destroy()
-        gc.collect()  # engines lie in cycles, and keep their groups with the threads of these
+        gc.collect()  # engines are in reference cycles, and keep their groups and the threads of these
 
 
 def _is_echo(error: Exception) -> bool:
-    """Whether an error says no more than that another rank has failed."""
+    """Return whether an error only says that another rank has failed."""
     return isinstance(error, (RankFailure, dist.DistError)) or any(
         name in str(error) for name in ("gloo", "NCCL")
     )

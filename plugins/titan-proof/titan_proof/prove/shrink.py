@@ -1,6 +1,6 @@
-"""A small copy of a recipe: the same components and kinds of layers, sizes that a CPU takes in its stride.
+"""Make a small copy of a recipe: the same components and kinds of layers, with sizes that are fast on a CPU.
 
-Sizes are known by the names that titan's own models have; a model with others declares its small copy
+Sizes are known by the names that titan's own models use; a model with others declares its small copy
 (`small`, see `titancli.registry.defaults.ModelConfigDefaults`). A change that the recipe's own checks refuse
 is not made. Torch-free.
 """
@@ -28,8 +28,8 @@ from titancli.registry.defaults import (
 )
 
 ROWS, LENGTH, WIDTH, VOCABULARY, WINDOW = 8, 16, 64, 64, 6
-"""Rows of a step, tokens of a row, width of the residual stream, rows of the embedding, and tokens that a
-window takes in: fewer than a row has, so that a wrong one shows."""
+"""Rows of a step, tokens of a row, width of the residual stream, rows of the embedding, and tokens of a
+window: fewer than a row has, so that an error in a window shows."""
 SINGLE = {
     "hidden_dim": 128,
     "moe.hidden_dim": 32,
@@ -45,31 +45,31 @@ SINGLE = {
     "rope_scaling.original_max_position": 8,
     "yarn.original_max_position": 8,
 }
-"""The most of sizes that depend on no other."""
+"""Upper limits of sizes that do not depend on others."""
 GONE = ("weights", "assets", "env", "loggers", "profiling", "debug", "validation", "metrics", "checkpoint")
-"""Sections that have no part in a step."""
+"""Sections that do not affect a step."""
 
 
 @dataclass(frozen=True)
 class Small:
-    """A small copy."""
+    """The small copy of a recipe."""
 
     file: Path
-    """The recipe, on one rank without any technique."""
+    """The recipe file, for one rank without any technique."""
     recipe: Recipe
     changed: dict[str, tuple[Any, Any]]
-    """Keys of [model] and training.seq_len whose values were made smaller: from what, to what."""
+    """Keys of [model], and training.seq_len, whose values were made smaller: the old and the new value."""
     left_out: list[str]
-    """What the proof says nothing about, in words."""
+    """Things that the proof does not cover, in words."""
     base: Path | None
-    """Where the weights that converters start from are to be saved; None: none do."""
+    """The place to save the weights that converters start from; None if none do."""
 
 
 def shrink(loaded: Loaded, folder: Path, device: str = "cpu") -> Small:
     """Write a small copy of a recipe into a folder, for a device.
 
     Raises:
-        RecipeError: the copy is not valid, whatever is left as it was.
+        RecipeError: the copy is not valid, even with the original sizes.
     """
     data, left_out = _plain_settings(loaded, device)
     base = None
@@ -79,7 +79,7 @@ def shrink(loaded: Loaded, folder: Path, device: str = "cpu") -> Small:
     file = folder / "recipe.toml"
     lengths = [LENGTH, 2 * LENGTH, 4 * LENGTH, 8 * LENGTH, loaded.recipe.training.seq_len]
     if needs_dataset(loaded.recipe.loop) and not needs_tokenizer(loaded.recipe.dataset):
-        del lengths[:-1]  # its rows are no tokens, and as long as they are
+        del lengths[:-1]  # its rows have no tokens, and their length is fixed
     for length in lengths:
         data["training"]["seq_len"] = min(length, loaded.recipe.training.seq_len)
         if _valid(data, file) is not None:
@@ -103,7 +103,8 @@ def shrink(loaded: Loaded, folder: Path, device: str = "cpu") -> Small:
 
 
 def _plain_settings(loaded: Loaded, device: str) -> tuple[dict[str, Any], list[str]]:
-    """The recipe's data on one rank: in float32, without schedule, recomputation or compile."""
+    """Return the recipe's data for one rank, in float32, without schedule, recomputation or compile; and
+    what is not covered."""
     recipe, left_out = loaded.recipe, []
     data = {key: copy.deepcopy(value) for key, value in loaded.data.items() if key not in GONE}
     data["model"].pop("flavor", None)
@@ -137,7 +138,7 @@ def _plain_settings(loaded: Loaded, device: str) -> tuple[dict[str, Any], list[s
     data["stability"] = {"skip_nonfinite": False, "sigma": 0.0}
     data["checkpoint"] = {"enable": False}
     data["launcher"] = {"type": "titan/local"}
-    if not needs_dataset(recipe.loop):  # a loop that makes its rows has settings of its own for how many
+    if not needs_dataset(recipe.loop):  # a loop that makes its own rows has its own settings for their number
         data["loop"] = {"type": "titan/pretrain"}
         data["dataset"] = {"type": "titan/python_stdlib"}
     _steady(data["optimizer"])
@@ -153,7 +154,8 @@ def _as_data(config: Any) -> dict[str, Any]:
 
 
 def _steady(optimizer: dict[str, Any]) -> None:
-    """An optimizer whose steps are large enough to show, and do not divide by what is rounding alone."""
+    """Give an optimizer a learning rate large enough to show, and an eps large enough that it does not
+    divide by rounding errors."""
     for key, value in optimizer.items():
         if isinstance(value, dict):
             _steady(value)
@@ -164,14 +166,14 @@ def _steady(optimizer: dict[str, Any]) -> None:
 
 
 def _moves(recipe: Recipe, small: Recipe) -> Iterator[list[dict[str, int]]]:
-    """Changes of [model]; of each list the first that is valid is made."""
+    """Yield changes of [model]; the first valid one of each list is made."""
     model = with_defaults(ModelConfigDefaults, small.model)
     yield from ([{key: most}] for key, most in SINGLE.items())
     heads, kv_heads = model.n_heads, model.n_kv_heads
     if heads:
         fewer_kv = math.gcd(kv_heads or heads, 4)
         fewer = fewer_kv * min(heads // (kv_heads or heads), 2)
-        # What a converter changes may need sizes that 16 divides on each of four ranks (float8).
+        # Converters may need sizes that 16 divides on each of four ranks (float8).
         width = max(WIDTH // fewer, 16 if small.converters else 8)
         sizes = {"n_heads": fewer, **({"n_kv_heads": fewer_kv} if kv_heads else {})}
         yield [
@@ -203,7 +205,7 @@ def _moves(recipe: Recipe, small: Recipe) -> Iterator[list[dict[str, int]]]:
 
 
 def _apply(model: dict[str, Any], move: Mapping[str, int]) -> bool:
-    """Make a change; False where it changes nothing, or a key is not there. Nothing becomes larger."""
+    """Make a change; return False if it changes nothing, or a key is missing. Nothing becomes larger."""
     smaller = False
     for key, value in move.items():
         *tables, last = key.split(".")
@@ -218,16 +220,16 @@ def _apply(model: dict[str, Any], move: Mapping[str, int]) -> bool:
 
 
 def _kinds(recipe: Recipe) -> int | None:
-    """How many kinds of blocks the model has; None where it does not say."""
+    """Return how many kinds of blocks the model has; None if it does not say."""
     shape = with_defaults(ModelConfigDefaults, recipe.model).shape()
     return None if shape is None else len({repr(block) for block in shape.blocks})
 
 
 def _first_copy(data: dict[str, Any], file: Path) -> Recipe:
-    """The recipe with the settings of a proof, its model as large as it was.
+    """Return the recipe with the settings of a proof, and its model's original sizes.
 
     Raises:
-        RecipeError: it is not valid; names the values that its components refuse.
+        RecipeError: it is not valid; the message names the values that its components refuse.
     """
     try:
         return _load(data, file)
@@ -237,7 +239,7 @@ def _first_copy(data: dict[str, Any], file: Path) -> Recipe:
         raise RecipeError(
             f"no small copy of this recipe is valid: {'; '.join(found)}",
             hint=f"a copy has rows of {data['training']['seq_len']} tokens, {ROWS} of them in a step, in "
-            "float32 on one rank: what refuses these settings stands in the way",
+            "float32 on one rank, and something in the recipe refuses these settings",
         ) from error
 
 
@@ -251,7 +253,7 @@ def _valid(data: dict[str, Any], file: Path) -> Recipe | None:
 def _load(data: dict[str, Any], file: Path) -> Recipe:
     import tomli_w
 
-    # With a lock file's header: what is not said here is None.
+    # With a lock file's header, missing values are None.
     file.write_text(f"{LOCK_HEADER}\n{tomli_w.dumps(data)}", encoding="utf-8")
     return load_recipe(file).recipe
 
@@ -266,7 +268,7 @@ def _changes(before: Any, after: Any, path: str = "model") -> Iterator[tuple[str
 
 
 def largest_sizes(model: Mapping[str, Any], path: str = "model") -> list[tuple[int, str]]:
-    """The whole numbers of a table with their keys, the largest first."""
+    """Return the integers of a table with their keys, the largest first."""
     found: list[tuple[int, str]] = []
     for key, value in model.items():
         if isinstance(value, dict):

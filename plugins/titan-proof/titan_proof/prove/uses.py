@@ -1,6 +1,5 @@
-"""What weights are trained for, each compared with the engine that has them: a Hugging Face folder that a new
-engine starts from, and tokens that come one at a time through a cache.
-"""
+"""Compare the uses of trained weights with the engine that has them: a Hugging Face folder from which a
+new engine starts, and generation with a cache, one token at a time."""
 
 from __future__ import annotations
 
@@ -25,15 +24,15 @@ from titancli.protocols import HFFormDefaults
 from titancli.registry.defaults import with_defaults
 
 GROWN = 5.0
-"""How much larger matrices are made for generation: at the start of training attention is nearly the same for
-all tokens, so that a wrong position would hardly show."""
+"""The factor by which matrices are enlarged for generation: at the start of training attention is nearly
+the same for all tokens, so a wrong position would hardly show."""
 PROMPT = 5
-"""Tokens that are read at once, before the others come one by one."""
+"""Number of tokens that are read at once, before the others come one by one."""
 
 
 def exported(recipe: Recipe, sizes: Sequence[int], folder: Path) -> dict[str, Any]:
     """Do a step, export the weights, and compare the next step of an engine that starts from the export with
-    that of the engine that was exported. Collective; the answer is rank 0's.
+    that of the exported engine. Collective; the answer is rank 0's.
 
     Raises:
         Refusal: the model has no Hugging Face form, or the engine cannot be built.
@@ -43,13 +42,11 @@ def exported(recipe: Recipe, sizes: Sequence[int], folder: Path) -> dict[str, An
             raise Refusal(TitanError("the model has no Hugging Face form (hf= of its component)"))
         try:
             engine.hf_form.config_json()
-        except TitanError as error:  # what transformers' model does not have
+        except TitanError as error:  # transformers' model lacks something
             raise Refusal(error) from error
         adapted = engine.adapters is not None
         second = _after_a_step(engine, recipe, sizes)
-        if with_defaults(
-            HFFormDefaults, engine.hf_form
-        ).loses_biases:  # and says so: they begin at zero again
+        if with_defaults(HFFormDefaults, engine.hf_form).loses_biases:  # and warns: they begin at zero again
             _clear_biases(engine)
         saved = folder / "step-1"
         engine.save(saved)
@@ -68,14 +65,14 @@ def exported(recipe: Recipe, sizes: Sequence[int], folder: Path) -> dict[str, An
 
 
 def _kept(expected: Results, adapted: bool) -> Results:
-    """What an engine that starts anew must share: not the optimizer's state, and of adapters, which are
-    merged into their base, only what comes out."""
+    """Return the results that a new engine must share: none of the optimizer's state, and with adapters,
+    which are merged into their base, only outputs and losses."""
     names = ("loss", "output") if adapted else ("initial", "loss", "gradient", "norm", "applied", "output")
     return replace(expected, tensors={k: t for k, t in expected.tensors.items() if k.split(" ")[1] in names})
 
 
 def _after_a_step(engine: Engine, recipe: Recipe, sizes: Sequence[int]) -> Any:
-    """Do a step, so that no weight is what it is at the start; return the rows of the next."""
+    """Do a step, so that no weight is as it was initialized; return the rows of the next."""
     first, second = batches_of(recipe, engine, sum(sizes))
     engine.forward_backward(mine(engine, first, sizes))
     engine.optim_step()
@@ -96,7 +93,7 @@ def _clear_biases(engine: Engine) -> None:
 
 @contextmanager
 def _closed(engine: Engine) -> Iterator[Engine]:
-    """Not the engine's own context manager, which waits for nobody where something raises."""
+    """Close the engine on exit. Its own context manager does not wait for other ranks if something raises."""
     try:
         yield engine
     finally:
@@ -109,14 +106,14 @@ def _closed(engine: Engine) -> Iterator[Engine]:
 def generated(
     recipe: Recipe, sizes: Sequence[int], reference: Reference | None, *, by_rows: bool = False
 ) -> dict[str, Any]:
-    """Do a step, and compare with the logits of training those of the model that is sampled from: of whole
-    rows; of tokens that come through the cache one at a time; and of rows of unequal
-    length. Collective; the answer is rank 0's.
+    """Do a step, and compare the logits of the model for sampling with those of training: for whole rows; for
+    tokens that come through the cache one at a time; and for rows of unequal length.
+    Collective; the answer is rank 0's.
 
     Args:
         sizes: see `measure`.
-        reference: for what rounding makes of outputs; only rank 0 has it.
-        by_rows: what converters compute depends on the tokens at hand, so that whole rows alone are compared.
+        reference: for the effect of rounding on outputs; only rank 0 has it.
+        by_rows: values of converters depend on the tokens of a call, so only whole rows are compared.
 
     Raises:
         Refusal: the model cannot generate, or the layout is refused.
@@ -163,8 +160,8 @@ def generated(
 
 
 def _one_by_one(model: Any, tokens: Tensor, prompts: Sequence[int]) -> Tensor:
-    """The logits of each call's last token, [B, calls, V], for prompts of these lengths and then a token a
-    call."""
+    """Return the logits of each call's last token, [B, calls, V], for prompts of these lengths and then one
+    token per call."""
     cache, device = model.new_cache(), tokens.device
     rows = [cache.begin() for _ in tokens]
     begin = torch.cat([row[:count] for row, count in zip(tokens, prompts, strict=True)])
@@ -176,7 +173,7 @@ def _one_by_one(model: Any, tokens: Tensor, prompts: Sequence[int]) -> Tensor:
 
 
 def _lengths(tokens: Tensor) -> list[int]:
-    """Lengths of prompts, each shorter than PROMPT by its number."""
+    """Return lengths of prompts, each shorter than PROMPT by its number modulo PROMPT."""
     return [PROMPT - number % PROMPT for number in range(len(tokens))]
 
 
@@ -186,12 +183,12 @@ def _answer(
     tolerance: float,
     first_other: Callable[[str], tuple[str, str] | None],
 ) -> dict[str, Any]:
-    """What is wrong, as `titan_proof.prove.compare.compared` says it.
+    """Return the comparison, in the form of `titan_proof.prove.compare.compared`.
 
     Args:
         expected: [B, S, V].
-        found: logits by kind, in the order in which they are to be told of: `sampled` of whole rows, others
-            [B, calls, V] of each call's last token.
+        found: logits by kind, in the order of reporting: `sampled` of whole rows, others [B, calls, V] of
+            each call's last token.
         first_other: the first module of a kind whose tokens differ, and its parameter.
     """
     errors: dict[tuple[str, int], float] = {}
@@ -204,14 +201,14 @@ def _answer(
             errors[kind, token] = distance(logits[:, call], own)
     worst = max(errors, key=lambda key: errors[key])
     rows = {"sampled": " of whole rows", "ragged": " of rows of unequal length"}.get(worst[0], "")
-    told = {
+    found_worst = {
         "worst": finite(errors[worst]),
         "where": f"logits of token {worst[1]}{rows}",
         "tolerance": tolerance,
     }
     wrong = next((key for key, error in errors.items() if error > tolerance), None)
     if wrong is None:
-        return {"status": "right", **told, "fault": None}
+        return {"status": "right", **found_worst, "fault": None}
     kind, token = wrong
     output, parameter = first_other(kind) or (None, None)
     fault: dict[str, Any] = {
@@ -227,11 +224,11 @@ def _answer(
         "difference": finite(errors[wrong]),
         "scale": None,
     }
-    return {"status": "wrong", **told, "fault": fault}
+    return {"status": "wrong", **found_worst, "fault": fault}
 
 
 class _Outputs:
-    """What each module that has parameters makes of every token, in the order in which they are called."""
+    """Projections of each module's outputs, for every token, in the order in which modules are called."""
 
     def __init__(self) -> None:
         self.pieces: dict[str, list[Tensor]] = {}
@@ -260,7 +257,7 @@ class _Outputs:
         return hook
 
     def first_other(self, whole: _Outputs, tolerance: float) -> tuple[str, str] | None:
-        """The first module whose tokens differ from those of whole rows, and its parameter."""
+        """Return the first module whose tokens differ from those of whole rows, and its parameter."""
         for name, pieces in whole.pieces.items():
             expected, found = (torch.cat(p).sort().values for p in (pieces, self.pieces.get(name, pieces)))
             if expected.shape == found.shape and distance(found, expected) > tolerance:
