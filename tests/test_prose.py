@@ -20,7 +20,7 @@ TURNED_ROUND = {
 """Each with its replacement."""
 
 NOT_DONE = dict.fromkeys(
-    ("checkpoint", "engine", "run", "worker"),
+    ("checkpoint", "engine"),
     "its code was being rewritten when the other folders were done",
 )
 """Folders of titancli that the next pass over the prose shortens, each with its reason."""

@@ -167,7 +167,7 @@ def test_checkpoints_that_are_gone_are_no_reason_to_start_at_step_0(
         done = train(*line)
         assert done.code == 5, done.err
         what = "does not exist" if harm == unmount else "holds no checkpoint"
-        assert f"has saved step 4, as its record says, but {run}/checkpoints {what}" in done.err
+        assert f"has saved step 4 according to its record, but {run}/checkpoints {what}" in done.err
         assert "not mounted" in done.err and "--from-scratch" in done.err
     assert (run / "run.json").read_bytes() == before
 

@@ -185,7 +185,7 @@ def test_steps_that_were_not_saved_are_not_done_again_in_silence(train: Train, h
     left(here, 3, "failed")
     done = train("r", "--resume")
     assert done.code == 5 and "has no checkpoint to resume from" in done.err
-    assert f"titan train {here / 'r'}; or this one again at step 0: --from-scratch" in done.err
+    assert f"titan train {here / 'r'}; or restart this one at step 0: --from-scratch" in done.err
     assert train("r", "--resume", "--from-scratch").code == 0
 
 

@@ -78,9 +78,9 @@ def diff(arguments: tuple[str, ...], unset: tuple[str, ...], as_json: bool) -> N
 
 
 def _diff(reference: str, overrides: list[str], unset: tuple[str, ...], other: str, as_json: bool) -> None:
-    from titancli.run.compare import differences, read_side
+    from titancli.run.compare import changes_between, read_side
 
-    keys, software = differences(read_side(reference, overrides, unset=unset), read_side(other))
+    keys, software = changes_between(read_side(reference, overrides, unset=unset), read_side(other))
     if as_json:
         rows = [
             [{"key": c.key, "here": c.before, "other": c.after} for c in part] for part in (keys, software)

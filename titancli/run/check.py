@@ -1,4 +1,5 @@
-"""`titan plan --check`: a step of one rank of each pipeline stage, without memory. Imports torch late."""
+"""`titan plan --check`: compute a step of one rank of each pipeline stage, without memory. Imports torch
+late."""
 
 from __future__ import annotations
 
@@ -15,10 +16,11 @@ GIB = 2**30
 
 
 def check(recipe: Recipe, world: int, ranks: Sequence[int] | None = None) -> dict[str, Any]:
-    """What `titancli.engine.dry_run` finds, as plain JSON, with the seconds and the memory that it took.
+    """Return the result of `titancli.engine.dry_run` as plain JSON, with the seconds and the memory that it
+    took.
 
     Raises:
-        TitanError: a step fails; it names the rank.
+        TitanError: a step fails; the message names the rank.
     """
     began = time.perf_counter()
     from titancli.engine.dry_run import dry_run
@@ -32,8 +34,8 @@ def check(recipe: Recipe, world: int, ranks: Sequence[int] | None = None) -> dic
 
 
 def _computed(recipe: Recipe, world: int) -> list[int] | None:
-    """The peak that `titan plan` computes for such a step, by rank of the pipeline; None for a model that it
-    does not estimate."""
+    """Return the peak that `titan plan` computes for such a step, by rank of the pipeline; None for a
+    model that it cannot estimate."""
     from titancli.observe.peaks import DEVICES
     from titancli.planning.estimate import estimate
 
@@ -42,7 +44,7 @@ def _computed(recipe: Recipe, world: int) -> list[int] | None:
 
 
 def _peak_rss() -> int | None:
-    """The most memory that this process has had; None where that cannot be asked."""
+    """Return the peak memory of this process; None if the platform does not report it."""
     try:
         import resource
     except ImportError:  # Windows
@@ -52,7 +54,7 @@ def _peak_rss() -> int | None:
 
 
 def as_text(facts: dict[str, Any]) -> str:
-    """The facts for people."""
+    """Return the facts as text."""
     ranks, of = facts["ranks"], f"{facts['world']:,} rank{'s' if facts['world'] > 1 else ''}"
     took = f"{facts['seconds']:.1f} s"
     if facts["peak_rss_bytes"]:

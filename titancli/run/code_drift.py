@@ -1,4 +1,4 @@
-"""What of titan, packages and plugins differs between two attempts, and what it may change. Torch-free."""
+"""Find the differences in titan, packages and plugins between two attempts, and their effects. Torch-free."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Literal
 from titancli.run.drift import Change
 
 Effect = Literal["results", "rounding", "none"]
-"""What a difference may change: results; the order of additions, and so the last bits; nothing."""
+"""The effect of a difference: on results; on the order of additions, and so on the last bits; none."""
 
 NO_EFFECT: tuple[str, ...] = (
     "name",
@@ -23,14 +23,14 @@ NO_EFFECT: tuple[str, ...] = (
     "metrics",
 )
 NO_EFFECT += ("profiling", "comm", "validation")
-"""Sections of a recipe that change no number of training."""
+"""Sections of a recipe that do not affect training results."""
 PACKAGES = ("titancli", "torch", "numpy", "transformers", "datasets")
-"""Packages on which results may depend; a plugin's does where the recipe uses it."""
+"""Packages that may affect results; a plugin's package does if the recipe uses it."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One thing that is not the same."""
+    """One difference between two attempts."""
 
     kind: str
     """recipe, data, weights, plugin, titan, torch, package, python, device, cpu_kernels, environment,
@@ -47,7 +47,8 @@ class Difference:
 def code_changes(
     recipe: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]
 ) -> list[Difference]:
-    """Return what may change results of titan, packages, and a recipe's plugins, between two attempts.
+    """Return the differences between two attempts that may change results: in titan, packages, and a recipe's
+    plugins.
 
     Args:
         recipe: the resolved data.
@@ -58,7 +59,7 @@ def code_changes(
 
 
 def used_plugins(recipe: Mapping[str, Any]) -> set[str]:
-    """The plugins whose components a recipe names, titan itself included."""
+    """Return the plugins whose components a recipe names, including titan itself."""
 
     def types(value: Any) -> Iterator[str]:
         if isinstance(value, dict):
@@ -125,6 +126,6 @@ def _shown(value: Any) -> str:
     if value is None:
         return "none"
     text = str(value)
-    # A hash is told from another by its beginning.
+    # The beginning of a hash is enough to distinguish it.
     is_hash = len(text) >= 32 and all(digit in "0123456789abcdef" for digit in text)
     return text[:12] if is_hash else text

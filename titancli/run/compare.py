@@ -1,4 +1,4 @@
-"""What differs between two recipes or runs, their software included. Torch-free."""
+"""Find the differences between two recipes or runs, including their software. Torch-free."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class Side:
 
 
 def read_side(reference: str, overrides: Sequence[str] = (), *, unset: Sequence[str] = ()) -> Side:
-    """A run as it was recorded when it was last started, or a recipe under what is installed now.
+    """Return the side of a run as it was last started, or of a recipe with the installed software.
 
-    A run's resolved recipe is read as it is, so a plugin that is gone does not hinder. With overrides it is
-    a recipe like any other.
+    The resolved recipe of a run is read without its plugins, so a missing one is no problem. With overrides
+    it is loaded like any other recipe.
 
     Raises:
-        TitanError: it is not there, or not good.
+        TitanError: it does not exist, or is not valid.
     """
     from titancli.recipe import load_recipe
 
@@ -44,13 +44,13 @@ def read_side(reference: str, overrides: Sequence[str] = (), *, unset: Sequence[
     return Side(_locked(folder), _software(attempts[-1].get("versions", {}), attempts[-1]))
 
 
-def differences(one: Side, other: Side) -> tuple[list[Change], list[Change]]:
-    """Keys of the recipe, and software, that differ."""
+def changes_between(one: Side, other: Side) -> tuple[list[Change], list[Change]]:
+    """Return the keys of the recipe, and the software, that differ."""
     return changes(one.data, other.data), changes(one.software, other.software)
 
 
 def side_of(run: Summary) -> Side:
-    """Return a run's side as `read_side` does; of a run without a good record, without software.
+    """Return a run's side as `read_side` does; without software if the run has no valid record.
 
     Raises:
         RecipeError: its lock file is not TOML.
@@ -60,7 +60,7 @@ def side_of(run: Summary) -> Side:
 
 
 def spread(tables: Sequence[dict[str, Any]]) -> list[tuple[str, list[Any]]]:
-    """Return the keys in which several tables differ, each with its value in every one of them."""
+    """Return the keys in which several tables differ, each with its value in every table."""
     found: dict[str, list[Any]] = {}
     for number, table in enumerate(tables[1:], 1):
         for change in changes(tables[0], table):
@@ -83,6 +83,6 @@ def _installed() -> dict[str, str]:
 
 
 def _software(found: dict[str, str], attempt: dict[str, Any]) -> dict[str, str]:
-    """Versions by distribution; a plugin file's version is the beginning of its hash."""
+    """Return versions by distribution; a plugin file's version is the beginning of its hash."""
     files = attempt.get("plugin_files") or []
     return {**found, **{Path(file["path"]).name: f"sha256 {file['sha256'][:12]}" for file in files}}

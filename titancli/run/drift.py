@@ -1,4 +1,4 @@
-"""What differs between the recipe of a run and the one that it is to be continued with. Torch-free."""
+"""Find the differences between the recipe of a run and the one to continue it with. Torch-free."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ GUARDED = ("model", "tokenizer", "dataset")
 
 @dataclass(frozen=True)
 class Change:
-    """A key whose value in the recipe is not what the run had before."""
+    """A key whose value in the recipe differs from the previous one."""
 
     key: str
     before: Any
@@ -26,9 +26,10 @@ class Change:
 
 
 def changes(before: dict[str, Any], after: dict[str, Any]) -> list[Change]:
-    """The leaves in which two resolved recipes differ, by dotted key; None stands for: not there."""
+    """Return the leaves in which two resolved recipes differ, by dotted key; None means that the key is
+    missing."""
     old, new = dict(_leaves(before)), dict(_leaves(after))
-    # An empty table or array is no leaf where the other recipe has something in it.
+    # An empty table or array is not a leaf if the other recipe has values in it.
     for one, other in ((old, new), (new, old)):
         for key in [key for key, value in one.items() if value in ([], {})]:
             if any(name.startswith(f"{key}.") for name in other):
@@ -48,7 +49,7 @@ def _leaves(value: Any, prefix: str = "") -> list[tuple[str, Any]]:
 
 
 def sections(changed: list[Change]) -> list[str]:
-    """Return the sections that changes are in, of those in `GUARDED`."""
+    """Return the sections of `GUARDED` that changes are in."""
     return sorted({change.key.split(".")[0] for change in changed}, key=GUARDED.index)
 
 

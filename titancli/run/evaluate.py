@@ -1,4 +1,5 @@
-"""What `titan eval` is about to evaluate: a recipe of the loop `evaluate`, and its results. Torch-free."""
+"""Prepare and run an evaluation for `titan eval`: a recipe with the loop `evaluate`, and its results.
+Torch-free."""
 
 from __future__ import annotations
 
@@ -32,25 +33,25 @@ from titancli.version import __version__
 
 T = TypeVar("T")
 LONGEST = 2048
-"""Tokens of a row with a Hugging Face folder, unless its context is shorter."""
-LEFT_OUT = ("dataset", "loop", "launcher", "loggers", "mesh", "profiling", "validation", "name")
-"""Sections of a run's recipe that do not matter: the result does not depend on the layout."""
+"""Maximum tokens of a row with a Hugging Face folder, unless its context is shorter."""
+IRRELEVANT_SECTIONS = ("dataset", "loop", "launcher", "loggers", "mesh", "profiling", "validation", "name")
+"""Sections of a run's recipe that do not affect an evaluation, since results do not depend on the layout."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """What is evaluated."""
+    """The model to evaluate."""
 
     recipe: dict[str, Any]
-    """Plain data: the checkpoint's resolved recipe, or what a Hugging Face folder says."""
+    """Plain data: the checkpoint's resolved recipe, or the settings of a Hugging Face folder."""
     checkpoint: Path | None
     """None: a Hugging Face folder."""
     name: str
-    """As people are told."""
+    """The name in messages to the user."""
 
     @property
     def run(self) -> Path | None:
-        """Return the run folder that the checkpoint lies in, if it lies in one."""
+        """The run folder that contains the checkpoint, if there is one."""
         if self.checkpoint is None or self.checkpoint.parent.name != "checkpoints":
             return None
         folder = self.checkpoint.parent.parent
@@ -62,15 +63,15 @@ class Source:
 
 
 def find_source(src: Path, step: int | None, say: Callable[[str], None]) -> Source:
-    """Find what SRC names: a run, a checkpoint, or a Hugging Face folder.
+    """Find the source that SRC names: a run, a checkpoint, or a Hugging Face folder.
 
     Args:
-        step: of a run, the checkpoint of this step; None: its newest good one.
-        say: is told of checkpoints that had to be passed over.
+        step: for a run, the step of its checkpoint; None: the newest good one.
+        say: reports checkpoints that had to be skipped.
 
     Raises:
         EnvironmentProblem: it is none of these, or the run has no such checkpoint.
-        UsageError: a step of what is no run.
+        UsageError: a step was given for something that is not a run.
     """
     if RunFolder.is_run(src) and not is_checkpoint(src):
         folder = RunFolder.open(src.absolute()).checkpoints
@@ -116,7 +117,7 @@ def load(
     """Return the recipe of an evaluation, checked.
 
     Args:
-        files: to evaluate in place of the recipe's `[validation]`; none: that.
+        files: files to evaluate instead of the recipe's `[validation]`, if any.
         overrides: as on the command line.
 
     Raises:
@@ -151,19 +152,19 @@ def recipe_of(
         validation: `[validation]`; None: none.
 
     Raises:
-        TitanError: something is missing, or all that is wrong with the recipe.
+        TitanError: something is missing, or the recipe has errors.
     """
     import tomli_w
 
     if source.checkpoint is not None:
         loop = {**loop, "checkpoint": str(source.checkpoint)}
-    data = {key: value for key, value in source.recipe.items() if key not in LEFT_OUT}
-    # The run's batch need not fit the ranks that evaluate.
+    data = {key: value for key, value in source.recipe.items() if key not in IRRELEVANT_SECTIONS}
+    # The run's batch need not fit the ranks of the evaluation.
     training = {k: v for k, v in data["training"].items() if k != "global_batch_size"}
     data |= {"name": "eval", "loop": loop, "validation": validation or {}, "training": training}
     with tempfile.TemporaryDirectory(prefix="titan-") as folder:
         path = Path(folder) / "eval.toml"
-        # With a lock file's header: what a flavor has and is not said here is None.
+        # With a lock file's header, missing values are None and not those of a flavor.
         path.write_text(f"{LOCK_HEADER}\n{tomli_w.dumps(data)}", encoding="utf-8")
         loaded = load_recipe(path, overrides)
     require_inputs(loaded, source.checkpoint, dry_run=False, say=say)
@@ -171,10 +172,10 @@ def recipe_of(
 
 
 def _datasets(files: Sequence[Path], *, document_mask: bool) -> dict[str, Any]:
-    """A dataset for each file, under its name."""
+    """Return a dataset for each file, under its name."""
     found: dict[str, Any] = {}
     for file in files:
-        there = file.exists() or glob.has_magic(str(file))  # what is missing the check of inputs names
+        there = file.exists() or glob.has_magic(str(file))  # the check of inputs reports missing files
         paths = [one.path for one in find_files(file)] if there else []
         kinds = sorted(set(formats_of(paths, text_anyhow=False))) or ["text"]
         if len(kinds) > 1:
@@ -191,7 +192,7 @@ def _datasets(files: Sequence[Path], *, document_mask: bool) -> dict[str, Any]:
 
 
 def run(loaded: Loaded, nproc: int | str | None, plugin_files: Sequence[Path], *, traceback: bool) -> Results:
-    """Evaluate, on this machine.
+    """Evaluate on this machine.
 
     Raises:
         TitanError: as for `launch`.
@@ -228,14 +229,14 @@ def launch(
     """Run a recipe in a run folder that is removed at the end.
 
     Args:
-        checkpoint: to continue from.
-        env: environment variables beside the recipe's.
-        read: is called with that folder before it is removed; where the run failed, it is left, for its logs.
-            It is not called where a signal stopped the run.
-        at_signal: what the loop does then, as the user is told.
+        checkpoint: the checkpoint to continue from.
+        env: environment variables besides the recipe's.
+        read: called with that folder before it is removed; not called if the run failed, whose folder is left
+            for its logs, or if a signal stopped it.
+        at_signal: a message about what the loop does at a signal.
 
     Returns:
-        The command's exit code, and what `read` returned, or None where it failed or was stopped.
+        The command's exit code, and the result of `read`, or None if the run failed or was stopped.
 
     Raises:
         TitanError: the recipe does not fit the processes, or the evaluation failed.
@@ -243,7 +244,7 @@ def launch(
     folder = RunFolder(Path(tempfile.mkdtemp(prefix="titan-eval-")) / "run")
     titan = logging.getLogger("titancli")
     level = titan.level
-    titan.setLevel(logging.WARNING)  # the console of a training run has nothing to say here
+    titan.setLevel(logging.WARNING)  # the messages of a training run are of no interest here
     words = STOPPING.set(at_signal)
     try:
         plan = Plan(folder=folder, loaded=loaded, lock_text=lock_text(loaded), new=True)
@@ -266,7 +267,7 @@ def launch(
     finally:
         titan.setLevel(level)
         STOPPING.reset(words)
-        if not folder.path.exists():  # it did not come to a run
+        if not folder.path.exists():  # the run did not start
             shutil.rmtree(folder.path.parent, ignore_errors=True)
     stopped = code in (EXIT_INTERRUPTED, EXIT_STOPPED)
     if not stopped and (code or folder.outcome() is None):
@@ -285,14 +286,16 @@ class Results:
 
 
 def document(source: Source, src: str, evaluations: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return what `--json` prints of evaluations: plain JSON. `src` is what the user named."""
+    """Return the document that `--json` prints for evaluations: plain JSON. `src` is the user's name for
+    the source."""
     checkpoint = None if source.checkpoint is None else str(source.checkpoint)
     about = {"source": src, "step": source.step, "checkpoint": checkpoint}
     return plain({**about, "evaluations": list(evaluations)})
 
 
 def keep(source: Source, name: str, document: dict[str, Any]) -> Path | None:
-    """Write results beside a run's checkpoint, as RUN/evaluations/step-N/NAME.json; None: it is no run's.
+    """Write results beside a run's checkpoint, as RUN/evaluations/step-N/NAME.json; None if it belongs to no
+    run.
 
     Raises:
         EnvironmentProblem: the folder cannot be written.

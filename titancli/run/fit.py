@@ -1,7 +1,7 @@
-"""Whether a recipe fits what it is started on: ranks, devices, the weights that it begins from, its code.
+"""Check that a recipe fits its ranks, its devices, its initial weights and its code.
 
-A recipe alone cannot tell; so these are asked when a run starts, and answered at the recipe's own lines.
-Torch-free, but for `import_components`, which imports whatever the recipe names.
+A recipe alone does not have these facts, so they are checked when a run starts, and errors point at the
+recipe's own lines. Torch-free, except for `import_components`, which imports the recipe's components.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from titancli.registry.defaults import ConfigDefaults, with_defaults
 
 
 def check_world(loaded: Loaded, world: int) -> tuple[Degrees, int]:
-    """The mesh on this many ranks, and the micro-batches of a step.
+    """Return the mesh on this many ranks, and the number of micro-batches in a step.
 
     Raises:
-        RecipeError: the degrees or the batch do not fit the ranks, or the model the degrees.
+        RecipeError: the degrees or the batch do not fit the ranks, or the model does not fit the degrees.
     """
     recipe = loaded.recipe
     try:
@@ -47,10 +47,10 @@ def check_worlds(loaded: Loaded, nproc: int, least: int | None, most: int) -> No
 
     Args:
         nproc: ranks on each node.
-        least: nodes with which the run goes on; None where it always has the most.
+        least: the smallest number of nodes with which the run continues; None if the number is fixed.
 
     Raises:
-        RecipeError: it does not fit some of them; names the numbers of nodes that it fits.
+        RecipeError: it does not fit some of them; the message lists the numbers of nodes that it fits.
     """
     if least is None:
         check_world(loaded, nproc * most)
@@ -83,10 +83,10 @@ def check_worlds(loaded: Loaded, nproc: int, least: int | None, most: int) -> No
 
 
 def check_devices(loaded: Loaded, gpus: int) -> None:
-    """Refuse components, and settings of components, that need a GPU where there is none.
+    """Refuse components, and settings of components, that need a GPU if there is none.
 
     Raises:
-        RecipeError: names every one of them.
+        RecipeError: lists every one of them.
     """
     problems: list[Problem] = []
     for path, config in components(loaded.recipe) if not gpus else ():
@@ -102,11 +102,11 @@ def check_devices(loaded: Loaded, gpus: int) -> None:
 
 
 def check_weights(loaded: Loaded) -> None:
-    """Refuse weights that were made by another model. What holds no weights is reported when they are read.
+    """Refuse weights that were made by another model. Files without weights are reported when they are read.
 
     Raises:
-        RecipeError: says which fields differ.
-        EnvironmentProblem: a config.json cannot be read, or has what the recipe's model does not have.
+        RecipeError: the message lists the fields that differ.
+        EnvironmentProblem: a config.json cannot be read, or has features that the recipe's model lacks.
     """
     recipe, start = loaded.recipe, start_from(loaded.recipe)
     if start.kind == "nothing":
@@ -119,7 +119,7 @@ def check_weights(loaded: Loaded) -> None:
 
 
 def _problem(loaded: Loaded, key: str, message: str, hint: str | None) -> RecipeError:
-    """The error at the line of a key, or else of what is written beside it, or of the degrees."""
+    """Return the error at the line of a key, or else of a neighboring key, or of the degrees."""
     sections = (f"{key.partition('.')[0]}.", "mesh.")
     beside = [
         other for section in sections for other in reversed(loaded.origins) if other.startswith(section)
@@ -132,17 +132,17 @@ def _problem(loaded: Loaded, key: str, message: str, hint: str | None) -> Recipe
 
 
 class NotImportable(RecipeError):
-    """Components of a recipe whose code cannot be imported; a problem for each."""
+    """Components of a recipe whose code cannot be imported, with a problem for each."""
 
     exit_code = EXIT_PLUGIN
 
 
 def import_components(loaded: Loaded) -> None:
-    """Import what builds each component of a recipe, those in slots of others too; and have the configs that
-    can (`try_out()`) see what only that code knows.
+    """Import the code of each component of a recipe, including those in slots of others; and have configs
+    check (`try_out()`) facts that only that code knows.
 
     Raises:
-        NotImportable: some cannot be: which, whose they are, and the error.
+        NotImportable: some cannot be imported: the message lists each with its plugin and the error.
         RecipeError: a config's `try_out` says why it cannot be built.
         PluginError: the schedule gives no factor at some step.
     """
@@ -156,7 +156,7 @@ def import_components(loaded: Loaded) -> None:
             tried.add(target)
             try:
                 load_target(target)
-            except (Exception, SystemExit) as error:  # whatever a plugin's module does
+            except (Exception, SystemExit) as error:  # a plugin's module may raise anything
                 cause = error.__cause__ or error
                 plugin = full.partition("/")[0]
                 origin = loaded.origins.get(dotted((*path, "type")))

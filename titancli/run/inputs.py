@@ -1,4 +1,4 @@
-"""The files that a run reads: its weights, and what its components name in their fields. Torch-free."""
+"""Find the files that a run reads: its weights, and the files in fields of its components. Torch-free."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ if TYPE_CHECKING:
     from titancli.recipe import Loaded
 
 WRITERS = ("logger", "launcher")
-"""Kinds of components whose paths are written."""
+"""Kinds of components whose paths are outputs."""
 
 
 def missing_inputs(recipe: Recipe) -> list[str]:
-    """Return what components would read and is not there, a line each.
+    """Return the missing inputs of components, a line each.
 
-    An input is a `Path`, or a text marked as `LocalPath` that is absolute; a pattern must match something.
+    An input is a `Path`, or an absolute path in a text field marked as `LocalPath`; a pattern must match
+    something.
     """
     return [
         f"{key}: no file matches {value}" if glob.has_magic(value) else f"{key}: {value} does not exist"
@@ -46,17 +47,17 @@ def require_inputs(
     dry_run: bool = False,
     say: Callable[[str], None] = lambda line: None,
 ) -> list[str]:
-    """Check that the weights and the files of a recipe exist, and that the weights are its model's.
+    """Check that the weights and the files of a recipe exist, and that the weights belong to its model.
 
-    Weights at a URL, and what a repository holds that stands in the place of a folder, are downloaded first,
-    except in a dry run.
+    Weights at a URL, and repositories that are named instead of folders, are downloaded first, except in a
+    dry run.
 
     Args:
-        checkpoint: the run's own, which it continues from; weights that it then does not need are not
+        checkpoint: the run's own checkpoint to continue from; weights that are then not needed are not
             checked.
 
     Returns:
-        What is missing, a line each; always empty except in a dry run.
+        The missing files, a line each; always empty except in a dry run.
 
     Raises:
         EnvironmentProblem: files are missing; all of them are listed.
@@ -81,20 +82,21 @@ def require_inputs(
         raise EnvironmentProblem("\n".join(missing), hint=how_to_get(missing, recipe))
     if wanted and start.folder.exists():
         if start.kind == "state":
-            read_manifest(start.folder)  # nothing but a checkpoint has more than weights
+            read_manifest(start.folder)  # only a checkpoint has more than weights
         check_weights(loaded)
     return missing
 
 
 def tokenizer_folder(recipe: Recipe) -> Path | None:
-    """Return the folder of the recipe's tokenizer, or what it names in the place of one."""
+    """Return the folder of the recipe's tokenizer, or the repository that is named instead."""
     path = getattr(recipe.tokenizer, "path", None)
     return path if isinstance(path, Path) else None
 
 
 def _still_needed(recipe: Recipe, checkpoint: Path) -> str | None:
-    """Why a run that goes on from its own checkpoint needs what it began with; None: it does not."""
-    # A dry run has only seen it in an object store.
+    """Return why a run that continues from its own checkpoint needs its initial weights; None if it does
+    not."""
+    # In a dry run the checkpoint may only exist in an object store.
     if checkpoint.is_dir() and (why := still_needs_weights(recipe, checkpoint)):
         return why
     if with_defaults(LoopConfigDefaults, recipe.loop).needs_reference(recipe):
@@ -103,7 +105,7 @@ def _still_needed(recipe: Recipe, checkpoint: Path) -> str | None:
 
 
 def how_to_get(missing: list[str], recipe: Recipe) -> str:
-    """Return what to do about missing inputs: a line that downloads them, if the recipe has `assets`."""
+    """Return a hint about missing inputs: the command that downloads them, if the recipe has `assets`."""
     tokenizer = tokenizer_folder(recipe)
     lacks = any(line.startswith(("tokenizer.path:", "weights:")) for line in missing)
     if recipe.assets is None or tokenizer is None or not lacks:

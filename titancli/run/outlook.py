@@ -1,4 +1,4 @@
-"""What a run is about to do, in a few lines: said before torch is imported. Torch-free."""
+"""Describe in a few lines what a run will do, before torch is imported. Torch-free."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from titancli.run.prepare import Plan
 
 
 def outlook(plan: Plan, world: int) -> Iterator[str]:
-    """Yield where weights come from, how much data a step and the run take, what is evaluated and saved.
+    """Yield where weights come from, the amount of data of a step and of the run, and what is evaluated and
+    saved.
 
     Raises:
         RecipeError: the recipe does not fit the ranks.

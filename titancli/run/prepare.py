@@ -1,7 +1,5 @@
-"""What `titan train` is about to do: which folder, which recipe, from which checkpoint. Torch-free.
-
-Everything that can be known to be wrong is said here, before a process is started or a file is written.
-"""
+"""Decide what `titan train` will do: which folder, which recipe, from which checkpoint. Torch-free. Every
+error that can be known in advance is reported here, before a process is started or a file is written."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Request:
-    """The words of the command line."""
+    """The arguments of the command line."""
 
     reference: str
     overrides: Sequence[str] = ()
@@ -44,46 +42,46 @@ class Request:
     dry_run: bool = False
     """Nothing will be started: missing files are listed instead of raising an error."""
     say: Callable[[str], None] = lambda line: None
-    """Is told what takes long before it begins."""
+    """Called with a message before something takes long."""
     command: str = "titan train"
-    """What hints begin with."""
+    """The beginning of commands in hints."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What will be run."""
+    """The plan of a run."""
 
     folder: RunFolder
     loaded: Loaded
     lock_text: str
     new: bool
-    """The run folder does not exist yet."""
+    """Whether the run folder does not exist yet."""
     named_by_titan: bool = False
-    """Nobody asked for this very folder."""
+    """Whether titan chose the name of the folder."""
     checkpoint: Path | None = None
     start_step: int = 0
     drift: list[Change] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    """What the user should know, one line each."""
+    """Messages for the user, one line each."""
     allow_drift: bool = False
-    """Data that are not those of the checkpoint are begun anew."""
+    """Whether data that are not those of the checkpoint are started from the beginning."""
     from_scratch: bool = False
-    """There are checkpoints, or were, none can be used, and what is left is to be set aside."""
+    """Whether the run starts at step 0 and sets its remaining, unusable checkpoints aside."""
     step: int | None = None
-    """Of the checkpoint that was asked for; no other takes its place."""
+    """The step of the requested checkpoint; no other one is used instead."""
     missing: list[str] = field(default_factory=list)
-    """Files that the recipe names and are not there (dry runs only), one line each."""
+    """Files that the recipe names and that do not exist (dry runs only), one line each."""
     seen: tuple[int, int] | None = None
-    """What `history` said of the folder before anything was decided; None for a folder that titan names."""
+    """The result of `history` before anything was decided; None for a folder that titan names."""
 
     @property
     def finished(self) -> bool:
-        """There is no step left to do."""
+        """Return whether there is no step left to do."""
         return self.start_step >= self.loaded.recipe.training.steps
 
 
 def history(folder: RunFolder) -> tuple[int, int]:
-    """Return how many attempts a folder has had, and the serial of its newest checkpoint."""
+    """Return the number of attempts of a folder, and the serial of its newest checkpoint."""
     return len(folder.record().get("attempts") or ()), last_serial(folder.checkpoints)
 
 
@@ -92,7 +90,7 @@ def make_plan(request: Request) -> Plan:
 
     Raises:
         TitanError: the recipe is wrong, a folder or a checkpoint is missing or in the way, or the recipe does
-            not go with the run that is to be continued.
+            not match the run to continue.
     """
     run_dir = request.run_dir.absolute() if request.run_dir is not None else None
     if request.resume and run_dir is None:
@@ -124,7 +122,7 @@ def _begin(request: Request, run_dir: Path | None, checkpoint: Path | None = Non
     missing = require_inputs(loaded, checkpoint, dry_run=request.dry_run, say=request.say)
     folder = RunFolder.choose(loaded.recipe.name, run_dir)
     if not request.dry_run:
-        remote.see_to(folder, loaded.recipe.checkpoint, new=not request.resume)
+        remote.require_uploadable(folder, loaded.recipe.checkpoint, new=not request.resume)
     return Plan(
         folder=folder,
         loaded=loaded,
@@ -137,8 +135,8 @@ def _begin(request: Request, run_dir: Path | None, checkpoint: Path | None = Non
 
 
 def _pins(request: Request, recipe: Recipe, before: Recipe | None = None) -> list[str]:
-    """Overrides that pin the repositories that a recipe names in the place of folders to a commit: that of
-    the run which is to be continued, else that of now. A dry run asks nobody."""
+    """Return overrides that pin repositories, named in the recipe instead of folders, to a commit: that of
+    the run to continue, or else the current one. A dry run looks nothing up."""
     named = {"tokenizer.path": Hosted.of(tokenizer_folder(recipe)), "weights": Hosted.of(recipe.weights)}
     known: dict[str, Hosted | None] = {}
     if before is not None:
@@ -159,7 +157,7 @@ def _pins(request: Request, recipe: Recipe, before: Recipe | None = None) -> lis
 
 
 def _from_afar(request: Request, run_dir: Path) -> Plan | None:
-    """Continue a run that is not on this machine, if its checkpoints lie in an object store."""
+    """Continue a run that is not on this machine, if its checkpoints are in an object store."""
     from titancli.recipe import load_recipe
 
     section = load_recipe(request.reference, request.overrides, unset=request.unset).recipe.checkpoint
@@ -188,13 +186,15 @@ def _from_afar(request: Request, run_dir: Path) -> Plan | None:
 
 
 def _step_of(checkpoint: Path) -> int:
-    """Of one that a dry run has only seen in an object store, too, where the one here may be damaged."""
+    """Return the step of a checkpoint. In a dry run it may only exist in an object store, or be damaged
+    here."""
     named = STEP_NAME.match(checkpoint.name)
     return int(named[1]) if named else read_manifest(checkpoint).step
 
 
 def _continue(request: Request, folder: RunFolder, *, required: bool) -> Plan:
-    """`required`: where steps were done and not saved, it does not start over at step 0."""
+    """Plan to continue a run. If `required`, refuse to start over at step 0 after steps that were not
+    saved."""
     from titancli.recipe import load_recipe, lock_text
 
     reference = folder.path if request.run_dir is None else request.reference
@@ -221,13 +221,13 @@ def _continue(request: Request, folder: RunFolder, *, required: bool) -> Plan:
             folder, request, loaded.recipe, required=required
         )
     except EnvironmentProblem:
-        folder.refuse_in_use()  # then that is why, and what the error advises would be wrong
+        folder.refuse_in_use()  # it may be in use, and the hint would be wrong
         raise
-    if section.remote is not None:  # a checkpoint may have been taken from there
+    if section.remote is not None:  # a checkpoint may have been downloaded
         serial = last_serial(folder.checkpoints)
     start_step = _step_of(checkpoint) if checkpoint is not None else 0
     if not request.dry_run:
-        remote.see_to(folder, section, new=False)
+        remote.require_uploadable(folder, section, new=False)
     missing = require_inputs(loaded, checkpoint, dry_run=request.dry_run, say=request.say)
     return Plan(
         folder=folder,
@@ -253,8 +253,8 @@ def _run_to_resume(request: Request) -> Path:
     if RunFolder.is_run(path):
         return path
     if path.suffix != ".toml" and (path.is_dir() or "/" in request.reference):
-        RunFolder.open(path)  # says what is missing
-    find_recipe(request.reference)  # a recipe that does not exist either
+        RunFolder.open(path)  # raises, saying what is missing
+    find_recipe(request.reference)  # the recipe does not exist either
     start = request.command
     raise UsageError(
         f"--resume needs a run folder, but {request.reference!r} is a recipe",
@@ -265,13 +265,14 @@ def _run_to_resume(request: Request) -> Path:
 def _choose_checkpoint(
     folder: RunFolder, request: Request, recipe: Recipe, *, required: bool
 ) -> tuple[Path | None, list[str], bool]:
-    """The checkpoint to go on from, notes, and whether those that are there are set aside for a new start."""
+    """Return the checkpoint to continue from, notes, and whether existing ones are set aside for a new
+    start."""
     section, last_step = recipe.checkpoint, recipe.training.steps
     if (step := request.step) is not None:
         return _choose_step(folder, request, section, step), [], False
     notes: list[str] = []
     newest = partial(remote.newest, folder, section, say=request.say, dry_run=request.dry_run)
-    # The bytes are left to the ranks, which hash what they load; not where nothing is loaded.
+    # Ranks hash what they load; check the contents here only if nothing will be loaded.
     ranks_verify = not (request.dry_run or request.from_scratch)
     verify = names_and_sizes(section.verify) if ranks_verify else section.verify
     path_or_none = newest(verify=verify, rejected=notes.append)
@@ -288,8 +289,8 @@ def _choose_checkpoint(
     if required and not request.from_scratch and not in_memory and not _has_done_nothing(folder):
         raise EnvironmentProblem(
             f"{folder.path} has no checkpoint to resume from",
-            hint=f"start a new run: {request.command} {shlex.quote(str(folder.path))}; or this one again at "
-            "step 0: --from-scratch",
+            hint=f"start a new run: {request.command} {shlex.quote(str(folder.path))}; or restart this one "
+            "at step 0: --from-scratch",
         )
     if notes:
         return None, [*notes, "the run starts at step 0; these checkpoints are set aside"], True
@@ -301,13 +302,13 @@ def _choose_checkpoint(
 
 
 def _has_done_nothing(folder: RunFolder) -> bool:
-    """Whether a run has been started, and was stopped, or failed, before its first step."""
+    """Return whether a run has been started, and was stopped or failed before its first step."""
     found = summarize(folder.path)
     return bool(found.attempts) and not found.step
 
 
 def _choose_step(folder: RunFolder, request: Request, section: Checkpoint, step: int) -> Path:
-    """The checkpoint of `--step`; in a dry run perhaps one that only the store has."""
+    """Return the checkpoint of `--step`; in a dry run it may only exist in the store."""
     taken = remote.take_step(folder, section, step, request.say, dry_run=request.dry_run)
     path = folder.checkpoints / f"step-{step}"
     if not (taken or path.is_dir()):
@@ -330,7 +331,7 @@ def _recorded_plugin_files(folder: RunFolder) -> list[dict[str, str]]:
 
 
 def _with_missing_plugins(error: TitanError, folder: RunFolder, given: Sequence[Path]) -> TitanError:
-    """The same error, or one that says which `-p` of the run is missing now."""
+    """Return the error, or one that says which `-p` of the run is missing now."""
     missing = [e["path"] for e in _recorded_plugin_files(folder) if e["path"] not in set(map(str, given))]
     if not missing:
         return error

@@ -1,4 +1,4 @@
-"""`titan train --dry-run`: what a plan comes to on so many processes, and the command that would start it."""
+"""`titan train --dry-run`: describe a plan on a number of processes, and the command that would start it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from titancli.run.prepare import Plan
 
 
 def preview(plan: Plan, request: LaunchRequest) -> dict[str, Any]:
-    """The facts, as plain JSON. Builds the model on the meta device, without memory, to count its parameters.
+    """Return the facts as plain JSON. Builds the model on the meta device, without memory, to count its
+    parameters.
 
     Raises:
         TitanError: the recipe does not fit the processes.
@@ -59,7 +60,8 @@ def preview(plan: Plan, request: LaunchRequest) -> dict[str, Any]:
 
 
 def count_parameters(recipe: Recipe, degrees: Degrees) -> tuple[int, int]:
-    """Return the parameters of the model, a tied one once, and how many lie on the rank that has the most."""
+    """Return the number of parameters of the model, tied ones once, and the number on the rank that has
+    the most."""
     from titancli.planning.blueprint import Blueprint
     from titancli.planning.memory import numbers_at_rest
     from titancli.planning.workload import workload
@@ -70,7 +72,8 @@ def count_parameters(recipe: Recipe, degrees: Degrees) -> tuple[int, int]:
 
 
 def launch_command(plan: Plan, request: LaunchRequest) -> str | None:
-    """What starts this machine's workers; None: they run inside `titan`, or a plugin starts them."""
+    """Return the command that starts this machine's workers; None if they run inside `titan`, or a plugin
+    starts them."""
     launcher = plan.loaded.recipe.launcher
     if not isinstance(launcher, Local) or in_place(launcher, request):
         return None
@@ -78,7 +81,7 @@ def launch_command(plan: Plan, request: LaunchRequest) -> str | None:
 
 
 def as_text(facts: dict[str, Any]) -> str:
-    """The facts for people."""
+    """Return the facts as text."""
     degrees = [f"{name} {degree}" for name, degree in facts["mesh"].items() if degree != 1]
     nodes = f"{facts['nnodes']} nodes x " if facts["nnodes"] > 1 else ""
     memory = facts["weights_and_gradients_bytes_per_rank"] / 2**30

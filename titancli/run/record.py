@@ -1,4 +1,4 @@
-"""`run.json`: what it says of a run and of an attempt before it starts. Torch-free."""
+"""Make the record of a run and of an attempt in `run.json`, before it starts. Torch-free."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 def new_record(plan: Plan, attempt: dict[str, Any]) -> dict[str, Any]:
-    """`run.json` with a further attempt."""
+    """Return `run.json` with a further attempt."""
     record = {} if plan.new else plan.folder.record()
     record.setdefault("format", 1)
-    # A run that came from an object store without its record is the one that wrote its checkpoint.
+    # A run that was downloaded from an object store without its record is the one that wrote its checkpoint.
     before = read_manifest(plan.checkpoint).run_id if plan.checkpoint else None
     record.setdefault("run_id", before or uuid.uuid4().hex)
     record.setdefault("name", plan.loaded.recipe.name)
@@ -31,13 +31,13 @@ def new_record(plan: Plan, attempt: dict[str, Any]) -> dict[str, Any]:
 
 
 def new_attempt(plan: Plan, request: LaunchRequest) -> dict[str, Any]:
-    """What is known of an attempt before it starts.
+    """Return the facts about an attempt that are known before it starts.
 
-    `serial` is that of the newest checkpoint: those above it will be this attempt's own. `token` is its own,
+    `serial` is that of the newest checkpoint: those above it will be this attempt's own. `token` is unique,
     see `titancli.runs.Claim`.
     """
     made_by = provenance(request.plugin_files)
-    # The folder that a new run was planned with may be another's by now.
+    # The planned folder of a new run may belong to another run by now.
     before = [made_by] if plan.new else plan.folder.record().get("attempts") or [made_by]
     return {
         "started": timestamp(),

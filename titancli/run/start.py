@@ -1,7 +1,7 @@
-"""From a plan to running workers: the run folder is made and held, and the recipe's launcher called.
+"""Start the workers of a plan: make and hold the run folder, and call the recipe's launcher.
 
-On one machine all files are written here. On several nobody knows yet who will be rank 0, so each command
-puts its files into a folder of its own, and rank 0 makes the run folder of its node's files. Torch-free.
+On one machine all files are written here. On several, it is not known yet who will be rank 0, so each command
+writes its files into a folder of its own, and rank 0 makes the run folder from its node's files. Torch-free.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from titancli.torch_version import check_torch
 
 
 def count_processes(plan: Plan, wanted: int | str | None, *, may_exceed: bool = False) -> int:
-    """Processes on this machine: what the command line says, else the recipe's launcher, else one a GPU.
+    """Return the number of processes on this machine: from the command line, the recipe's launcher, or one
+    for each GPU.
 
     Raises:
-        EnvironmentProblem: more than there are GPUs here, unless they may exceed them (to show a plan).
+        EnvironmentProblem: there are fewer GPUs here, unless `may_exceed` (to show a plan).
     """
     wanted = wanted or getattr(plan.loaded.recipe.launcher, "nproc", "auto")
     gpus = visible_gpus()
@@ -42,8 +43,8 @@ def count_processes(plan: Plan, wanted: int | str | None, *, may_exceed: bool = 
 
 
 def other_batch(plan: Plan, world: int) -> str | None:
-    """Return how many rows a step had when the run was last started, and has now on so many ranks; None where
-    it is the same, or where the recipe itself says something else than before.
+    """Return a message about the rows of a step if their number has changed with the number of ranks since
+    the run was last started; None if it is the same, or the recipe itself has changed it.
 
     Raises:
         RecipeError: the recipe does not fit the ranks.
@@ -61,12 +62,12 @@ def other_batch(plan: Plan, world: int) -> str | None:
 
 
 def start(plan: Plan, request: LaunchRequest, *, announce: Callable[[RunFolder], None]) -> int:
-    """Run the plan to its end and return the command's exit code. `announce` is told the folder first.
+    """Run the plan to its end and return the command's exit code. `announce` is called with the folder first.
 
     Raises:
         ChangedMeanwhile: another attempt has worked in the folder since the plan was made.
         TitanError: the recipe does not fit the processes, the folder is in use or cannot be written, or the
-            run failed for a reason that a user can put right.
+            run failed for a reason that a user can fix.
     """
     check_torch()
     check_devices(plan.loaded, visible_gpus())
@@ -84,7 +85,7 @@ def _launch(plan: Plan, request: LaunchRequest, announce: Callable[[RunFolder], 
             hint=f"use --nnodes {request.nnodes}",
         )
     if request.nnodes > 1:
-        # Attempts alone: checkpoints may change while other nodes take them from a store.
+        # Compare attempts alone: checkpoints may change while other nodes download them from a store.
         if plan.seen is not None and plan.seen[0] != history(plan.folder)[0]:
             raise ChangedMeanwhile(plan.folder)
         announce(plan.folder)
@@ -97,7 +98,7 @@ def _launch(plan: Plan, request: LaunchRequest, announce: Callable[[RunFolder], 
                 raise no_room(own, error) from error
             RunFolder(own).write_record(new_record(plan, attempt))
             keep_sources(own, attempt)
-            with environment({ATTEMPT: ""}):  # not that of a run which this command is started in
+            with environment({ATTEMPT: ""}):  # not that of a run inside which this command is started
                 return launch(launcher, request=replace(request, lock_file=lock_file))
     folder = make_folder(plan)
     hold = folder.hold()
@@ -117,7 +118,8 @@ def _launch(plan: Plan, request: LaunchRequest, announce: Callable[[RunFolder], 
 
 
 def make_folder(plan: Plan) -> RunFolder:
-    """The plan's folder, made. One that titan names itself gets another name if it was taken meanwhile."""
+    """Make the plan's folder and return it. If titan named it and the name has been taken since, choose
+    another."""
     if plan.new and plan.named_by_titan:
         return RunFolder.create(plan.loaded.recipe.name)
     plan.folder.make()

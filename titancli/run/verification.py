@@ -1,4 +1,4 @@
-"""A full check of the data of a recipe or a run: every byte is read, whatever the times of change say."""
+"""Check all data of a recipe or a run: read every byte, whatever the modification times."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ if TYPE_CHECKING:
 
 @dataclass
 class Verification:
-    """What was checked, and what was found."""
+    """The result of a check."""
 
     files: int = 0
     bytes: int = 0
     compared: int = 0
-    """Files that were held against checksums that were kept."""
+    """The number of files that were compared with stored checksums."""
     of_run: bool = False
-    """The identity of the data was held against the run's record."""
+    """Whether the identity of the data was compared with the run's record."""
     not_read: list[str] = field(default_factory=list)
-    """Data that were left out."""
+    """Data that were not read."""
     faults: list[str] = field(default_factory=list)
 
     def facts(self) -> dict[str, Any]:
-        """Return it as plain JSON."""
+        """Return the result as plain JSON."""
         return {"ok": not self.faults, **vars(self)}
 
 
 def verify_data(
     recipe: Recipe, recorded: Mapping[str, Any] | None, report: Callable[[int], None]
 ) -> Verification:
-    """Read all files of the datasets of a recipe, those of its validation included.
+    """Read all files of the datasets of a recipe, including those for validation.
 
-    Token shards are held against their index, what was read before against the checksums that were kept, and
-    the whole against the identity that a run has recorded.
+    Token shards are compared with their index, files that were read before with their stored checksums, and
+    all data with the identity in the run's record.
     """
     found = Verification(of_run=recorded is not None)
     sets: dict[str, Callable[[], dict[str, Any] | None]] = {"dataset": partial(read_identity, recipe)}
@@ -58,7 +58,7 @@ def verify_data(
             if name == "dataset" and recorded is not None:
                 found.faults += [f"{name}: {said}" for said in _differences(recorded, identity or {})]
             if check.bytes == before:
-                found.not_read.append(f"{name}: no files are read of it here")
+                found.not_read.append(f"{name}: it has no files to read here")
     found.faults += check.faults
     found.not_read += check.left_out
     found.files, found.bytes, found.compared = len(check.files), check.bytes, check.compared
@@ -66,7 +66,7 @@ def verify_data(
 
 
 def _differences(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """How the data differ from those of the run's record."""
+    """Return the differences between the data and those in the run's record."""
     plain = json.loads(json.dumps(now))
     return [
         f"{name} was {recorded.get(name)} when the run began, and is {plain.get(name)}"

@@ -1,1 +1,1 @@
-"""What each rank runs, from the recipe to the outcome."""
+"""The program of a rank, from the recipe to the outcome."""

@@ -1,7 +1,7 @@
-"""Which attempt the ranks of several nodes belong to: a new one, or one that goes on after a loss.
+"""Decide which attempt the ranks of several nodes belong to: a new one, or one that continues after a loss.
 
-No node knows before they meet whether it is among the first of an attempt, or has taken the place of one that
-was lost; so the ranks say which attempt each of them is in, and rank 0 looks into the run folder.
+Before they meet, no node knows whether it is among the first of an attempt, or has replaced one that was
+lost. So each rank says which attempt it is in, and rank 0 looks into the run folder.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from titancli.provenance import SOURCES
 from titancli.runs import ATTEMPT, ChangedMeanwhile, RunFolder, TakenOver
 
 PATIENCE = 10.0
-"""Seconds that ranks which were started anew wait for the lock of those before them."""
+"""Seconds that restarted ranks wait for the lock of the ranks before them."""
 
 logger = logging.getLogger("titancli.worker.rank")
 
@@ -32,18 +32,18 @@ def take_part(
     """Begin an attempt, or continue the newest one. Collective.
 
     Args:
-        own: the folder whose `run.json` has what this node's command has planned, and from here on what the
-            run has there: ranks that are started anew know from it which attempt is theirs, and so does the
-            command.
+        own: this node's folder. Its `run.json` has the plan of this node's command, and from here on the
+            run's record: restarted ranks, and the command, know from it which attempt is theirs.
         stack: releases the run folder, which rank 0 holds.
 
     Returns:
-        How often the attempt's ranks were started anew, and whether there may be newer checkpoints than the
-        one that was planned with.
+        How often the attempt's ranks have been restarted, and whether there may be newer checkpoints than the
+            planned one.
 
     Raises:
-        ChangedMeanwhile: another attempt has worked in the folder since this one was planned, in another way.
-        TakenOver: the same, while this one was running.
+        ChangedMeanwhile: another attempt has worked in the folder since this one was planned, in an
+            incompatible way.
+        TakenOver: another attempt has begun while this one was running.
         EnvironmentProblem: another run holds the folder, or it cannot be written.
     """
     from titancli.distributed.together import Ranks
@@ -70,10 +70,10 @@ def _begin_or_continue(
     stack: ExitStack,
     own: Path,
 ) -> tuple[dict[str, Any], bool]:
-    """Hold the run folder and return its record, with a new attempt, or with one more restart of the newest,
-    and whether the new attempt was planned before others had come to their end.
+    """Hold the run folder and return its record, with a new attempt or one more restart of the newest; and
+    whether the plan of the new attempt is stale.
 
-    Each start has a token of its own: what is left of the one before, on a node that was cut off, saves
+    Each start has a token of its own, so that ranks of the previous one, on a node that was cut off, save
     nothing more.
     """
     folder.make()
@@ -91,7 +91,7 @@ def _begin_or_continue(
     attempt = planned["attempts"][-1]
     serial = last_serial(folder.checkpoints)
     begun = len(known) != len(planned["attempts"]) - 1
-    # Before a first attempt other nodes may be taking checkpoints from an object store.
+    # Before a first attempt, other nodes may be downloading checkpoints from an object store.
     stale = begun or (bool(known) and serial != attempt["serial"] and not attempt["from_scratch"])
     if stale:
         if len(planned["attempts"]) == 1 or attempt["from_scratch"] or attempt.get("step") is not None:
@@ -105,7 +105,8 @@ def _begin_or_continue(
 
 
 def _keep_sources(own: Path, kept: Path) -> None:
-    """Those of the node of rank 0: the code of titan and of plugins is the same on all."""
+    """Copy the sources from the node of rank 0: the code of titan and its plugins is the same on all
+    nodes."""
     try:
         if own.is_dir():
             shutil.copytree(own, kept, dirs_exist_ok=True)
@@ -114,8 +115,8 @@ def _keep_sources(own: Path, kept: Path) -> None:
 
 
 def _hold_on(folder: RunFolder, stack: ExitStack) -> None:
-    """Hold the folder of an attempt that continues. A node that was lost, and is not gone, may hold it still;
-    it is not waited for."""
+    """Hold the folder of an attempt that continues. A node that counts as lost but still runs may hold it;
+    after a short wait, continue without the lock."""
     deadline = time.monotonic() + PATIENCE
     while True:
         try:

@@ -1,4 +1,4 @@
-"""What a loop is told of its run, and the callbacks that take part in it."""
+"""Make the `Run` that a loop uses, and the callbacks that take part in it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def open_run(start: Start, engine: Engine, tokenizer: Any, stop: Stop, folder: RunFolder) -> Run:
-    """Make what the loop is told of its run, with the callbacks of the recipe."""
+    """Make the loop's `Run`, with the callbacks of the recipe."""
     recipe = start.recipe
     run = Run(
         steps=recipe.training.steps,

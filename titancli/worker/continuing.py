@@ -1,4 +1,4 @@
-"""Which checkpoint the ranks of a run continue from, once they run. Torch-free but for `not_lost`."""
+"""Choose the checkpoint from which the ranks of a run continue. Torch-free except for `not_lost`."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ logger = logging.getLogger(__name__)
 
 
 class Continuing:
-    """One rank's; rank 0 looks."""
+    """Chooses checkpoints for one rank; only rank 0 searches."""
 
     def __init__(self, folder: RunFolder, place: Place) -> None:
         self.folder, self.place = folder, place
         self.restart, self.plan_is_stale = place.restart, False
-        """How often the ranks have been started anew; whether checkpoints may have come since the command
-        chose one."""
-        self._asked: set[Path] = set()
-        """Damaged checkpoints that the store has been asked for."""
+        """How often the ranks have been restarted, and whether there may be checkpoints that are newer
+        than the command's choice."""
+        self._requested: set[Path] = set()
+        """Damaged checkpoints that were already requested from the store."""
 
     def record(self) -> dict[str, Any]:
-        """What run.json says, as long as its newest attempt is this one."""
+        """Return the contents of run.json if its newest attempt is this one."""
         record = self.folder.begun()
         Claim.of(self.folder, record).check()
         return record
@@ -44,11 +44,12 @@ class Continuing:
         section: Checkpoint,
         damaged: Mapping[Path, str] = MappingProxyType({}),
     ) -> Path | None:
-        """Ranks that were started anew go on from the newest checkpoint that the ranks before them wrote.
+        """Return the checkpoint to continue from: the given one, or after a restart the newest one of the
+        attempt.
 
-        One that was there before them may be newer than that which the user chose to begin with; but not
-        where that is among the `damaged` ones, which the ranks have tried to load. What is damaged is taken
-        from the store, once, before one that is older.
+        After a restart a checkpoint that existed before the attempt may be newer than the one that the user
+        chose; it is not used, unless the chosen one is among the `damaged` ones, which the ranks have tried
+        to load. A damaged checkpoint is downloaded from the store once, before an older one is used.
 
         Raises:
             TitanError: no checkpoint can be used, or the store does not answer.
@@ -58,13 +59,11 @@ class Continuing:
             if attempt.get("from_scratch") and (aside := self.folder.set_checkpoints_aside()) is not None:
                 logger.warning("the earlier checkpoints are in %s", aside)
             return checkpoint
-        asked_for = self.folder.checkpoints / f"step-{attempt.get('step')}"
-        if asked_for in damaged:
-            remote.take_step(
-                self.folder, section, attempt["step"], logger.warning, damaged=damaged[asked_for]
-            )
+        chosen = self.folder.checkpoints / f"step-{attempt.get('step')}"
+        if chosen in damaged:
+            remote.take_step(self.folder, section, attempt["step"], logger.warning, damaged=damaged[chosen])
             remote.lower_serial(self.folder)
-            return asked_for
+            return chosen
         skipped: list[str] = []
         how: dict[str, Any] = {
             "verify": names_and_sizes(section.verify),  # each rank hashes what it loads
@@ -75,12 +74,12 @@ class Continuing:
         checkpoint = None if checkpoint in damaged else checkpoint
         with waiting_for_late_files(shared_folder.PATIENCE if self.place.world > 1 else 0.0):
             found = newest_good(self.folder.checkpoints, **how)
-        anew = not damaged or not damaged.keys() <= self._asked
+        anew = not damaged or not damaged.keys() <= self._requested
         here = found or checkpoint
         best = here is not None and none_newer(self.folder.checkpoints, here, how["newer_than"])
         gone = here is None and remote.recorded_step(self.folder) is not None
         if section.remote is not None and (skipped or gone) and anew and not best:
-            self._asked |= damaged.keys()
+            self._requested |= damaged.keys()
             found = remote.newest(self.folder, section, say=logger.warning, **how)
             remote.lower_serial(self.folder)
         skipped = list(dict.fromkeys(skipped)) or list(damaged.values())
@@ -93,13 +92,13 @@ class Continuing:
         return found or checkpoint
 
     def not_lost(self, checkpoint: Path | None, section: Checkpoint) -> Path | None:
-        """Return what the run goes on from. Collective.
+        """Return the checkpoint, after checking that none was lost. Collective.
 
         Raises:
-            EnvironmentProblem: nothing, though it has saved.
+            EnvironmentProblem: there is none, although the run has saved some.
         """
         from titancli.distributed.together import Ranks
 
-        if checkpoint is None:  # the ranks agree
+        if checkpoint is None:  # the same on all ranks
             Ranks().one("looking for checkpoints", lambda: remote.refuse_lost(self.folder, section))
         return checkpoint

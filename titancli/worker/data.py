@@ -1,4 +1,5 @@
-"""The data of a run: the recipe's dataset, or the prompts of its task, at the position of a checkpoint."""
+"""Open the data of a run: the recipe's dataset, or the prompts of its task, at the position of a
+checkpoint."""
 
 from __future__ import annotations
 
@@ -56,9 +57,9 @@ def check_vocabulary(recipe: Recipe, tokenizer: Any) -> None:
 def open_data(
     recipe: Recipe, tokenizer: Any, engine: Engine, checkpoint: Path | None, *, allow_drift: bool
 ) -> Source | None:
-    """Open what the loop takes its data from; None for one that does not train.
+    """Open the loop's data source; None for a loop that does not train.
 
-    Where there is a checkpoint to continue from, load it: into the engine, and its position into the data.
+    If there is a checkpoint to continue from, load it: into the engine, and its position into the data.
 
     Args:
         allow_drift: start the data from the beginning if they are not those of the checkpoint.
@@ -84,13 +85,13 @@ def open_data(
 
 
 def epochs(recipe: Recipe, data: Source | None, engine: Engine) -> str | None:
-    """Return how often the run goes through its data, in words; None where their size is not known."""
+    """Return how many times the run passes over its data, in words; None if their size is not known."""
     epoch_tokens = getattr(getattr(data, "dataset", None), "epoch_tokens", None)
     if epoch_tokens is None:
         return None
     try:
         found = epoch_tokens()
-    except TitanError:  # this is one rank: with the first batch it is said on every rank
+    except TitanError:  # only one rank runs this; the first batch raises the error on every rank
         return None
     if found is None:
         return None
@@ -104,7 +105,7 @@ def epochs(recipe: Recipe, data: Source | None, engine: Engine) -> str | None:
 def open_validation(
     recipe: Recipe, tokenizer: Any, engine: Engine, observers: Observers
 ) -> Validation | None:
-    """Build what evaluates between steps; None without `[validation.datasets]`.
+    """Build the validation that runs between steps; None without `[validation.datasets]`.
 
     The loss is the recipe's, or cross-entropy if that one needs samples and their advantages.
     """
@@ -124,7 +125,8 @@ def open_validation(
 def open_dataset(
     recipe: Recipe, tokenizer: Any, engine: Engine, config: Any, *, rows: int | None = None
 ) -> Dataset:
-    """Build a dataset for this data-parallel rank; `rows` of a batch, None: those of the recipe."""
+    """Build a dataset for this data-parallel rank, with `rows` rows in a batch; None: as many as in the
+    recipe."""
     return build(
         config,
         tokenizer=tokenizer,
@@ -137,13 +139,13 @@ def open_dataset(
 
 
 def identity_of(position: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return what tells the data of a position from others; None where the dataset does not say."""
+    """Return the identity of the data from a position; None if the dataset does not give it."""
     found = position.get("data")
     return dict(found) if isinstance(found, Mapping) else None
 
 
 def digest_of(identity: Mapping[str, Any] | None) -> str | None:
-    """Return one digest of an identity (files, revision, tokenizer, order); None where there is none."""
+    """Return a digest of an identity (files, revision, tokenizer, order); None without an identity."""
     if identity is None:
         return None
     return xxhash.xxh3_128_hexdigest(json.dumps(identity, sort_keys=True).encode())
@@ -153,7 +155,7 @@ def read_identity(recipe: Recipe) -> dict[str, Any] | None:
     """Return `identity_of` the data that a run of a recipe would begin with, without an engine.
 
     Raises:
-        TitanError: they cannot be read.
+        TitanError: the data cannot be read.
     """
     if recipe.dataset is None:
         tokenizer = None if recipe.tokenizer is None else build(recipe.tokenizer)
@@ -163,7 +165,7 @@ def read_identity(recipe: Recipe) -> dict[str, Any] | None:
 
 
 def read_dataset(recipe: Recipe, config: Any) -> dict[str, Any] | None:
-    """The same of one dataset of the recipe."""
+    """Return the identity of one dataset of the recipe."""
     tokenizer = None if recipe.tokenizer is None else build(recipe.tokenizer)
     dataset = build(
         config,
@@ -210,7 +212,8 @@ def _source(recipe: Recipe, tokenizer: Any, engine: Engine) -> Source:
 
 
 def _continued(data: Source, state: Any, again: Callable[[], Source] | None) -> Source:
-    """The data at the position of a checkpoint; or what `again` opens, if the position is in other data."""
+    """Return the data at the position of a checkpoint; if the position is in other data, the result of
+    `again`."""
     if not isinstance(state, dict):
         raise EnvironmentProblem(
             "the checkpoint has no position in the data",

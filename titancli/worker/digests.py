@@ -1,4 +1,4 @@
-"""A run's digests: one of each step, in its folder."""
+"""Write a run's digests, one for each step, into its folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def digested(opened: Opened) -> Iterator[None]:
-    """Write the digest of each step inside the block, if the recipe wants it."""
+    """Write the digest of each step inside the block, if the recipe enables it."""
     if not (opened.recipe.debug.digests and opened.start.trains):
         yield
         return

@@ -1,5 +1,5 @@
-"""What takes part in a run beside its loop: each feature is a context manager around the loop, which adds its
-hooks to `engine.hooks` and `run.hooks` where the recipe wants it."""
+"""Features that run beside the loop: each is a context manager around the loop, which adds its hooks to
+`engine.hooks` and `run.hooks` if the recipe enables it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def fed(opened: Opened) -> Iterator[None]:
 
 @contextmanager
 def profiled(opened: Opened) -> Iterator[None]:
-    """Record traces and memory snapshots inside the block, on a schedule or when asked."""
+    """Record traces and memory snapshots inside the block, on a schedule or on request."""
     recipe = opened.recipe
     profiler = Profiler(
         recipe.profiling,
@@ -49,12 +49,12 @@ FEATURES: tuple[Callable[[Opened], AbstractContextManager[None]], ...] = (
     profiled,
     digested,
 )
-"""The outermost first."""
+"""All features, the outermost first."""
 
 
 @contextmanager
 def taking_part(opened: Opened) -> Iterator[None]:
-    """Have all features take part in the loop that is built and run inside the block."""
+    """Activate all features for the loop that is built and run inside the block."""
     with ExitStack() as stack:
         for feature in FEATURES:
             stack.enter_context(feature(opened))
@@ -63,9 +63,11 @@ def taking_part(opened: Opened) -> Iterator[None]:
 
 @contextmanager
 def garbage_between_steps() -> Iterator[None]:
-    """Keep what stands now; garbage is collected by `Run` alone, at times that are the same on all ranks.
+    """Freeze existing objects, and disable automatic collection: `Run` collects garbage at the same steps on
+    all ranks.
 
-    What whoever called this has frozen stays frozen: there is no way to thaw the rest alone.
+    If the caller has already frozen objects, they stay frozen, since the others cannot be unfrozen
+    separately.
     """
     ours = gc.get_freeze_count() == 0
     gc.collect()

@@ -1,4 +1,4 @@
-"""How the ranks of a run meet."""
+"""Make the ranks of a run meet."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def join(
     store: Path | None,
     plugin_files: Sequence[Path],
 ) -> torch.device:
-    """Take a device, meet the other ranks, and make sure that all are there for the same run.
+    """Choose a device, meet the other ranks, and check that all of them run the same recipe and code.
 
     Args:
-        digest: of the resolved recipe.
+        digest: digest of the resolved recipe.
         store: a folder in which the ranks of one machine meet.
     """
     on_one_machine = store is not None or place.world == 1

@@ -1,4 +1,4 @@
-"""What a run says that has run out of memory."""
+"""Explain an out-of-memory error of a run."""
 
 from __future__ import annotations
 
@@ -22,23 +22,24 @@ logger = logging.getLogger(__name__)
 def advised(
     error: Exception, start: Start, world: int, engine: Engine | None, step: int | None
 ) -> TitanError | None:
-    """Return the error that says what was live and what would make it fit; None: memory has not run out, or
-    nothing is known.
+    """Return an error that says what was in memory and what would make it fit; None if memory has not run
+    out, or nothing is known.
 
     Args:
-        step: the one under way; None before the first.
+        step: the current step; None before the first.
     """
     if not is_out_of_memory(error):
         return None
     try:
-        return _told(error, start, world, engine, step)
-    except Exception:  # no advice is worth the error itself
+        return _advise(error, start, world, engine, step)
+    except Exception:  # advice must not hide the error itself
         logger.debug("no advice on memory", exc_info=True)
         return None
 
 
-def _told(error: Exception, start: Start, world: int, engine: Engine | None, step: int | None) -> TitanError:
-
+def _advise(
+    error: Exception, start: Start, world: int, engine: Engine | None, step: int | None
+) -> TitanError:
     phase = getattr(error, RAISED_IN, None)
     where = f"in step {step}" if step else "before the first step"
     cause = str(error).partition(" GPU ")[0].partition("\n")[0]

@@ -1,4 +1,4 @@
-"""The loggers of a run, and what they are told at its start."""
+"""Open the loggers of a run, and announce its start to them."""
 
 from __future__ import annotations
 
@@ -38,11 +38,12 @@ def open_loggers(
     several_nodes: bool,
     listeners: Sequence[Listener],
 ) -> list[Any]:
-    """Build the loggers of a rank: before the engine, so that a package that is missing is said at once.
+    """Build the loggers of a rank. It happens before the engine, so that a missing package is reported at
+    once.
 
     Args:
-        restart: how often the ranks of the attempt have been started anew.
-        listeners: are handed rank 0's events.
+        restart: how often the ranks of the attempt have been restarted.
+        listeners: receive rank 0's events.
     """
     own: list[Any] = []
     if place.rank == 0:
@@ -66,7 +67,7 @@ def observe(
     *,
     restart: int,
 ) -> Observers:
-    """Make what hands metrics to loggers, and announce the run. Collective.
+    """Make the observers that pass metrics to loggers, and announce the run. Collective.
 
     Raises:
         TitanError: the ranks have different data.
@@ -86,7 +87,7 @@ def observe(
         folder.update_attempt(**found, checkpoint=checkpoint, **here)
         found["epochs"] = epochs(recipe, data, engine)
     known = {"attempt": len(attempts), "checkpoint": checkpoint, "recipe": start.loaded.data}
-    # The peaks are bf16's; a run that computes in fp32 has no utilisation of them.
+    # Peaks are those of bf16, so a run that computes in fp32 has no utilization.
     peak = device_peak(start.device) if recipe.training.mixed_precision_param == "bfloat16" else None
     observers = Observers(
         loggers,

@@ -1,4 +1,4 @@
-"""What the ranks of a run have agreed on, and what has been opened of it. Torch-free."""
+"""The state of a run that the ranks have agreed on, and the objects that were opened for it. Torch-free."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Start:
-    """What the ranks have agreed on before anything is built."""
+    """The facts that the ranks have agreed on before anything is built."""
 
     loaded: Loaded
     lock_text: str
     record: dict[str, Any]
-    """`run.json`."""
+    """The contents of `run.json`."""
     checkpoint: Path | None
-    """The one to continue from; None starts at step 0."""
+    """The checkpoint to continue from; None starts at step 0."""
     device: torch.device
 
     @property
@@ -55,7 +55,7 @@ class Opened:
     folder: RunFolder
     place: Place
     restart: int
-    """How often the ranks of this attempt have been started anew."""
+    """How often the ranks of this attempt have been restarted."""
     engine: Engine
     run: Run
     tokenizer: Any
@@ -63,7 +63,7 @@ class Opened:
     """None for a loop that does not train."""
     observers: Observers
     copies: Copies | None
-    """What keeps the state in memory."""
+    """The copies of the state in memory."""
 
     @property
     def recipe(self) -> Recipe:

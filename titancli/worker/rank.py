@@ -1,7 +1,7 @@
-"""What each rank runs: a resolved recipe in, an outcome out.
+"""The program of a rank: it runs a resolved recipe and returns the outcome.
 
 `python -m titancli.worker.rank RUN_DIR` is one rank of several, started by a launcher; `main` runs the only
-rank inside the command. `Rank.run` meets the other ranks, and `Rank.train` builds what the recipe names and
+rank inside the command. `Rank.run` meets the other ranks, and `Rank.train` builds the recipe's components and
 runs its loop. Nothing at the top imports torch, so that signals are handled from the first moment.
 """
 
@@ -71,12 +71,12 @@ def main(
 ) -> dict[str, Any]:
     """Run one rank to its end and return the outcome (see `Rank.train`).
 
-    Without `lock_file` the run folder is ready and held by the caller. With it rank 0 makes the folder, from
+    Without `lock_file`, the run folder is ready and held by the caller. With it, rank 0 makes the folder from
     that file and the `run.json` beside it. `store` is a folder in which the ranks of one machine meet.
-    `listeners` are handed rank 0's events.
+    `listeners` receive rank 0's events.
 
     Raises:
-        Exception: whatever went wrong, after `logs/rank-N.error.json` was written.
+        Exception: any error, after `logs/rank-N.error.json` was written.
     """
     from titancli import registry
 
@@ -98,7 +98,7 @@ def main(
 
 
 class Rank:
-    """One rank's way from a lock file to an outcome. What it opens is closed by the stack."""
+    """The life of one rank, from a lock file to an outcome. The stack closes what it opens."""
 
     def __init__(
         self,
@@ -121,13 +121,13 @@ class Rank:
 
     @property
     def current_step(self) -> int | None:
-        """The step under way; None before the first."""
+        """The current step; None before the first."""
         return self._observers.step + 1 if self._observers else None
 
     def run(
         self, lock_file: Path | None, checkpoint: Path | None, stop: Stop, listeners: tuple[Listener, ...]
     ) -> dict[str, Any]:
-        """See `main`."""
+        """Run the rank; see `main`."""
         from titancli.distributed import process_group
         from titancli.distributed.together import Ranks
         from titancli.recipe import load_recipe
@@ -142,10 +142,10 @@ class Rank:
         device = self._enter(recipe, lock_file, lock_text)
         continuing = self._continuing
         section = recipe.checkpoint
-        patient = Ranks(process_group.patient_group() if section.remote else None)  # it may be downloaded
+        patient = Ranks(process_group.patient_group() if section.remote else None)  # for downloads
         choosing = "choosing the checkpoint"
         checkpoint = patient.one(choosing, lambda: continuing.checkpoint(checkpoint, section))
-        # Asked of rank 0: on a shared disk the others may not see yet what it wrote.
+        # Rank 0 reads it: on a shared disk the others may not see yet what it wrote.
         record = Ranks().one("reading run.json", continuing.record)
         loggers = open_loggers(
             recipe,
@@ -171,18 +171,18 @@ class Rank:
                     logger.warning("the run continues from %s", other.name)
                 start = replace(start, checkpoint=continuing.not_lost(other, section))
         except Exception as error:
-            told = advised(error, start, self.place.world, self._engine, self.current_step)
-            if told is None:
+            explained = advised(error, start, self.place.world, self._engine, self.current_step)
+            if explained is None:
                 raise
-            raise told from error
+            raise explained from error
         if outcome["signal"] == NODES_JOIN.name:
-            logger.info("more nodes join: all ranks are started anew from step %d", outcome["step"])
+            logger.info("more nodes join: all ranks restart from step %d", outcome["step"])
             return outcome
         if self._observers is not None:
             self._observers.run_end(outcome)
             outcome = {**outcome, "metrics": self._observers.latest}
         if self.is_main:
-            Claim.of(self.folder, record).check()  # the newest attempt may be another's by now
+            Claim.of(self.folder, record).check()  # the newest attempt may be another one by now
             self.folder.update_attempt(outcome=plain(outcome), ended=timestamp())
         return outcome
 
@@ -190,7 +190,7 @@ class Rank:
         """Meet the other ranks, which run the same, in a run folder that all see; return this rank's device.
 
         Args:
-            lock_file: the recipe of this node, where each starts by itself.
+            lock_file: this node's recipe, if each node starts by itself.
         """
         from titancli.distributed.shared_folder import require_shared
         from titancli.distributed.together import require_same
@@ -219,13 +219,13 @@ class Rank:
     def _train_unless_damaged(
         self, start: Start, loggers: list[Any], stop: Stop, damaged: dict[Path, str]
     ) -> dict[str, Any] | None:
-        """Call `train`; None where the run's own checkpoint turned out to be damaged, which is put into
-        `damaged`. All ranks find it alike, and all that was built goes with the error."""
+        """Call `train`; return None if the run's own checkpoint is damaged, after adding it to `damaged`.
+        All ranks find the same, and everything that was built is released with the error."""
         try:
             return self.train(start, loggers, stop)
         except DamagedCheckpoint as error:
-            asked_for = start.record["attempts"][-1].get("step")
-            stays = f"step-{asked_for}" == error.folder.name
+            chosen = start.record["attempts"][-1].get("step")
+            stays = f"step-{chosen}" == error.folder.name
             final = start.recipe.checkpoint.remote is None or error.folder in damaged
             if self._copies is not None and error.folder == self._copies.folder:
                 logger.warning("the copy in memory cannot be used: %s", error.why)
@@ -240,13 +240,13 @@ class Rank:
         return None
 
     def train(self, start: Start, loggers: list[Any], stop: Stop) -> dict[str, Any]:
-        """Build what the recipe names, in the process group that is initialised, and run its loop.
+        """Build the recipe's components, in the initialized process group, and run its loop.
 
         Returns:
             `{"why", "signal", "step", "checkpoint"}`; why is finished, stopped, interrupted or data_ended.
 
         Raises:
-            TitanError: something that the recipe names is missing or does not fit.
+            TitanError: a component of the recipe is missing or does not fit.
         """
         from titancli.engine import Engine
         from titancli.worker.callbacks import open_run
@@ -268,8 +268,8 @@ class Rank:
         data = open_data(recipe, tokenizer, engine, start.checkpoint, allow_drift=allow_drift)
         run.data = data
         copied = self._copies is not None and self._copies.loaded()
-        told = (start, self.folder, self.place, engine, loggers, data)
-        observers = self._observers = observe(*told, restart=self._continuing.restart)
+        built = (start, self.folder, self.place, engine, loggers, data)
+        observers = self._observers = observe(*built, restart=self._continuing.restart)
         if start.checkpoint is not None and not copied:
             run.saved_step = engine.step
         run.validation = open_validation(recipe, tokenizer, engine, observers)
@@ -298,13 +298,13 @@ class Rank:
         return {"why": run.why, "signal": run.signal, "step": engine.step, "checkpoint": name}
 
     def record_leaving(self) -> None:
-        """Write the outcome of a run that the user would not wait for."""
+        """Write the outcome of a run that the user did not wait for."""
         step = self._observers.step if self._observers else None
         outcome = {"why": "interrupted", "signal": "SIGINT", "step": step, "checkpoint": None}
         self.folder.update_attempt(outcome={**outcome, "metrics": {}}, ended=timestamp())
 
     def dump_flight_recorder(self) -> None:
-        """Leave the collectives of a rank that waited for another in vain beside its log."""
+        """Write the collectives of a rank that waited for another in vain, beside its log."""
         from titancli.distributed import process_group
 
         try:
@@ -317,7 +317,7 @@ class Rank:
 
 
 def run_rank(arguments: Sequence[str] | None = None) -> int:
-    """`python -m titancli.worker.rank`: the exit code is 0 whenever the rank stopped in good order."""
+    """Run `python -m titancli.worker.rank`; the exit code is 0 if the rank stopped in good order."""
     options = rank_options(arguments)
     place = Place.from_environment()
     with Stop(os.environ.get(ASKED_TO_STOP)).listening(also=[NODES_JOIN]) as stop:
@@ -332,7 +332,7 @@ def run_rank(arguments: Sequence[str] | None = None) -> int:
             traceback.print_exc()
             sys.stdout.flush()
             sys.stderr.flush()
-            # No tidy exit: threads and collectives may hang, and the launcher is waiting for the cause.
+            # No clean exit: threads and collectives may hang, and the launcher is waiting for the cause.
             os._exit(EXIT_FAILED)
     return EXIT_NODES_JOIN if outcome["signal"] == NODES_JOIN.name else EXIT_OK
 

@@ -1,4 +1,4 @@
-"""Where a run goes on from: its checkpoints here, or in its store (`checkpoint.remote`). Torch-free."""
+"""Find the checkpoints of a run on this machine and in its store (`checkpoint.remote`). Torch-free."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def newest(
     newer_than: int = 0,
     damaged: Mapping[Path, str] = MappingProxyType({}),
 ) -> Path | None:
-    """The newest good checkpoint of a run, which is taken from the store if it is newer there, or damaged
-    here.
+    """Return the newest good checkpoint of a run. It is downloaded from the store if it is newer there, or
+    damaged here.
 
-    In a dry run nothing is taken, and the path is the one that it would have. `newer_than` and `damaged`: see
-    `newest_good`.
+    In a dry run nothing is downloaded, and the path is where the checkpoint would be. `newer_than` and
+    `damaged`: see `newest_good`.
 
     Raises:
         TitanError: the store does not answer, or the disk is full.
@@ -76,14 +76,14 @@ def take_step(
     damaged: str | None = None,
     dry_run: bool = False,
 ) -> bool:
-    """Take one checkpoint, where the run folder does not have it, or not its manifest, and the store does.
+    """Download one checkpoint if the run folder lacks it, or its manifest, and the store has it.
 
     Args:
-        damaged: what is wrong with the one that the run folder has; the store's takes its place.
-        dry_run: take nothing.
+        damaged: what is wrong with the one in the run folder; the store's replaces it.
+        dry_run: download nothing.
 
     Returns:
-        Whether the store's is taken, or in a dry run would be.
+        Whether the store's is downloaded, or in a dry run would be.
 
     Raises:
         DamagedCheckpoint: that one is `damaged`, and the store has none.
@@ -96,7 +96,7 @@ def take_step(
 
     place = run_place(section, folder.path) / here.name
     if place.is_dir():
-        run_id = folder.record().get("run_id")  # none: a dry run's, of a run that is not on this machine
+        run_id = folder.record().get("run_id")  # None in a dry run of a run that is not on this machine
         if run_id is not None and read_manifest(place).run_id != run_id:
             raise EnvironmentProblem(f"{place} was written by another run")
         take(place, folder.checkpoints, say, look_only=dry_run)
@@ -107,7 +107,7 @@ def take_step(
 
 
 def steps_of(folder: RunFolder, section: Checkpoint) -> list[int]:
-    """Return the steps of a run that have a folder of their own, here or in the store, in order."""
+    """Return the steps of a run that have a checkpoint folder, here or in the store, in order."""
     there = {path.name for path in folder.checkpoints.glob("step-*")}
     if section.remote is not None:
         from titancli.checkpoint.remote.transfer import run_place
@@ -117,17 +117,18 @@ def steps_of(folder: RunFolder, section: Checkpoint) -> list[int]:
 
 
 def lower_serial(folder: RunFolder) -> None:
-    """Have all that the attempt saves from now on count as its own: what the store had may be older than what
-    it has replaced, and the serials go on from the highest that is left."""
+    """Lower the attempt's serial so that every checkpoint it saves from now on counts as its own: one from
+    the store may be older than the one it has replaced, and serials continue from the highest that is
+    left."""
     serial = last_serial(folder.checkpoints)
     if serial < folder.record()["attempts"][-1].get("serial", 0):
         folder.update_attempt(serial=serial)
 
 
 def take_run(run_dir: Path, section: Checkpoint, *, rejected: Say, say: Say) -> bool:
-    """Begin the folder of a run that is only in the store, with its newest good checkpoint.
+    """Make the folder of a run that is only in the store, with its newest good checkpoint.
 
-    Its recipe is the one that the checkpoint was saved under, so that a resume is compared with that.
+    The recipe is the one under which the checkpoint was saved, so that a resume is compared with it.
     """
     folder = RunFolder(run_dir)
     if section.remote is None or (run_dir.is_dir() and not folder.is_empty_but_for_checkpoints()):
@@ -140,8 +141,8 @@ def take_run(run_dir: Path, section: Checkpoint, *, rejected: Say, say: Say) -> 
     return True
 
 
-def see_to(folder: RunFolder, section: Checkpoint, *, new: bool) -> None:
-    """Ensure that this run's checkpoints can be uploaded, before anything takes time.
+def require_uploadable(folder: RunFolder, section: Checkpoint, *, new: bool) -> None:
+    """Check that this run's checkpoints can be uploaded, before anything takes time.
 
     Raises:
         EnvironmentProblem: the store cannot be written, or holds another run of this name.
@@ -162,7 +163,7 @@ def see_to(folder: RunFolder, section: Checkpoint, *, new: bool) -> None:
 def uploads_of(
     folder: RunFolder, section: Checkpoint, run_id: str, leaving: Callable[[], bool] = lambda: False
 ) -> Uploads:
-    """Make what keeps a run's checkpoints in its store; see `Uploads` for `leaving`."""
+    """Make the uploads of a run's checkpoints to its store; see `Uploads` for `leaving`."""
     from titancli.checkpoint.remote.requests import LONG
     from titancli.checkpoint.remote.transfer import run_place
     from titancli.checkpoint.remote.uploads import Uploads
@@ -179,11 +180,11 @@ def uploads_of(
 
 
 def upload_rest(folder: RunFolder, section: Checkpoint) -> None:
-    """Upload what a run that has come to its end has left here, if anything.
+    """Upload the checkpoints that a finished run has not uploaded, if any.
 
     Raises:
         EnvironmentProblem: the run folder is in use.
-        TitanError: the store does not take it.
+        TitanError: the store does not accept them.
     """
     if section.remote is None or not section.enable:
         return
@@ -198,10 +199,10 @@ def upload_rest(folder: RunFolder, section: Checkpoint) -> None:
 
 
 def refuse_unusable(run: Path, notes: Iterable[str], section: Checkpoint) -> None:
-    """Where there are checkpoints that cannot be used, a run must not start over in silence.
+    """Refuse to start a run over silently if it has checkpoints that cannot be used.
 
     Raises:
-        EnvironmentProblem: there are.
+        EnvironmentProblem: there are some.
     """
     if not notes:
         return
@@ -212,8 +213,8 @@ def refuse_unusable(run: Path, notes: Iterable[str], section: Checkpoint) -> Non
 
 
 def recorded_step(folder: RunFolder) -> int | None:
-    """Return a step that run.json or the event log says was saved; None: nothing was, or all of it was set
-    aside since (`--from-scratch`).
+    """Return a step that was saved according to run.json or the event log; None if nothing was, or everything
+    has been set aside since (`--from-scratch`).
 
     Raises:
         EnvironmentProblem: run.json cannot be read.
@@ -240,10 +241,10 @@ def recorded_step(folder: RunFolder) -> int | None:
 
 
 def refuse_lost(folder: RunFolder, section: Checkpoint) -> None:
-    """Where a run has saved and has no checkpoint, it must not start over in silence.
+    """Refuse to start a run over silently if it has saved checkpoints and has none now.
 
     Raises:
-        EnvironmentProblem: it has saved.
+        EnvironmentProblem: it has saved some.
     """
     if (step := recorded_step(folder)) is None:
         return
@@ -253,7 +254,7 @@ def refuse_lost(folder: RunFolder, section: Checkpoint) -> None:
 
         there += f", and {run_place(section, folder.path)} holds none either"
     raise EnvironmentProblem(
-        f"{folder.path} has saved step {step}, as its record says, but {folder.checkpoints} {there}",
-        hint="is its disk not mounted, or was it purged? Bring the checkpoints back, or start at step 0 with "
+        f"{folder.path} has saved step {step} according to its record, but {folder.checkpoints} {there}",
+        hint="is its disk not mounted, or was it purged? Restore the checkpoints, or start at step 0 with "
         "--from-scratch",
     )

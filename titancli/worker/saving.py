@@ -1,4 +1,4 @@
-"""What a run saves: its checkpoints, their copies in an object store, and at its end the weights alone."""
+"""Save a run: its checkpoints, their copies in an object store, and at its end the weights alone."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ logger = logging.getLogger(__name__)
 
 
 def open_uploads(recipe: Recipe, folder: RunFolder, run_id: str, run: Run) -> Uploads | None:
-    """Start what copies checkpoints to the recipe's object store, with what earlier attempts have left here;
-    None without one, and except on rank 0."""
+    """Start the uploads of checkpoints to the recipe's object store, with those that earlier attempts have
+    left here; None without a store, and on ranks other than 0."""
     section = recipe.checkpoint
     if section.remote is None or dist.get_rank() != 0:
         return None
@@ -47,7 +47,7 @@ def open_uploads(recipe: Recipe, folder: RunFolder, run_id: str, run: Run) -> Up
 
 
 def open_copies(recipe: Recipe, folder: RunFolder, record: dict[str, Any], stack: ExitStack) -> Copies | None:
-    """Open what keeps the run's state in memory; None where the recipe does not want it. Collective.
+    """Open the copies of the run's state in memory; None if the recipe does not enable them. Collective.
 
     Raises:
         EnvironmentProblem: the memory of a node cannot be written.
@@ -65,7 +65,7 @@ def open_copies(recipe: Recipe, folder: RunFolder, record: dict[str, Any], stack
 
 @contextmanager
 def saved(opened: Opened) -> Iterator[None]:
-    """Save checkpoints inside the block, and afterwards what a run leaves behind."""
+    """Save checkpoints inside the block, and the exports of the run after it."""
     if not opened.start.trains:
         yield
         return
@@ -83,10 +83,10 @@ def saved(opened: Opened) -> Iterator[None]:
 
 
 def open_checkpoints(opened: Opened, uploads: Uploads | None) -> Checkpointer:
-    """Make what saves the run's checkpoints."""
+    """Make the checkpointer of the run."""
     start, run = opened.start, opened.run
 
-    def told(step: int, path: Path) -> None:
+    def announce(step: int, path: Path) -> None:
         run.saved(step, path)
         opened.observers.checkpoint_saved(step, path)
 
@@ -97,7 +97,7 @@ def open_checkpoints(opened: Opened, uploads: Uploads | None) -> Checkpointer:
         run_id=start.run_id,
         mesh=asdict(opened.engine.mesh.degrees),
         kept=opened.engine.kept,
-        on_saved=told,
+        on_saved=announce,
         uploads=uploads,
         from_zero=start.checkpoint is None,
         claim=Claim.of(opened.folder, start.record),
@@ -107,8 +107,8 @@ def open_checkpoints(opened: Opened, uploads: Uploads | None) -> Checkpointer:
 
 
 def perhaps_at_work(record: dict[str, Any]) -> list[str]:
-    """Return the tokens of earlier attempts that nothing says have ended: on other hosts, whose locks may not
-    be seen here."""
+    """Return the tokens of earlier attempts that may still be running: they are on other hosts, have no
+    outcome, and their locks may not be visible here."""
     *earlier, _ = record["attempts"]
     here = socket.gethostname()
     return [
@@ -120,7 +120,8 @@ def perhaps_at_work(record: dict[str, Any]) -> list[str]:
 
 @contextmanager
 def settled(uploads: Uploads | None) -> Iterator[None]:
-    """Wait for uploads if the run fails inside the block: what was saved is to get to the object store."""
+    """Wait for uploads if the run fails inside the block, so that saved checkpoints reach the object
+    store."""
     try:
         yield
     except TitanError:
@@ -130,20 +131,21 @@ def settled(uploads: Uploads | None) -> Iterator[None]:
 
 
 def leave_behind(recipe: Recipe, engine: Engine, run: Run, folder: RunFolder) -> None:
-    """Write the exports of a run that has come to its end, and finish its uploads."""
+    """Write the exports of a finished run, and finish its uploads."""
     if run.checkpoints is None:
         return
     ended = run.has_ended
     if ended and engine.step:
         export(recipe.checkpoint, engine, run.checkpoints, folder.path)
     if not run.checkpoints.finish_uploads() and ended:
-        run.stopped_by(run.stop.requested)  # so that the exit code says: to be resumed
+        run.stopped_by(run.stop.requested)  # so that the exit code tells the caller to resume
 
 
 def export(section: Checkpoint, engine: Engine, checkpointer: Checkpointer, run_folder: Path) -> None:
-    """Write `exports/step-N`, a checkpoint without optimizer, and `exports/step-N-hf`, as asked. Collective.
+    """Write `exports/step-N`, a checkpoint without optimizer, and `exports/step-N-hf`, if enabled.
+    Collective.
 
-    The last checkpoint is on the disk already: whatever fails here loses nothing.
+    The last checkpoint is already on the disk: a failure here loses nothing.
 
     Raises:
         EnvironmentProblem: the disk is full, or cannot be written.
@@ -166,7 +168,7 @@ def _to_hf(section: Checkpoint, run_folder: Path, name: str) -> None:
     from titancli.checkpoint.hf.convert import to_hf
 
     target, number = run_folder / "exports" / f"{name}-hf", 1
-    while target.exists():  # of the same step on another way, which may be what somebody uses
+    while target.exists():  # an export of the same step by another run, which may be in use
         number += 1
         target = target.with_name(f"{name}-hf-{number}")
     target.parent.mkdir(exist_ok=True)
