@@ -15,6 +15,12 @@ TURNED_ROUND = {
     r"\bnobody can be asked\b": "not a terminal",
     r"\bruns part\b": "runs diverge",
     r"[\"']asked;": "requested",
+    r"\bheld against\b": "compared with",
+    r"\bthat which\b": "the one that",
+    r"\bby what (?:factor|share|number)\b": "the factor by which",
+    r"\bas people are told\b": "the name in messages",
+    r"\bstands? for nothing\b": "means nothing",
+    r"\bwhat there is of\b": "the existing …",
     r"\b[Ww]hat [\w ]{1,30} is none\b": "something that is not …",
 }
 """Each with its replacement."""

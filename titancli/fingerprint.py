@@ -72,7 +72,7 @@ class FullCheck:
         """`report` is given the bytes that were read so far."""
         self.files: set[str] = set()
         self.bytes = self.compared = 0
-        """Bytes that were read, and files that were held against checksums of before."""
+        """The number of bytes read, and of files compared with earlier checksums."""
         self.faults: list[str] = []
         self.left_out: list[str] = []
         """Data that are not read."""

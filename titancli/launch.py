@@ -29,9 +29,9 @@ class LaunchRequest:
     rdzv: str | None
     """HOST:PORT at which the nodes meet."""
     json_events: bool
-    """Events are printed to stdout as JSON Lines."""
+    """Whether events are printed to stdout as JSON Lines."""
     traceback: bool
-    """Whatever goes wrong is raised, with its traceback."""
+    """Whether every error is raised with its traceback."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Environment variables of the ranks; they are set where the launcher is called."""
     min_nodes: int | None = None

@@ -496,7 +496,7 @@ class RunFolder:
     # ------------------------------------------------------------------------------------- recipe.lock.toml
 
     def write_recipe_lock(self, text: str) -> None:
-        """Write the resolved recipe; a different one that lies there is kept under the next free number."""
+        """Write the resolved recipe; a different existing one is kept under the next free number."""
         if self.recipe_lock.is_file():
             old = self.recipe_lock.read_text(encoding="utf-8")
             if old == text:

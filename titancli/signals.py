@@ -47,13 +47,13 @@ class Stop:
         def handle(number: int, frame: Any) -> None:
             name = signal.Signals(number).name
             if leave and name == "SIGINT" and self._interrupted:
-                _tell("interrupted again: exiting now")
+                _print("interrupted again: exiting now")
                 leave()
                 os._exit(EXIT_INTERRUPTED)
             self._interrupted = self._interrupted or name == "SIGINT"
             if leave and (self.requested is None or name == "SIGINT"):
                 again = "; press Ctrl-C again to exit now" if name == "SIGINT" else ""
-                _tell(f"{name}: {STOPPING.get()}{again}")
+                _print(f"{name}: {STOPPING.get()}{again}")
             self.requested = self.requested or name
 
         before = {number: signal.signal(number, handle) for number in (*heeded(), *also)}
@@ -69,11 +69,11 @@ def heeded() -> list[signal.Signals]:
     return [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
 
 
-def _tell(words: str) -> None:
-    """Not through Python's streams: the signal may have come in the middle of a write."""
-    # What is below the cursor of a terminal is the live panel, which will be drawn again.
+def _print(words: str) -> None:
+    """Write to stderr without Python's streams: the signal may have come in the middle of a write."""
+    # Below the cursor of a terminal is the live panel, which will be drawn again.
     before = b"\r\x1b[J" if os.isatty(2) else b"\n"
-    with suppress(OSError):  # where nobody reads any more (`2>&1 | head`), the run still stops in good order
+    with suppress(OSError):  # without a reader (`2>&1 | head`) the run still stops in good order
         os.write(2, before + words.encode() + b"\n")
 
 

@@ -253,7 +253,7 @@ def failures_of_the_last_rank() -> tuple[dict[str, str], str]:
     scorer = Scorer([ExactMatch()], 1.0)
     failures = Failures(scorer, 10, SimpleNamespace(mesh=mesh))  # type: ignore[arg-type]
     if dist.get_rank() == world - 1:
-        scorer.tell("exact_match", "no answer")
+        scorer.warn("exact_match", "no answer")
     for step in (1, 2):
         rollouts = SimpleNamespace(worked={"exact_match": 0}, failing={"exact_match"}, all_empty=False)
         failures.count(rollouts, step)  # type: ignore[arg-type]

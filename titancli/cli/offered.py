@@ -27,7 +27,7 @@ def offers(reserved: Collection[str] = (), *, own: bool = True) -> dict[str, lis
 
     Args:
         reserved: names that no plugin can have.
-        own: whether titan's own plugins are asked, too.
+        own: whether to include titan's own plugins.
     """
     from titancli.registry import current
 

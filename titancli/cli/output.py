@@ -112,7 +112,7 @@ GAP, SHORTEST = 2, 8
 
 
 def shortened(text: str, width: int) -> str:
-    """Return a text shortened to at most so many terminal cells: its beginning and its end."""
+    """Return a text shortened to a maximum number of terminal cells: its beginning and its end."""
     from rich.cells import cell_len
 
     if cell_len(text) <= width:

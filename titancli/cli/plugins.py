@@ -32,7 +32,7 @@ def list_(as_json: bool) -> None:
     environment, logging or torch, or takes seconds. What `titan prove` has
     found is shown too; a proof is stale if the plugin's code, titan or torch has changed since.
     """
-    _tell(None, as_json)
+    _report(None, as_json)
 
 
 @click.command("show", short_help="Show one plugin: its components, its status and its error.")
@@ -40,7 +40,7 @@ def list_(as_json: bool) -> None:
 @JSON
 def show(name: str, as_json: bool) -> None:
     """Show one plugin: its components, its status, what was proven, and the traceback if it is broken."""
-    _tell(name, as_json)
+    _report(name, as_json)
 
 
 @click.command("plugins", short_help="List the plugins and their status, or show one.")
@@ -48,10 +48,10 @@ def show(name: str, as_json: bool) -> None:
 @JSON
 def command(name: str | None, as_json: bool) -> None:
     """List the plugins and their status, or show one: `titan plugin list`, `titan plugin show NAME`."""
-    _tell(name, as_json)
+    _report(name, as_json)
 
 
-def _tell(name: str | None, as_json: bool) -> None:
+def _report(name: str | None, as_json: bool) -> None:
     registry = current()
     try_apart(registry)
     registry.commands(RESERVED)  # asked for everything, a plugin shows all its faults

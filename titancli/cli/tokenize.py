@@ -68,7 +68,7 @@ def command(
 
     A SOURCE is a file, a folder or a glob: Parquet and JSON Lines (compressed by gzip or zstd too; each row
     is a document), or text (each file is one). Which of them a file is follows from its content; .txt and .md
-    are always text, and what is none of them is refused. It may also be a Hugging Face dataset:
+    are always text, and files of other formats are refused. It may also be a Hugging Face dataset:
     hf://datasets/OWNER/NAME, or a folder of save_to_disk.
 
     If the command is interrupted, run it again: it continues, and the result is the same. It does not depend

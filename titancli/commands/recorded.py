@@ -42,11 +42,11 @@ __all__ = [
 
 
 def data_identity(recipe: Recipe) -> dict[str, Any] | None:
-    """Return what a run records of its data, to tell them from others; None where they cannot be told. They
-    are opened, but not read further; imports torch.
+    """Return the identity of the data that a run records; None if it cannot be determined. The data are
+    opened, but not read further; imports torch.
 
     Raises:
-        TitanError: they are not there.
+        TitanError: the data do not exist.
     """
     from titancli.worker.data import read_identity
 

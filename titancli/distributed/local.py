@@ -118,7 +118,8 @@ class RowCut:
         return self.in_order(gather_same(x, 0, self.group), dim)
 
     def gathered(self, x: Tensor, dim: int) -> Tensor:
-        """As `join`, where each rank goes on to compute something else: backward sums over the ranks."""
+        """Return the result of `join`, for ranks that then compute different things: backward sums over
+        the ranks."""
         return self.in_order(gather(x, 0, self.group), dim)
 
     def in_order(self, stacked: Tensor, dim: int) -> Tensor:

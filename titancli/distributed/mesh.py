@@ -115,8 +115,8 @@ class Mesh:
 
 
 class MeshOfNobody(Mesh):
-    """What a plan cuts a model by on the first of ranks that do not exist; of those that share parameters
-    there is one."""
+    """A mesh of ranks that do not exist, with which a plan cuts a model for the first of them; the number
+    of ranks that share parameters is 1."""
 
     def __init__(self, degrees: Degrees) -> None:
         self.degrees = degrees

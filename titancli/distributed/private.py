@@ -71,8 +71,8 @@ def flight_record() -> bytes:
 
 
 def mesh_of_nobody(name: str, size: int) -> DeviceMesh:
-    """Return a 1-D mesh of so many ranks, of which this process is the first and the others do not exist: on
-    it tensors can be cut, and nothing can be exchanged."""
+    """Return a 1-D mesh of `size` ranks, of which this process is the first and the others do not exist:
+    tensors can be sharded on it, but nothing can be exchanged."""
     from torch.distributed.device_mesh import DeviceMesh
 
     class Nobody(DeviceMesh):
@@ -84,7 +84,7 @@ def mesh_of_nobody(name: str, size: int) -> DeviceMesh:
 
 
 class GroupOfNobody:
-    """What is asked of the process group of such a mesh."""
+    """The members of a process group that such a mesh uses."""
 
     def __init__(self, name: str, size: int) -> None:
         self.group_name, self._size = name, size

@@ -154,8 +154,8 @@ def set_timeouts(seconds: float) -> None:
 
 
 PATIENCE = timedelta(hours=6)
-"""How long ranks wait for the slowest one's disk, for which the limits of training are far too short. A rank
-that ends is noticed at once: its connections are closed."""
+"""Time limit for waiting for the slowest rank's disk, for which the limits of training are far too short.
+A rank that ends is noticed at once: its connections are closed."""
 
 _patient: weakref.WeakSet[Any] = weakref.WeakSet()
 _patient_group: tuple[Any, Any] | None = None

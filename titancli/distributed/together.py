@@ -1,8 +1,8 @@
-"""What ranks do together on the CPU: they exchange values, and raise on all of them what one has raised.
+"""Exchange values between ranks on the CPU, and raise on all of them an error that one has raised.
 
-Every exchange begins with the same small collective: of each rank a row of numbers, for what it does, how
-many bytes it has to send, and whether it has failed. So ranks that do different things find out, instead of
-reading each other's bytes; and where nobody has anything to send, that is all.
+Every exchange begins with the same small collective, in which each rank sends a row of numbers: for what it
+does, how many bytes it has to send, and whether it has failed. So ranks that do different things find out,
+instead of reading each other's bytes; and if no rank has anything to send, that is all.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ WIDTH = 4
 
 
 class Disagreement(TitanError):
-    """Ranks do what does not go together; raised on all of them alike."""
+    """Ranks do different things where they must do the same; raised on all of them."""
 
 
 class Report(NamedTuple):
-    """What a rank was doing when not all were fine."""
+    """The state of a rank at an exchange in which some rank failed."""
 
     doing: str
     words: str | None
-    """Of the error that was raised here; None: nothing was."""
+    """The text of the error that was raised here; None if none was."""
     error: BaseException | None = None
-    """The error itself, where all ranks raise it as it is."""
+    """The error itself, if all ranks raise it unchanged."""
     details: Any = None
 
     @classmethod

@@ -27,7 +27,7 @@ def complete(
     on_text: OnText | None = None,
     on_done: OnDone | None = None,
 ) -> list[Completion]:
-    """Continue each prompt so many times, with the random numbers of `Engine.sample`.
+    """Continue each prompt `samples` times, with the random numbers of `Engine.sample`.
 
     Args:
         batch_size: how many completions are made together.

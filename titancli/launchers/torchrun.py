@@ -143,8 +143,8 @@ def run_agent(
     signals: Signals,
     ends: Callable[[int], int | None] = lambda agent: None,
 ) -> int:
-    """Run torchrun to its end and return its exit code; or that which `ends` gives, which is asked all the
-    time, with torchrun's process id, whether to end it."""
+    """Run torchrun to its end and return its exit code, or the one from `ends`: it is called regularly with
+    torchrun's process id, and ends torchrun if it returns an exit code."""
     ends_file(request).unlink(missing_ok=True)
     log.write(f"--- {timestamp()} {' '.join(command)}\n")
     log.flush()
@@ -236,7 +236,7 @@ class Signals:
     def __init__(self) -> None:
         self.received: list[int] = []
         self.waiting: list[int] = []
-        """Those that were not handed on yet."""
+        """Signals that have not been passed on yet."""
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Signals:

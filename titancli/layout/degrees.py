@@ -1,4 +1,4 @@
-"""Degrees of parallelism, as a recipe has them and on so many ranks; and numbers that would fit."""
+"""Degrees of parallelism: those of a recipe, on a number of ranks; and numbers that would fit."""
 
 from __future__ import annotations
 

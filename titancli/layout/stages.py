@@ -1,8 +1,8 @@
 """The split of a model into pipeline stages, and the requirements of the schedules. Torch-free arithmetic.
 
-The rule of the automatic cut is torchtitan's: what the first and last stage are lighter by counts as layers
-too, all of them are spread evenly, and earlier stages take what is left over. What is asked of micro-batches
-is what torch's own classes refuse otherwise (`torch/distributed/pipelining/schedules.py`).
+The rule of the automatic cut is torchtitan's: the layers by which the first and last stage are lighter count
+as layers too, all are spread evenly, and earlier stages take the remainder. The requirements on micro-batches
+are those of torch's own classes (`torch/distributed/pipelining/schedules.py`).
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class Failures:
         if rollouts.failing - self._shared and self._mesh.degrees.dp > 1:
             everyones = Ranks(self._mesh.dp_group).gather(dict(self._scorer.first_failures))
             for name, why in (item for own in everyones for item in own.items()):
-                self._scorer.tell(name, why)
+                self._scorer.warn(name, why)
         self._shared |= rollouts.failing
         worked = {name for name, times in rollouts.worked.items() if times}
         self._never -= worked

@@ -251,7 +251,7 @@ class Rollouts:
         return averages | ({"resampled": sums["resampled"]} if self._config.resample_zero_std else {})
 
     def save(self, recorder: Recorder, step: int, engine: Engine) -> None:
-        """Those of all ranks, on rank 0. Collective."""
+        """Save the samples of all ranks, on rank 0. Collective."""
         mine = [self._row(step, number) for number in range(len(self.rewards))]
         everyones = Ranks(engine.mesh.dp_group).gather(mine)
         if dist.get_rank() == 0:

@@ -115,7 +115,7 @@ class Evaluation:
             self._asked = every[engine.mesh.dp_rank :: engine.mesh.degrees.dp]
 
     def due(self, step: int, last: int) -> bool:
-        """Every so many steps, and after the last."""
+        """Return whether an evaluation is due: at intervals, and after the last step."""
         freq = self._config.eval_freq
         return freq > 0 and (step % freq == 0 or step == last)
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class RunHooks:
-    """What takes part in a run."""
+    """The hooks that take part in a run."""
 
     def __init__(self, engine: Engine | None = None) -> None:
         """

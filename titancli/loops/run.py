@@ -91,9 +91,9 @@ class Run:
     recipe: Recipe | None = None
     """The resolved recipe."""
     tokenizer: Any = None
-    """That of the recipe; None: it has none."""
+    """The recipe's tokenizer; None without one."""
     data: Any = None
-    """What the loop takes its batches from; None before `run_start` of hooks, and where it does not train."""
+    """The loop's source of batches; None before `run_start` of hooks, and if the loop does not train."""
     hooks: RunHooks = field(default_factory=RunHooks)
     """The hooks that take part in the run."""
     why: str = "finished"

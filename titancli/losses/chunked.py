@@ -284,8 +284,8 @@ def _sizes(hidden: Tensor, weight: Tensor) -> tuple[int, int]:
 
 
 def rows_at_once(most: int) -> int:
-    """Return how many rows a chunk has that may have so many: as products cut them into tiles, if there are
-    enough."""
+    """Return the number of rows of a chunk of at most `most` rows: a multiple of the tiles of matrix
+    products, if there are enough."""
     return most - most % TILE if most > TILE else max(1, most)
 
 
@@ -298,8 +298,9 @@ def _chunks(
     backend: str | None = None,
     cap: float | None = None,
 ) -> Iterator[slice]:
-    """Rows whose logits fit in the limit of the device that `beside` is on, so many fp32 tensors of them; of
-    compiled code on a GPU, in the dtype of `beside`. Those that are capped come with their derivative."""
+    """Yield slices of rows of which `tensors` fp32 tensors of logits fit in the limit of the device of
+    `beside`; compiled code on a GPU has them in the dtype of `beside`. With a cap, their derivative counts
+    too."""
     kind = device_type(beside)
     on_gpu = kind not in CHUNK_BYTES
     limit = CHUNK_BYTES.get(kind, CHUNK_BYTES_GPU)

@@ -122,7 +122,8 @@ def report(name: str, value: Tensor | float, *, reduce: Reduce = "mean", count: 
 
     It appears under `name` in all loggers: as the mean or the maximum of all reports of all ranks since the
     last reading (every `metrics.log_freq` steps), or as their sum, to which every rank that reports adds.
-    With `count`, the value is the sum of so many numbers whose mean is wanted; a mean of none is left out.
+    With `count`, the value is the sum of `count` numbers whose mean is reported; nothing is reported
+    for 0 numbers.
 
     Raises:
         TitanError: not one number, or a name that is reported with two reductions.

@@ -87,7 +87,7 @@ class Observers:
         merged = {**self._info, **info}
         self.step = int(merged.get("step") or 0)
         self._read_at = time.perf_counter()
-        self._tell("run_start", merged)
+        self._notify_all("run_start", merged)
 
     def step_end(self, step: int, metrics: Mapping[str, Tensor | float]) -> None:
         """Record a step. Values are global already; 0-dim tensors are read only if the step is logged.
@@ -121,9 +121,9 @@ class Observers:
         self.latest = {**self.latest, **metrics}
         for one in list(self._loggers):
             if hasattr(one, "validated"):
-                self._tell_one(one, "validated", step, dict(metrics), seconds)
+                self._notify(one, "validated", step, dict(metrics), seconds)
             else:
-                self._tell_one(one, "step_end", step, dict(metrics))
+                self._notify(one, "step_end", step, dict(metrics))
 
     def pause(self, seconds: float) -> None:
         """Leave this much time since the last reading out of the steps' time."""
@@ -132,7 +132,7 @@ class Observers:
 
     def checkpoint_saved(self, step: int, path: Path) -> None:
         """Announce a complete checkpoint. May be called from another thread than the rest."""
-        self._tell("checkpoint_saved", step, path)
+        self._notify_all("checkpoint_saved", step, path)
 
     def run_end(self, outcome: dict[str, Any]) -> None:
         """Announce the end of a run that did not fail. A second call does nothing."""
@@ -142,7 +142,7 @@ class Observers:
         if self._unread is not None:
             self._read(self.step)
         phases.stop()
-        self._tell("run_end", {**outcome, "metrics": {**self.latest, **(outcome.get("metrics") or {})}})
+        self._notify_all("run_end", {**outcome, "metrics": {**self.latest, **(outcome.get("metrics") or {})}})
 
     def _read(self, step: int) -> None:
         readings = collector.drain()
@@ -164,7 +164,7 @@ class Observers:
         self._read_at, self._steps_since, self._summed, self._first = now, 0, {}, False
         self._evaluation_seconds = 0.0
         self.latest = {**metrics, **self._validated}
-        self._tell("step_end", step, metrics)
+        self._notify_all("step_end", step, metrics)
 
     def _times(self, elapsed: float, steps: int) -> dict[str, Reading]:
         """Seconds of a step by phase, the mean over the ranks, which add up to `elapsed` over the steps."""
@@ -219,11 +219,11 @@ class Observers:
             speed["eta_seconds"] = max(0, self._total_steps - step) * seconds
         return speed
 
-    def _tell(self, method: str, *arguments: Any) -> None:
+    def _notify_all(self, method: str, *arguments: Any) -> None:
         for one in list(self._loggers):
-            self._tell_one(one, method, *arguments)
+            self._notify(one, method, *arguments)
 
-    def _tell_one(self, one: Any, method: str, *arguments: Any) -> None:
+    def _notify(self, one: Any, method: str, *arguments: Any) -> None:
         call = getattr(one, method, None)
         if call is None:
             return

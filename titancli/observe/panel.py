@@ -73,7 +73,7 @@ class Panel:
         self._title = "training"
         self._step: dict[str, Any] | None = None
         self._losses: deque[tuple[int, float]] = deque(maxlen=512)
-        """With their steps."""
+        """Losses with their steps."""
         self._saved: tuple[str, str] | None = None
         """A checkpoint's name, and when it was saved."""
         self._replaying = False

@@ -117,7 +117,7 @@ def ask(folder: Path, wish: Wish) -> str:
     except OSError as error:
         raise EnvironmentProblem(
             f"cannot write {file}: {error.strerror}{_owner(folder)}",
-            hint="a run is asked through a file in its folder: run this as a user who can write there",
+            hint="the request is a file in the run folder: run this as a user who can write there",
         ) from error
     return name
 

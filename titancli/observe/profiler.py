@@ -108,7 +108,7 @@ class Profiler:
         return self
 
     def __exit__(self, error_type: Any, error: Any, trace: Any) -> None:
-        if self._window is not None:  # what there is of it
+        if self._window is not None:  # an incomplete one
             self._window.last = self._step
             self._close(self._window)
         if self._snapshots and self._mine:

@@ -96,8 +96,9 @@ def _recomputing(forward: Callable[..., Any], context: Callable[[], Any] | None)
 
 
 def _keep_products(of_each: int) -> Any:
-    """Keep attention and the first of each so many matrix products. Of two, it is the costly half of a block
-    for half of its memory; of one, all that costs more to make again than to read."""
+    """Return a policy that keeps attention and the first of every `of_each` matrix products. With 2, it keeps
+    the costly half of a block for half of its memory; with 1, everything that costs more to recompute than to
+    read."""
     seen: dict[bool, int] = defaultdict(int)
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

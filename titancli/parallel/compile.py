@@ -19,8 +19,9 @@ from titancli.parallel.wrapped import wrap
 from titancli.recipe.schema import ActivationCheckpoint, Compile
 
 RECOMPILES = 64
-"""Of one function, at most. What is run again in backward torch compiles through one function of its own, for
-every kind of block, with and without gradients: its own limit of 8 is soon reached, and would end the run."""
+"""Maximum recompilations of a function. torch compiles everything that backward recomputes through a
+single function of its own, for every kind of block, with and without gradients: the default limit of 8 is
+soon reached, and would end the run."""
 
 
 def compile_model(

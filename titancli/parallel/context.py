@@ -44,9 +44,9 @@ OverRows = Callable[..., Tensor]
 def context_parallel(model: Any, mesh: Mesh, how: str, *, device: torch.device, dtype: torch.dtype) -> None:
     """Have a model compute on this rank's part of its rows; in place.
 
-    The plan sets `model.row_cut`, by which the engine cuts what goes in, and the output's, which joins what
-    comes out. Attention is found by its method `core_attention(q, k, v, mask, causal)`,
-    and what goes through rows in order by `core_recurrence(per_head, mask, heads)`.
+    The plan sets `model.row_cut`, by which the engine cuts inputs, and the output's, which joins outputs.
+    Attention is found by its method `core_attention(q, k, v, mask, causal)`, and modules that go through rows
+    in order by `core_recurrence(per_head, mask, heads)`.
 
     Args:
         how: "allgather", "ulysses" or "ring".

@@ -1,6 +1,5 @@
-"""What titan puts around a module's methods (activation checkpointing, compiled code, local parameters): it
-can be distinguished from what a converter or a plugin has put there, and be taken off for a while.
-"""
+"""Wrappers of titan around a module's methods (activation checkpointing, compiled code, local parameters).
+They can be distinguished from those of a converter or a plugin, and be removed for a while."""
 
 from __future__ import annotations
 
@@ -12,12 +11,12 @@ from titancli.protocols import ModuleDefaults
 from titancli.registry.defaults import with_defaults
 
 _WRAPPED = "_titan_wrapped"
-"""Of a module: by method, what stood on the instance before titan's first wrapper (None: nothing, the method
-is the class's), and titan's last one."""
+"""Attribute of a module: for each method, the instance's own method before titan's first wrapper (None: it
+used the class's), and titan's last wrapper."""
 
 
 def wrap(module: Any, name: str, wrapper: Callable[..., Any]) -> None:
-    """Put a wrapper of titan's, which calls what is there by now, in the place of a module's method."""
+    """Replace a module's method by a wrapper of titan's, which calls the current method."""
     wrapped = vars(module).setdefault(_WRAPPED, {})
     here = vars(module).get(name)
     before, last = wrapped.get(name, (here, here))
@@ -28,7 +27,7 @@ def wrap(module: Any, name: str, wrapper: Callable[..., Any]) -> None:
 
 
 def is_wrapped(module: Any, name: str = "forward") -> bool:
-    """Return whether the outermost of what stands in the place of a method is a wrapper of titan's."""
+    """Return whether the outermost wrapper of a method is one of titan's."""
     wrapped = vars(module).get(_WRAPPED, {})
     return name in wrapped and vars(module).get(name) is wrapped[name][1]
 

@@ -55,11 +55,11 @@ class Timeline:
     """Lifetimes of storages: operator i runs between the moments i and i + 1."""
 
     sizes: list[float]
-    """Of each storage."""
+    """The size of each storage."""
     born: list[int]
     died: list[int]
     moved: list[float]
-    """By operator."""
+    """Bytes that each operator moves."""
     inside: list[int]
     _during: list[float] = field(default_factory=list)
     _made: list[float] = field(default_factory=list)

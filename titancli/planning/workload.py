@@ -51,10 +51,10 @@ class Workload:
     """Forward and backward passes in one optimizer step, of `rows` rows each."""
     seq_len: int
     stored: int
-    """Of a parameter at rest."""
+    """Bytes of an element of a parameter at rest."""
     compute: int
     reduce: int
-    """Of a gradient while it is summed over ranks."""
+    """Bytes of an element of a gradient while it is summed over ranks."""
     recompute: str
     """Activation checkpointing: "none", "op", "products", "full", every n-th block ("2"), or the
     compiler's choice within a budget ("budget 0.5")."""

@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 IGNORE = -100
-"""A target that is none."""
+"""The target of positions that are not trained on."""
 MIX = "mix/"
-"""What names begin with that say which rows are of a dataset of a mixture: `mix/NAME`, [B] fp32, 1 or 0."""
+"""Prefix of the names that mark the rows of one dataset of a mixture: `mix/NAME`, [B] fp32, 1 or 0."""
 EXAMPLE = 'pass titancli.Batch({"tokens": ..., "targets": ...})'
 
 
 class MissingTensor(TitanError, KeyError):
-    """A batch was asked for a tensor that it does not have."""
+    """A requested tensor is not in the batch."""
 
 
 class Batch(Mapping[str, "Tensor"]):
@@ -86,11 +86,11 @@ class Batch(Mapping[str, "Tensor"]):
         return next(iter(self._tensors.values())).shape[0]
 
     def to(self, device: torch.device | str) -> Batch:
-        """The same batch on a device; the copy does not wait for it."""
+        """Return the same batch on a device; the copy does not wait for it."""
         return Batch({k: v.to(device, non_blocking=True) for k, v in self.items()}, unit=self.unit)
 
     def split(self, rows: int) -> list[Batch]:
-        """Pieces of `rows` rows each, a multiple of `unit`."""
+        """Return pieces of `rows` rows each, a multiple of `unit`."""
         if rows < 1 or rows % self.unit or self.rows % rows:
             raise TitanError(f"a batch of {self.rows} rows (units of {self.unit}) cannot be split by {rows}")
         pieces = {name: tensor.split(rows) for name, tensor in self.items()}

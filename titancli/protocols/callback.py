@@ -26,8 +26,8 @@ class StepHook(Protocol):
     """
 
     def around_backward(self, backward: Any) -> AbstractContextManager[None] | None:
-        """Return what is entered before a backward pass and left after it, or None. `backward.batches` and
-        `backward.loss` are what the step is computed from; `backward.compute()` computes it once more."""
+        """Return a context for a backward pass, or None. `backward.batches` and `backward.loss` are the
+        inputs of the step; `backward.compute()` computes it once more."""
 
     def gradients_ready(self, step: Any) -> bool | Tensor | None:
         """Look at the gradients of a step: sums, to be divided by `step.weight`, not clipped yet; leave them
@@ -78,10 +78,10 @@ class RunHook(Protocol):
 
 
 class RunHookDefaults:
-    """What the ranks of a run agree on for a hook, before each step."""
+    """An optional number that the ranks of a run agree on for a hook, before each step."""
 
     def asks(self) -> int:
-        """Return a number of 0 or more, such as what somebody has asked this rank for."""
+        """Return a number of 0 or more, such as a request to this rank."""
         return 0
 
     def before_step(self, step: int, agreed: int) -> None:

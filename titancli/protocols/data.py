@@ -99,9 +99,9 @@ class DatasetDefaults:
     """Set, before the first batch of a training run, to the rows of one optimizer step on all ranks."""
 
     def skip(self, rows: int) -> int | None:
-        """Go so many rows of all ranks on without making them, and return how many there were; None: it
-        cannot, and what is to be skipped is read. It may be called between two batches of an iteration,
-        which then goes on behind them. Worker processes need it."""
+        """Skip `rows` rows of all ranks without making them, and return how many there were; None if the
+        dataset cannot, and the rows are read instead. It may be called between two batches of an
+        iteration, which then continues behind them. Worker processes need it."""
         return None
 
 

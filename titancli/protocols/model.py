@@ -13,9 +13,10 @@ if TYPE_CHECKING:
     from titancli.protocols.shape import Decoder
 
 Role = Literal["matrix", "embedding", "output", "router", "modulation", "other"]
-"""What a parameter is: `matrix` takes hidden states to hidden states, as each of a stack of experts does;
-`embedding` is what enters, `output` what leaves; `router` scores experts; `modulation` makes scales and
-shifts out of a condition; `other` is everything else (norms, biases, convolutions, …)."""
+"""The role of a parameter: `matrix` maps hidden states to hidden states, as does each of a stack of
+experts; `embedding` makes hidden states of the input, `output` maps them to the output; `router` scores
+experts; `modulation` makes scales and shifts from a condition; `other` is everything else (norms, biases,
+convolutions, …)."""
 
 
 class Model(Protocol):
@@ -169,7 +170,7 @@ class CacheDefaults:
 
 
 class ModelConfig(Protocol):
-    """What can be told of a model without torch. Optional.
+    """Members of a model's config that describe the model without torch. Optional.
 
     Other optional members of such a config are in `titancli.registry.defaults`.
     """

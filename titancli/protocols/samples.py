@@ -72,7 +72,7 @@ class Prompt:
     messages: tuple[dict[str, str], ...] = ()
     """A conversation (`{"role": …, "content": …}` each), put into the tokenizer's chat template instead."""
     row: Mapping[str, Any] = field(default_factory=dict)
-    """All that the task's data say of it, for rewards."""
+    """All that the task's data contain about the prompt, for rewards."""
 
 
 @dataclass(frozen=True)
@@ -80,12 +80,12 @@ class Completion:
     """A model's continuation of a prompt."""
 
     text: str
-    """Without the end marker, and without a stop text; empty where there is no tokenizer."""
+    """The text without the end marker, and without a stop text; empty without a tokenizer."""
     tokens: list[int]
-    """All that were drawn, the end marker and what a stop text cut off included."""
+    """All tokens that were drawn, including the end marker and those that a stop text cut off."""
     logprobs: list[float]
-    """log p of each of them under the model itself, whatever temperature or top-p they were drawn with."""
+    """log p of each token under the model itself, at whatever temperature or top-p it was drawn."""
     finish: Finish
-    """An end marker (`stop_ids` among them), a stop text, or no room."""
+    """Why it ended: an end marker (including `stop_ids`), a stop text, or no room."""
     version: int | None = None
-    """The `Engine.version` of the weights that drew it; None: not known."""
+    """The `Engine.version` of the weights that drew it; None if it is not known."""

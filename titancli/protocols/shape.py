@@ -1,4 +1,4 @@
-"""What a decoder is made of, as plain data: what its modules are built from. Torch-free.
+"""The shape of a decoder, as plain data from which its modules are built. Torch-free.
 
 A family's config has a method `layer(number)` that returns a `Block`; `shape()` is the `Decoder` of them all,
 which `titancli.models.blocks.decoder` builds. An option of a layer is a field here, which its module reads:
@@ -24,11 +24,12 @@ class Norm:
 
     eps: float = 1e-5
     kind: Literal["rms", "layer"] = "rms"
-    """Divided by the root of the mean square (arXiv 1910.07467), or standardised (arXiv 1607.06450)."""
+    """Whether numbers are divided by the root of their mean square (arXiv 1910.07467), or standardized
+    (arXiv 1607.06450)."""
     bias: bool = False
-    """Whether a bias is added, which only "layer" has."""
+    """Whether a bias is added; only for "layer"."""
     zero_centred: bool = False
-    """Whether it multiplies by 1 + weight, which only "rms" does."""
+    """Whether the factor is 1 + weight; only for "rms"."""
 
     def __post_init__(self) -> None:
         layer = self.kind == "layer"
@@ -41,12 +42,12 @@ class Rope:
     """Rotary positions."""
 
     dim: int
-    """Numbers of a query or key that are rotated."""
+    """The number of rotated elements of a query or key."""
     theta: float
     scaling: Any = None
-    """How frequencies are stretched: a section of `titancli.models.sections`; None: they are not."""
+    """The scaling of frequencies: a section of `titancli.models.sections`; None: no scaling."""
     length: float = 1.0
-    """Factor of cosine and sine."""
+    """The factor of cosine and sine."""
 
 
 # ------------------------------------------------------------------------------------------ parts of a block
@@ -54,7 +55,7 @@ class Rope:
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """What a part of a block is built from."""
+    """The specification of a part of a block."""
 
     module: ClassVar[str]
     """Class of the module, as "package.module:Class"."""
@@ -79,29 +80,30 @@ class Attention(Spec):
     rotary: bool = True
     """Whether queries and keys are rotated by their positions."""
     bias: Literal["", "qkv", "qkvo"] = ""
-    """Which products have a bias."""
+    """The projections that have a bias."""
     qk_norm: Literal["", "head", "whole"] = ""
-    """Whether queries and keys pass through a norm of their own: each head's numbers, with weights that heads
-    share, or those of all heads together."""
+    """Whether queries and keys pass through a norm of their own: for each head, with weights that heads
+    share, or for all heads together."""
     norm: Norm = field(default_factory=Norm)
-    """Of queries and keys."""
+    """The norm of queries and keys."""
     norm_after: bool = False
     """Whether queries and keys, once rotated, pass through a norm without weights."""
     window: int | None = None
-    """Tokens that a token sees at most, itself included; None: the whole row before it."""
+    """The most tokens that a token sees, including itself; None: the whole row before it."""
     chunk: int | None = None
-    """A token sees only its own chunk of so many; None: there are no chunks."""
+    """The size of chunks, if a token sees only its own chunk; None: there are no chunks."""
     temperature: Any = None
-    """By what queries are multiplied, given their positions, where nothing is rotated: a
+    """The factor of queries, given their positions, if nothing is rotated: a
     `titancli.models.sections.AttnTemperature`."""
     scale: float | None = None
-    """By what products of queries and keys are multiplied; None: 1 / √head_dim."""
+    """The factor of the products of queries and keys; None: 1 / √head_dim."""
     cap: float | None = None
     """Scaled products x become cap · tanh(x / cap) (arXiv 2408.00118); None: they stay as they are."""
     sinks: bool = False
-    """Whether each head has a logit that takes its share of the softmax and gives nothing."""
+    """Whether each head has a logit that takes a share of the softmax and adds no value."""
     gated: bool = False
-    """Whether what a head gives is multiplied by the sigmoid of a gate, which `wq` makes beside the query."""
+    """Whether the output of a head is multiplied by the sigmoid of a gate, which `wq` computes with the
+    query."""
 
     def __post_init__(self) -> None:
         plain = self.qk_norm != "whole" or self.norm == Norm(self.norm.eps)
@@ -115,32 +117,32 @@ class Attention(Spec):
 
     @property
     def angles(self) -> Any:
-        """Return which of the decoder's `angles` it is given."""
+        """Return which of the decoder's `angles` the attention uses."""
         return self.temperature or self.rope
 
     def most(self, seq_len: int) -> int:
-        """Tokens that any token of a row so long sees at most."""
+        """Return the most tokens that a token sees in a row of this length."""
         return min(seq_len, self.window or seq_len, self.chunk or seq_len)
 
     def flops(self, seq_len: int) -> float:
-        """Forward and backward of one token, its matrices left out."""
+        """Return the FLOPs of forward and backward for one token, without those of its matrices."""
         return 6.0 * self.heads * (self.head_dim + self.value_dim) * self.most(seq_len)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Latent(Attention):
-    """Multi-head latent attention (arXiv 2405.04434): keys and values of all heads are made from one narrow
-    vector of each token, which all rotated parts of keys are beside."""
+    """Multi-head latent attention (arXiv 2405.04434): keys and values of all heads are made from one
+    narrow latent of each token; the rotated part of keys is computed beside it."""
 
     module: ClassVar[str] = "titancli.models.blocks.latent:LatentAttention"
     query_rank: int | None = None
-    """Width of the latent that queries are made from; None: from the stream."""
+    """Width of the latent for queries; None: they are made from the residual stream."""
     kv_rank: int
-    """Width of the latent that keys and values are made from."""
+    """Width of the latent for keys and values."""
     width: int
-    """Numbers of a head's value."""
+    """Width of a head's value."""
     norm: Norm = field(default_factory=lambda: Norm(1e-6))
-    """Of the latents, whatever the model's other norms have: as in DeepSeek's own code."""
+    """The norm of the latents, whatever the model's other norms are: as in DeepSeek's own code."""
 
     def __post_init__(self) -> None:
         options = [one for one in fields(Attention) if one.default is not MISSING and one.name != "scale"]
@@ -153,7 +155,7 @@ class Latent(Attention):
 
     @property
     def nope_dim(self) -> int:
-        """Numbers of a head's query and key that are not rotated."""
+        """The number of elements of a head's query and key that are not rotated."""
         return self.head_dim - self.rope.dim
 
 
@@ -165,7 +167,7 @@ class DeltaNet(Spec):
     module: ClassVar[str] = "titancli.models.blocks.delta:GatedDeltaNet"
     key_heads: int
     heads: int
-    """Of values."""
+    """The number of value heads."""
     key_dim: int
     value_dim: int
     kernel: int
@@ -174,12 +176,13 @@ class DeltaNet(Spec):
 
     @property
     def mixed(self) -> int:
-        """Numbers of a token that pass the convolution."""
+        """The number of elements of a token that pass the convolution."""
         return 2 * self.key_heads * self.key_dim + self.heads * self.value_dim
 
     def flops(self, seq_len: int) -> float:
-        """Forward and backward of one token, its matrices left out: a head's matrix is read twice and written
-        once. Products of chunks, which do the same in another order, are more."""
+        """Return the FLOPs of forward and backward for one token, without those of its matrices: a head's
+        matrix is read twice and written once. Products of chunks, which do the same in another order, need
+        more."""
         return 18.0 * self.heads * self.key_dim * self.value_dim
 
 
@@ -193,33 +196,32 @@ class FeedForward(Spec):
     """"gelu_tanh" is the approximation of GELU by tanh (arXiv 1606.08415, section 2)."""
     gated: bool = True
     bias: bool = False
-    """Whether its products have one."""
+    """Whether its projections have a bias."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Experts(Spec):
-    """A feed-forward layer of which each token visits `top_k` of the experts, and all of the shared ones.
+    """A feed-forward layer of experts: each token visits `top_k` of the routed ones, and all shared ones.
 
-    Tensor parallelism cuts the shared alone: to the others each rank brings its own part of the row.
+    Tensor parallelism shards only the shared ones: each rank brings its own part of the row to the others.
     """
 
     module: ClassVar[str] = "titancli.models.blocks.moe:MoE"
     routing: Any
-    """How many there are, of what width, and how they are chosen: a `titancli.models.sections.MoE`."""
+    """The number, width and choice of experts: a `titancli.models.sections.MoE`."""
     joined: bool = False
-    """Whether the two matrices that an expert begins with are one."""
+    """Whether the first two matrices of an expert are one."""
     clamped: tuple[float, float] | None = None
-    """alpha and limit of joined experts that have biases, and whose two halves are clamped (arXiv
-    2508.10925)."""
+    """alpha and limit of joined experts with biases, whose two halves are clamped (arXiv 2508.10925)."""
     shared_gate: bool = False
-    """Whether what the shared experts make of a token is multiplied by a sigmoid of it."""
+    """Whether the output of the shared experts for a token is multiplied by a sigmoid of it."""
 
     def __post_init__(self) -> None:
         _need(self.joined or self.clamped is None, "clamped experts are joined")
 
     @property
     def shared(self) -> FeedForward | None:
-        """Shared experts are one of so many times the width."""
+        """The shared experts as one feed-forward layer of their total width."""
         hidden = self.routing.num_shared_experts * self.routing.hidden_dim
         return FeedForward(dim=self.dim, hidden=hidden) if hidden else None
 
@@ -245,12 +247,12 @@ class Block(Spec):
     feed_forward: FeedForward | Experts
     norm: Norm = field(default_factory=Norm)
     norms: Literal["before", "after", "both"] = "before"
-    """What is normed of attention and feed-forward: what each is given, what it returns (OLMo 2, arXiv
+    """The place of norms of attention and feed-forward: before them, after them (OLMo 2, arXiv
     2501.00656), or both."""
     parallel: bool = False
-    """Whether both are given the same, by one norm, and are added together (arXiv 2204.02311)."""
+    """Whether both get the same normed input, and are added together (arXiv 2204.02311)."""
     residual_scale: float = 1.0
-    """By what each branch is multiplied before it is added."""
+    """The factor of each branch before it is added."""
 
     def __post_init__(self) -> None:
         _need(not (self.parallel and self.norms == "after"), "parallel branches are normed before")
@@ -263,15 +265,15 @@ class Block(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class MTPBlock(Block):
-    """A block beyond the last, which predicts a token further ahead: what joins hidden states and embedding,
-    the block, and the norm before the output."""
+    """A block beyond the last, which predicts a token further ahead: a projection that joins hidden states
+    and embedding, the block, and the norm before the output."""
 
     module: ClassVar[str] = "titancli.models.blocks.mtp:MTPBlock"
     mtp: ClassVar[bool] = True
 
     @classmethod
     def of(cls, block: Block) -> MTPBlock:
-        """Return one that is otherwise like another block."""
+        """Return an MTP block that is otherwise like another block."""
         return cls(**{one.name: getattr(block, one.name) for one in fields(block)})
 
 
@@ -289,9 +291,9 @@ class Decoder:
     """Whether the output uses the embedding's weight."""
     norm: Norm = field(default_factory=Norm)
     embedding_scale: float = 1.0
-    """By what embeddings are multiplied, in their own dtype, to which it is rounded."""
+    """The factor of embeddings, rounded to their own dtype."""
     logit_scale: float = 1.0
-    """By what logits are multiplied."""
+    """The factor of logits."""
     logit_cap: float | None = None
     """Scaled logits x become cap · tanh(x / cap); None: they stay as they are."""
     output_bias: bool = False

@@ -30,7 +30,7 @@ class LossDefaults:
     """Optional members of a loss, with their defaults."""
 
     needs: Sequence[str] | Mapping[str, Literal["B", "BS"]] = ()
-    """What the batch must contain in addition to the model's inputs and targets; as a mapping, with its
+    """The required members of a batch besides the model's inputs and targets; as a mapping, with their
     shape: one number for each row or for each token. Checked before anything is computed."""
     entropy: bool = False
     """Whether it needs `batch["entropy"]`: [B, S] fp32, the entropy of the model's distribution at each
@@ -58,7 +58,7 @@ class LossBuilder(Protocol):
 
 
 class OptimizerConfig(Protocol):
-    """What `titan plan` needs from an optimizer's config, without torch. Optional: otherwise two fp32
+    """Members of an optimizer's config that `titan plan` needs, without torch. Optional: otherwise two fp32
     numbers are assumed.
 
     Other optional members of such a config are in `titancli.registry.defaults`.

@@ -32,7 +32,7 @@ ROWS = "training.global_batch_size: rows of a step over all ranks, from which ac
 STEPS = "training.steps: the length of a run is in steps"
 PRECISION = 'training.mixed_precision_param: "bfloat16", the default, or "float32"'
 RECOMPUTE = 'activation_checkpoint.mode: "none", "selective", "full" or "memory_budget"'
-SHARDS = "mesh.dp_shard: FSDP2 over so many ranks; -1, the default: over all"
+SHARDS = "mesh.dp_shard: the number of ranks for FSDP2; -1, the default: all"
 EVALUATED = "validation.freq: steps between evaluations of [validation.datasets.NAME]"
 HELD_OUT = "validation.datasets: a dataset in [validation.datasets.NAME]"
 LOGGERS = '[[loggers]] with type = "tensorboard", for one; titan list-components logger'

@@ -78,7 +78,7 @@ def _fitting(recipe: Recipe) -> Iterator[Finding]:
 
 
 def _batch(recipe: Recipe) -> Iterator[Finding]:
-    # A free degree may become any number; the batch must divide by what is known at least.
+    # A free degree may become any number; the batch must be divisible at least by the known ones.
     known = [degree for degree in (recipe.mesh.dp_replicate, recipe.mesh.dp_shard) if degree != -1]
     try:
         recipe.accumulation(Degrees(dp_shard=math.prod(known)))

@@ -21,8 +21,8 @@ from titancli.registry.fields import Component, Slot, fields_of
 from titancli.registry.kinds import KINDS
 
 BFLOAT16: Literal["bfloat16"] = str(b"bfloat16", "ascii")  # type: ignore[assignment]
-"""What recipes compute in by default, and scripts on a CPU do not. An object of its own: `is` tells it from
-the same text when somebody has written that."""
+"""The default computation dtype of recipes, which scripts on a CPU do not use. It is an object of its own,
+so that `is` distinguishes the default from the same text in a recipe."""
 
 
 @section
@@ -187,10 +187,10 @@ class Stability:
     """End the run after this many consecutive skipped steps, with a checkpoint of the weights before them; in
     a script, `optim_step` raises an error."""
     recheck_every: Annotated[int, Ge(0)] = 0
-    """Compute the gradients of every so many steps twice and compare them bit by bit, to find a device that
-    computes wrong numbers: the run then ends before the step is applied, with an error that names rank, host,
-    device and tensor. Such a step takes about twice as long; other results are unchanged. On a GPU it needs
-    `debug.deterministic`. 0 disables it."""
+    """Interval, in steps, at which gradients are computed twice and compared bit by bit, to find a device
+    that computes wrong numbers: the run then ends before the step is applied, with an error that names rank,
+    host, device and tensor. Such a step takes about twice as long; other results are unchanged. On a GPU it
+    needs `debug.deterministic`. 0 disables it."""
 
 
 @section

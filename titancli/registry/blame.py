@@ -19,7 +19,7 @@ LIBRARIES = ("titancli", "torch")
 
 @dataclass(frozen=True)
 class Blame:
-    """As text: `the loss lab/z_loss, z_loss.py:14`."""
+    """The component and the place to blame; as text, `the loss lab/z_loss, z_loss.py:14`."""
 
     component: str
     """`the loss lab/z_loss`; `the plugin lab` for code outside its components."""

@@ -146,10 +146,10 @@ class OptimizerConfigDefaults:
 
 
 class ScheduleConfigDefaults:
-    """Of a schedule's config, which derives from `titancli.optimizers.ScheduleConfig`."""
+    """Optional members of a schedule's config, which derives from `titancli.optimizers.ScheduleConfig`."""
 
     def remarks(self, steps: int) -> Iterable[str]:
-        """Return sentences on a schedule of so many steps that a user may not expect; none ends a command."""
+        """Return warnings about a schedule of this many steps; they do not end a command."""
         return ()
 
 

@@ -43,7 +43,7 @@ class Slot:
         return slot_schema(self.kind)
 
     def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
-        return {SLOT: self.kind}  # `titan recipe schema` puts what there is of the kind here
+        return {SLOT: self.kind}  # `titan recipe schema` puts the components of this kind here
 
 
 @dataclasses.dataclass(frozen=True)

@@ -42,7 +42,7 @@ COMPONENTS = {
 """Components, `kind/name`, with the plugin that provides each."""
 PLUGINS = frozenset({*COMMANDS.values(), *COMPONENTS.values()})
 COMMANDS_ALONE = PLUGINS - set(COMPONENTS.values())
-"""Those that bring no components, recipes or checks, and need not be loaded to look for one."""
+"""Plugins without components, recipes or checks, which need not be loaded to look for one."""
 FOLDER = Path(__file__).resolve().parents[2] / "plugins"
 """Folder of the plugins in a checkout; an installed titan has none."""
 

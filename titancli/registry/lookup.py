@@ -80,7 +80,7 @@ class Registry:
         """
         cls = config if isinstance(config, type) else type(config)
         info = component_info(cls)
-        # A class that was found is of a loaded plugin; the others are asked last, since asking loads them.
+        # A class that was found is of a loaded plugin; the others come last, since they must be loaded.
         for plugin in sorted(self._plugins.values(), key=lambda plugin: not plugin.loaded):
             if plugin.components.get((info.kind, info.name)) is cls:
                 return f"{plugin.name}/{info.name}"

@@ -49,7 +49,7 @@ class PromptSource:
         return found
 
     def first(self, count: int) -> list[Asked]:
-        """The first ones of all, whatever the place; each once, where there are not so many."""
+        """Return the first `count` prompts, whatever the position; each once, if there are fewer."""
         last = with_defaults(TaskDefaults, self._task).count
         found: list[Asked] = []
         number = 0

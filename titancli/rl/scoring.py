@@ -162,12 +162,12 @@ class Scorer:
             failed[name] = str(error)
         except (Exception, SystemExit) as error:
             failed[name] = f"{type(error).__name__}: {error}".removesuffix(": ") + _place(error)
-        self.tell(name, failed[name])
+        self.warn(name, failed[name])
 
     def _total(self, rewards: dict[str, float]) -> float:
         return sum(weight * rewards.get(name, 0.0) for name, weight, _ in self._rewards)
 
-    def tell(self, name: str, why: str) -> None:
+    def warn(self, name: str, why: str) -> None:
         """Report how a reward failed first, here or on another rank."""
         if name not in self.first_failures:
             self.first_failures[name] = why

@@ -49,7 +49,7 @@ class TextStream:
         return news
 
     def whole(self, tokens: Sequence[int]) -> str:
-        """Return the text that `feed` and `flush` give for so many tokens, at once."""
+        """Return the text that `feed` and `flush` give for these tokens, at once."""
         return self._decode([*self._window, *tokens])[len(self._known) :]
 
     def flush(self) -> str:

@@ -13,7 +13,7 @@ OnText = Callable[[str], None]
 class Writer:
     """Takes tokens one by one.
 
-    Text is made of them as they come where somebody reads along or a stop text may end it, else at the end.
+    They are decoded as they come if a reader follows them or a stop text may end them, otherwise at the end.
     """
 
     def __init__(

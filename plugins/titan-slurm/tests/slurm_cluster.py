@@ -170,7 +170,7 @@ def _restore(before: str | None) -> None:
 
 
 def _free_ports(count: int) -> tuple[int, int]:
-    """A free port, and the first of so many in a row that are free as well."""
+    """Return a free port, the first of several consecutive free ones."""
     for first in range(27000 + os.getpid() % 3000, 32000, 10):
         try:
             with ExitStack() as stack:

@@ -1,7 +1,7 @@
 """Attention within documents on a GPU without a mask of S x S: torch's flex attention.
 
 It replaces `titancli.models.blocks.attention` where a dense document mask would be needed, and is tested
-against it. The keys that a query sees, be it of its document, a window or a chunk, are one run that ends with
+against it. The keys that a query sees, in its document, a window or a chunk, are one run that ends with
 the query itself; so the run's start determines everything, including which blocks of keys a block of queries
 needs. Source: arXiv 2412.05496.
 """
