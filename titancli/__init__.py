@@ -25,6 +25,7 @@ _WHERE = {
     "section": "titancli.registry.component",
     "with_defaults": "titancli.registry.defaults",
     "LossResult": "titancli.protocols.result",
+    "Sample": "titancli.protocols.samples",
     "report": "titancli.observe.metrics",
     "phase": "titancli.observe.phases",
     "Engine": "titancli.engine",
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from titancli.protocols.batch import Batch as Batch
     from titancli.protocols.result import LossResult as LossResult
     from titancli.protocols.samples import Completion as Completion
+    from titancli.protocols.samples import Sample as Sample
     from titancli.protocols.samples import SamplingParams as SamplingParams
     from titancli.recipe import load_recipe as load_recipe
     from titancli.recipe.schema import Recipe as Recipe

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.engine.cases import Layout, recipe
@@ -12,9 +13,9 @@ from tests.ranks import Ranks
 from titancli.data.byte_tokenizer import ByteTokenizer
 from titancli.engine import Engine
 from titancli.errors import TitanError
+from titancli.protocols.samples import Sample
 from titancli.registry.component import build
 from titancli.rl import Local
-from titancli.rl.packing import Sample, pack, rows_of
 
 PROMPTS = [list(b"two plus two is"), list(b"?"), list(b"hello wor"), list(b"a")]
 SEEDS = [[1, 2, 3], [4, 5], [6], [7, 8]]
@@ -40,15 +41,12 @@ def sampled(mesh: dict[str, int], mine: bool) -> dict[str, Any]:
     for _ in range(2):
         made = generator.sample(prompts, seeds, [LENGTH] * step)
         found.append([[(c.tokens, c.text, c.finish) for c in row] for row in made])
-        samples = [
-            Sample(p, c.tokens, c.logprobs, 1.0) for p, row in zip(prompts, made, strict=True) for c in row
-        ]
-        rows = rows_of(samples, LENGTH)
-        batch = pack(rows + [[]] * (8 - len(rows)), LENGTH, 8)
-        own = engine.forward(batch)
-        away = (batch["old_logprobs"] - own)[batch["targets"] >= 0]
+        samples = [Sample.of(p, c) for p, row in zip(prompts, made, strict=True) for c in row]
+        own = engine.forward(samples, shared=False)
+        pairs = zip(samples, own, strict=True)
+        away = torch.cat([(torch.tensor(s.logprobs) - o)[torch.tensor(s.mask) > 0] for s, o in pairs])
         worst, kl = max(worst, away.abs().max().item()), max(kl, abs(away.mean().item()))
-        engine.forward_backward(batch)
+        engine.forward_backward(samples, shared=False)
         engine.optim_step(0.5)
     return {"found": found, "worst": worst, "kl": kl}
 

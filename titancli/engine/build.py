@@ -369,6 +369,8 @@ def _settings(recipe: Recipe, degrees: Degrees, row_cut: RowCut | None) -> Engin
         accumulation=recipe.accumulation(degrees),
         lr_factor=schedule_of(recipe),
         limits=limits_of(recipe, degrees, row_cut),
+        seq_len=training.seq_len,
+        budget=training.local_batch_size * training.seq_len,
     )
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from titancli.distributed.private import forget_iteration
 from titancli.engine.agreement import Call
+from titancli.engine.inputs import loss_of
 from titancli.engine.ranks import RankGroup, rank_group
 from titancli.engine.rng import Stream
 from titancli.engine.runners import Runner
@@ -122,6 +123,16 @@ class EngineCore:
     # ------------------------------------------------------------------------------------------- verbs
 
     @property
+    def dp_rank(self) -> int:
+        """Which of the data-parallel ranks this is: those with the same number have the same rows."""
+        return self.mesh.dp_rank
+
+    @property
+    def dp_size(self) -> int:
+        """The number of data-parallel ranks."""
+        return self.mesh.degrees.dp
+
+    @property
     def status(self) -> Status:
         return Status(
             step=self.step,
@@ -219,6 +230,15 @@ class EngineCore:
             yield
 
     # ------------------------------------------------------------------------------------ inside verbs
+
+    def _loss_of(self, given: Any) -> Any:
+        """The loss to use. One that is given again stays the same object: a pipeline asks a new one for the
+        names of what it reports."""
+        if given is None:
+            return self.loss
+        if self._given is None or self._given[0] is not given:
+            self._given = (given, loss_of(given))
+        return self._given[1]
 
     def _forget_gradients(self) -> None:
         self._drop_gradients()

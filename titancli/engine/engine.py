@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, Self, Unpack, overload
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from torch import Tensor
 from titancli.checkpoint import save_checkpoint
 from titancli.checkpoint.exclude import NOTHING, Exclusion
 from titancli.distributed import process_group
-from titancli.engine import checkpoints, exchange, recipes
+from titancli.engine import checkpoints, exchange, recipes, samples
 from titancli.engine.agreement import Call
 from titancli.engine.core import EngineCore
 from titancli.engine.grad_clip import norm_and_scale
@@ -26,29 +26,29 @@ from titancli.engine.inputs import (
     batches_of,
     checked,
     checked_batches,
-    loss_of,
     name_of,
     tokens_of,
 )
 from titancli.engine.opening import opened, take_over
 from titancli.engine.optimizer_state import set_rates
-from titancli.engine.rng import Stream
+from titancli.engine.samples import How, are_samples, as_list, refuse_how
 from titancli.engine.sampling import refuse_layout, sampled, whole_model
 from titancli.engine.skip_step import step_with
 from titancli.engine.status import EngineSettings, Watched
-from titancli.engine.step import Backward, Hooks, Metrics, Step
-from titancli.engine.sums import largest, marked, quotient, summed
+from titancli.engine.step import Hooks, Metrics, Step
+from titancli.engine.sums import marked, quotient, summed
+from titancli.engine.training import accumulate, refuse_another
 from titancli.engine.weights import NamedTensor, Target, push
 from titancli.errors import TitanError
 from titancli.observe.phases import phase
-from titancli.protocols import LossDefaults
 from titancli.protocols.samples import Completion, SamplingParams
-from titancli.registry.defaults import with_defaults
 
 if TYPE_CHECKING:
     from titancli.checkpoint.format.manifest import Verify
     from titancli.protocols import Tokenizer
     from titancli.protocols.batch import Batch
+    from titancli.protocols.result import Result
+    from titancli.protocols.samples import Sample
     from titancli.recipe.schema import Recipe
 
 __all__ = ["Engine", "EngineSettings", "Metrics"]
@@ -168,9 +168,18 @@ class Engine(EngineCore):
 
     # ----------------------------------------------------------------------------------------- forward
 
-    def forward(self, batch: Given, *, return_logits: bool = False) -> Tensor:
+    @overload
+    def forward(self, batch: Given, *, return_logits: bool = False) -> Tensor: ...
+    @overload
+    def forward(
+        self, batch: Sequence[Sample], *, budget: int | None = None, shared: bool = True
+    ) -> list[Tensor]: ...
+    def forward(
+        self, batch: Any, *, return_logits: bool = False, budget: int | None = None, shared: bool = True
+    ) -> Tensor | list[Tensor]:
         """Return log p(targets), [B, S] fp32 in nats, 0 where there is no target; without gradients or
-        dropout.
+        dropout. For a list of samples, return log p of each one's tokens, [tokens], 0 where the mask is
+        0; see `forward_backward`.
 
         With `return_logits`, return the model's raw output, [B, S, V] in the compute dtype, for which the
         batch needs no targets; whole on every rank, which takes the corresponding memory. The result is the
@@ -179,10 +188,14 @@ class Engine(EngineCore):
         Raises:
             TitanError: the batch lacks tokens or targets, or their shapes or dtypes are wrong.
         """
+        given, how = as_list(batch), How(budget, shared)
+        if are_samples(given, how) and not return_logits:
+            return samples.forward(self, given, how)
+        refuse_how(how)
         with self._verb("forward") as call:
             loss = Logits() if return_logits else LogProbs()
             with call.agreed():
-                (own,), poison = self._looked_at([batch], loss)
+                (own,), poison = self._looked_at([given], loss)
                 call.given_batches([own])
                 call.given(f"with return_logits={return_logits}")
             with self._no_gradients("forward"), call.shared():
@@ -268,9 +281,22 @@ class Engine(EngineCore):
 
     # ---------------------------------------------------------------------------------------- training
 
-    def forward_backward(self, batches: Given | Sequence[Given], loss: Any = None) -> Metrics:
-        """Add the gradients of the loss over one batch, or over several batches as micro-batches of one
-        reduction.
+    @overload
+    def forward_backward(self, batches: Given, loss: Any = None) -> Metrics: ...
+    @overload
+    def forward_backward(
+        self, batches: Sequence[Sample], loss: Any = None, *, budget: int | None = None, shared: bool = True
+    ) -> Result: ...
+    @overload
+    def forward_backward(self, batches: Sequence[Given], loss: Any = None) -> Metrics: ...
+    def forward_backward(
+        self, batches: Any, loss: Any = None, *, budget: int | None = None, shared: bool = True
+    ) -> Metrics | Result:
+        """Add the gradients of the loss over one batch, over several batches as micro-batches of one
+        reduction, or over a list of `titancli.Sample`.
+
+        Samples are shifted, packed into rows and micro-batches, and dealt to the data-parallel ranks; a rank
+        without any computes rows without targets.
 
         It may be called any number of times before `optim_step`, which divides once by the total weight; so
         the distribution over calls, ranks and micro-batches does not change the step. (A model whose routers
@@ -280,69 +306,38 @@ class Engine(EngineCore):
         changed.
 
         Args:
-            loss: the config of a loss component, or an object or a function called with (out, batch) that
-                returns a LossResult. `out` is log p(targets), [B, S] fp32, or with an attribute `output =
-                "model"` the logits [B, S, V]. None: the loss of the recipe.
+            loss: the name or config of a loss component, or an object or a function called with (out, batch)
+                that returns a LossResult. `out` is log p(targets), [B, S] fp32, or with an attribute `output
+                = "model"` the logits [B, S, V]. With samples, a function without such an attribute is called
+                once, with the log-probabilities [tokens] of all samples of the call and the samples. None:
+                the loss of the recipe.
+            budget: of samples: tokens of a micro-batch, all of which then have the same shape; None: at most
+                training.local_batch_size x seq_len, as few as the samples need.
+            shared: of samples: all ranks pass the same list; else each data-parallel rank its own, which may
+                be empty.
 
         Returns:
             `loss` (the average over all ranks), `loss_max` (of the worst rank), `tokens` (input tokens over
-                all ranks), and the metrics of the loss, each divided by the weight.
+                all ranks), and the metrics of the loss, each divided by the weight. For samples a `Result`
+                with these metrics, and the log-probabilities of the samples that were passed here.
 
         Raises:
-            TitanError: the engine is frozen or closed; the batch lacks something; the loss returned
+            TitanError: the engine is frozen or closed; a batch or sample lacks something; the loss returned
                 something other than a LossResult, or one without gradient; or it is the second call of a step
                 and the model's routers have losses. Errors of the loss are passed on;
                 the gradients of the step so far are then discarded.
         """
+        given, how = as_list(batches), How(budget, shared)
+        if are_samples(given, how):
+            return samples.forward_backward(self, given, loss, how)
+        refuse_how(how)
         with self._verb("forward_backward") as call:
-            optimizer = self._trained("forward_backward")
+            self._trained("forward_backward")
             with call.agreed():
-                if not torch.is_grad_enabled():
-                    raise TitanError(
-                        "forward_backward under torch.no_grad()", hint="call it outside that block"
-                    )
-                if self.pending is not None:
-                    self.runner.router_losses.refuse(
-                        "forward_backward for the second time in a step",
-                        hint="pass all micro-batches of the step to one call: "
-                        "engine.forward_backward([first, second])",
-                    )
-                loss, own, poison = self._taken(call, batches, loss)
+                refuse_another(self)
+                loss, own, poison = self._taken(call, given, loss)
                 placed = [batch.to(self.device) for batch in own]
-            is_first = self.pending is None
-            step = self.pending = self.pending or self._begun(optimizer)
-            step.steady = step.steady and with_defaults(LossDefaults, loss).steady
-            # Some micro-batches' gradients may be there by then, and nobody knows which.
-            with self._aborted("forward_backward", forget=True), call.shared():
-                backward = self._backward(step, placed, loss, is_first=is_first)
-                with self.hooks.around_backward(backward, self.turn.lent), step.stream.drawn():
-                    found = self.runner.forward_backward(placed, loss)
-                sums = marked(call.in_order(found), poison)
-                worst = largest(quotient(sums["loss"], sums["weight"]), self.mesh.dp_group)
-                totals = summed(sums, self.mesh.dp_group)
-                weight = totals.pop("weight")
-                step.weight = step.weight + weight
-                step.loss = step.loss + totals["loss"]
-                averages = {name: quotient(value, weight) for name, value in totals.items()}
-            step.tokens += call.all_tokens
-            step.batches += len(placed)
-            return {**averages, "loss_max": worst, "tokens": call.all_tokens}
-
-    def _begun(self, optimizer: torch.optim.Optimizer) -> Step:
-        """The next step, without gradients."""
-        optimizer.zero_grad(set_to_none=True)
-        stream = Stream(self.device, self.settings.seed, self.step, self.mesh.dp_rank)
-        nothing = torch.zeros((), dtype=torch.float32, device=self.device)
-        return Step(self.step + 1, stream, loss=nothing, weight=nothing, norm=nothing)
-
-    def _backward(self, step: Step, batches: Sequence[Batch], loss: Any, *, is_first: bool) -> Backward:
-        """What hooks see of a backward pass."""
-
-        def compute(some: Sequence[Batch]) -> None:
-            with step.stream.copy().drawn():
-                self.runner.forward_backward(some, loss)
-
-        return Backward(step, batches, loss, is_first, compute, self._drop_gradients)
+            return accumulate(self, call, placed, loss, poison)
 
     def optim_step(self, lr: float | None = None) -> Metrics:
         """Divide the gradients by the total weight of the loss, clip them, step, and advance the
@@ -580,15 +575,6 @@ class Engine(EngineCore):
         call.given_batches(own, sum(tokens_of(self.parts[0], batch) for batch in own))
         call.given(f"with the loss {name_of(loss)}")
         return loss, own, poison
-
-    def _loss_of(self, given: Any) -> Any:
-        """The loss to use. One that is given again stays the same object: a pipeline asks a new one for the
-        names of what it reports."""
-        if given is None:
-            return self.loss
-        if self._given is None or self._given[0] is not given:
-            self._given = (given, loss_of(given))
-        return self._given[1]
 
 
 CLOSED = "is closed"

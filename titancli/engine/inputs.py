@@ -15,6 +15,7 @@ from titancli.errors import TitanError
 from titancli.protocols import LossDefaults, ModelDefaults
 from titancli.protocols.batch import EXAMPLE, Batch
 from titancli.protocols.result import LossResult, check_shape
+from titancli.registry import current
 from titancli.registry.component import build, component_info, is_config
 from titancli.registry.defaults import with_defaults
 
@@ -215,11 +216,13 @@ class FunctionLoss:
 
 
 def loss_of(given: Any) -> Any:
-    """Return a loss: one as it is, one built from a component's config, or a plain callable as one.
+    """Return a loss: one as it is, one built from a component's config or name, or a plain callable as one.
 
     Raises:
         TitanError: it is none of these.
     """
+    if isinstance(given, str):
+        given = current().find("loss", given)()
     name = getattr(given, "__name__", type(given).__name__)
     if is_config(given):
         info = component_info(given)

@@ -105,6 +105,7 @@ class PipelinedModel:
         self.group: Any = mesh.pp_group
         self._parts = dict(zip(placement.mine, parts, strict=True))
         self.router_losses, self._section, self._width = router_losses, section, width
+        self.rows_multiple = section.microbatch_size
         self._row_cut = row_cut
         self._cut = mesh.degrees.cp * mesh.degrees.tp
         self._schedules: OrderedDict[Any, Any] = OrderedDict()

@@ -31,6 +31,8 @@ class Runner(Protocol):
     exchanging: bool
     """Whether messages may be under way that only another rank can take: not between two calls."""
     router_losses: RouterLosses
+    rows_multiple: int
+    """What the number of rows in a batch must be a multiple of."""
 
     def forward(self, batch: Batch, loss: Any) -> Any:
         """Return the loss of the batch, on every rank that has a part of it; the caller has disabled
@@ -45,6 +47,7 @@ class WholeModel:
     """All layers on this rank: micro-batches one after the other."""
 
     exchanging = False
+    rows_multiple = 1
 
     def __init__(
         self, model: Any, router_losses: RouterLosses, *, accumulate: str, row_cut: RowCut | None = None

@@ -43,6 +43,10 @@ class EngineSettings:
     """What the peak learning rate is multiplied by at a step, counted from 0."""
     limits: Limits = Limits()  # noqa: RUF009 - a tuple
     """What a batch may hold."""
+    seq_len: int = 0
+    """Tokens of the rows that the model is usually given."""
+    budget: int = 0
+    """Tokens of a micro-batch, for each data-parallel rank."""
 
 
 # --------------------------------------------------------------------------------------------------- unusable

@@ -72,8 +72,8 @@ def grpo(
         measured = rollouts.metrics(engine, scorer.names)
         failures.count(rollouts, step + 1)
         clock.lap("reward_seconds", more=True)
-        for lag, batches in enumerate(learner.minibatches(rollouts)):
-            metrics = engine.forward_backward(batches) | engine.optim_step()
+        for lag, samples in enumerate(learner.minibatches(rollouts)):
+            metrics = learner.step(samples)
             clock.lap("train_seconds", after=metrics["grad_norm"])
             generator.update(engine.version)
             if evaluation.due(engine.step, run.steps):

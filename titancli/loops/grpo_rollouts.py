@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,8 +16,7 @@ from titancli.distributed.together import Ranks
 from titancli.engine.rng import derive
 from titancli.errors import TitanError
 from titancli.observe.phases import phase
-from titancli.protocols.samples import Completion
-from titancli.rl.packing import Sample
+from titancli.protocols.samples import Completion, Sample
 from titancli.rl.prompts import Asked, PromptSource
 
 if TYPE_CHECKING:
@@ -144,6 +144,27 @@ def _check_made(made: Any, wanted: list[int], name: str) -> None:
             f"the generator {name} returned a {wrong[0]} as a completion",
             hint="it must be a titancli.protocols.samples.Completion",
         )
+    for one in (one for row in made for one in row):
+        _check_log_probs(one, name)
+
+
+def _check_log_probs(made: Completion, name: str) -> None:
+    """
+    Raises:
+        TitanError: there is not one finite number for each token.
+    """
+    found = [] if made.logprobs is None else made.logprobs
+    if len(found) != len(made.tokens):
+        raise TitanError(
+            f"the generator {name} returned a completion of {len(made.tokens)} tokens with {len(found)} "
+            f"log-probabilities",
+            hint="it must return one for each sampled token",
+        )
+    if wrong := [value for value in found if not math.isfinite(value)]:
+        raise TitanError(
+            f"the generator {name} returned a log-probability of {float(wrong[0])}",
+            hint="it must return those of the model itself, without temperature or top-p",
+        )
 
 
 # ------------------------------------------------------------------------------------------------ rollouts
@@ -217,7 +238,7 @@ class Rollouts:
                 masked = self._config.mask_truncated and completion.finish == "length"
                 if self.counted[number, sample] and not masked:
                     advantage = float(self.advantages[number, sample])
-                    found.append(Sample(asked.tokens, completion.tokens, completion.logprobs, advantage))
+                    found.append(Sample.of(asked.tokens, completion, advantage))
         return found
 
     def metrics(self, engine: Engine, names: Sequence[str]) -> dict[str, float]:

@@ -1,23 +1,19 @@
-"""The steps of the GRPO loop after sampling: micro-batches to learn from, and evaluations."""
+"""The steps of the GRPO loop after sampling: what is learned from, and evaluations."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
-
-import torch
-import torch.distributed as dist
 
 from titancli.errors import RecipeError
 from titancli.loops.grpo_rollouts import ROUNDING, Rollouts, continued, counts, summed
 from titancli.loops.reference import Reference
 from titancli.observe.phases import phase
 from titancli.protocols import LossDefaults
-from titancli.protocols.batch import Batch
 from titancli.registry.component import build
 from titancli.registry.defaults import with_defaults
-from titancli.rl.packing import Sample, pack, rows_of
 from titancli.rl.prompts import Asked, PromptSource
 
 if TYPE_CHECKING:
@@ -25,6 +21,7 @@ if TYPE_CHECKING:
     from titancli.loops import Grpo
     from titancli.loops.run import Run
     from titancli.protocols import Generator
+    from titancli.protocols.samples import Sample
     from titancli.rl.scoring import Scorer
 
 
@@ -46,46 +43,42 @@ def check_fits(config: Grpo, dp: int) -> None:
 
 
 class Learner:
-    """Makes of rollouts the micro-batches of each update."""
+    """Makes of rollouts the samples of each update, and learns from them."""
 
     def __init__(self, config: Grpo, engine: Engine, run: Run) -> None:
-        self._updates, self._passes = config.updates, config.passes
-        self._engine, self._shape = engine, run.batch_shape
+        self._updates, self._passes, self._engine = config.updates, config.passes, engine
+        rows, length = run.batch_shape
+        self._how: dict[str, Any] = {"budget": rows * length, "shared": False}
         needs = with_defaults(LossDefaults, engine.loss).needs
         self._reference = Reference(engine, run) if "reference_logprobs" in needs else None
         self._importance = "sampler_logprobs" in needs
 
-    def minibatches(self, rollouts: Rollouts) -> Iterator[list[Batch]]:
-        """One list an update; as many micro-batches in it on every rank. Collective."""
+    def minibatches(self, rollouts: Rollouts) -> Iterator[list[Sample]]:
+        """One list an update. Collective."""
         prompts = len(rollouts.rewards) // self._updates
         samples = (rollouts.samples(number * prompts, prompts) for number in range(self._updates))
-        parts: Iterable[list[Batch]] = map(self._batches, samples)
+        parts: Iterable[list[Sample]] = map(self._measured, samples)
         if self._importance or self._passes > 1:  # with the weights that sampled, before they change
             parts = list(parts)
         for _ in range(self._passes):
             yield from parts
 
-    def _batches(self, samples: list[Sample]) -> list[Batch]:
-        size, length = self._shape
-        rows = rows_of(samples, length)
-        batches = []
-        for number in range(self._most(max(1, -(-len(rows) // size)))):
-            batch = pack(rows[number * size : (number + 1) * size], length, size).to(self._engine.device)
-            if self._reference is not None:
-                batch = Batch({**batch, "reference_logprobs": self._reference.log_probs(batch)})
-            if self._importance:
-                own = self._engine.forward(batch)
-                batch = Batch({**batch, "sampler_logprobs": batch["old_logprobs"], "old_logprobs": own})
-            batches.append(batch)
-        return batches
+    def _measured(self, samples: list[Sample]) -> list[Sample]:
+        """With the log-probabilities of other models that the loss reads."""
+        if self._reference is not None:
+            found = self._reference.log_probs(samples, **self._how)
+            samples = [replace(one, reference=own) for one, own in zip(samples, found, strict=True)]
+        if self._importance:
+            found = self._engine.forward(samples, **self._how)
+            samples = [
+                replace(one, logprobs=own, extra={"sampler_logprobs": one.logprobs or ()})
+                for one, own in zip(samples, found, strict=True)
+            ]
+        return samples
 
-    def _most(self, count: int) -> int:
-        """Over all data-parallel ranks."""
-        if self._engine.mesh.degrees.dp == 1:
-            return count
-        most = torch.tensor(count, device=self._engine.device)
-        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._engine.mesh.dp_group)
-        return int(most.item())
+    def step(self, samples: list[Sample]) -> dict[str, Any]:
+        """Learn from samples, and return the metrics of the step. Collective."""
+        return self._engine.forward_backward(samples, **self._how).metrics | self._engine.optim_step()
 
 
 # ---------------------------------------------------------------------------------------------- evaluation

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from titancli.errors import TitanError
 from titancli.observe.phases import phase
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from titancli.engine import Engine
     from titancli.loops.run import Run
-    from titancli.protocols.batch import Batch
 
 
 class Reference:
@@ -23,17 +20,17 @@ class Reference:
         self._engine, self._build = engine, run.reference
         self._frozen: Engine | None = None
 
-    def log_probs(self, batch: Batch) -> Tensor:
-        """log p(targets), [B, S] fp32; see `Engine.forward`. Collective."""
+    def log_probs(self, batch: Any, **how: Any) -> Any:
+        """log p of targets, or of the tokens of samples; see `Engine.forward`. Collective."""
         with phase("reference"):
-            return self._log_probs(batch)
+            return self._log_probs(batch, **how)
 
-    def _log_probs(self, batch: Batch) -> Tensor:
+    def _log_probs(self, batch: Any, **how: Any) -> Any:
         if self._engine.begins_as_base:
             with self._engine.as_base():
-                return self._engine.forward(batch)
+                return self._engine.forward(batch, **how)
         if self._frozen is None:
             if self._build is None:
                 raise TitanError("this loop needs a run that can build the initial model")
             self._frozen = self._build()
-        return self._frozen.forward(batch)
+        return self._frozen.forward(batch, **how)

@@ -4,7 +4,7 @@ They read from the batch, besides `targets` (what was sampled) and `document_ids
 integers, each sample in one piece; absent: a row is one): `advantages` [B, S], `old_logprobs` [B, S],
 log-probabilities under the weights that sampled, with `importance` `sampler_logprobs` [B, S], those that the
 sampler computed with these weights, and with `kl_coef` `reference_logprobs` [B, S]; all fp32.
-Only what stands at a target is read.
+Only what stands at a target is read. Targets count by their `weights` [B, S], where there are any.
 
 Each is a sum over tokens, Σ c·(−w·objective + kl_coef·k3 − entropy_coef·H), where w is 1, or corrects for the
 sampler (`importance`), H is the entropy, and c makes of it an average over tokens, or over
@@ -38,6 +38,9 @@ class Samples:
         rows, length = targets.shape
         self.drawn = targets != IGNORE
         """[B, S] bool."""
+        counts = self.drawn.float()
+        self.weights = torch.where(self.drawn, batch["weights"], 0.0) if "weights" in batch else counts
+        """[B, S] fp32, how much each counts; 0 where nothing was drawn."""
         # Numbers in the order of the row, whatever integers the ids are: a document lies in one piece.
         numbers = torch.arange(rows, device=targets.device)[:, None].expand(rows, length) * length
         if "document_ids" in batch:
@@ -45,9 +48,10 @@ class Samples:
             begins = functional.pad(ids[:, 1:] != ids[:, :-1], (1, 0))
             numbers = numbers + begins.cumsum(1)
         self._numbers = numbers.flatten()
-        self._lengths = self._sums(self.drawn.float())
-        self.length = self._lengths[self._numbers].view(rows, length).clamp(min=1.0)
-        """[B, S] fp32, tokens of the sample that a token is of."""
+        self._lengths = self._sums(self.weights)
+        lengths = self._lengths[self._numbers].view(rows, length)
+        self.length = torch.where(lengths > 0, lengths, 1.0)
+        """[B, S] fp32, tokens of the sample that a token is of, by their weights."""
         self.count = (self._lengths > 0).sum().float()
 
     def total(self, x: Tensor) -> Tensor:
@@ -56,7 +60,7 @@ class Samples:
 
     def mean(self, x: Tensor) -> Tensor:
         """[B, S], 0 where nothing was drawn -> at each token its sample's mean."""
-        return self.total(x) / self.length
+        return self.total(x * self.weights) / self.length
 
     def _sums(self, x: Tensor) -> Tensor:
         return x.new_zeros(x.numel()).scatter_add(0, self._numbers, x.flatten())
@@ -69,6 +73,7 @@ class PolicyLoss(ABC):
     entropy = True
     """The engine puts `entropy` [B, S] into the batch: it is reported, and part of the loss if `entropy_coef`
     says so."""
+    weighted = True
     steady = False
     """The value changes with every batch of samples: a jump is no spike."""
     needs: Mapping[str, str] = {"advantages": "BS", "old_logprobs": "BS"}
@@ -92,12 +97,11 @@ class PolicyLoss(ABC):
             out: [B, S] fp32 log-probabilities, 0 where there is no target.
         """
         samples = Samples(batch)
-        drawn = samples.drawn.float()
         advantages, log_ratio = (
             torch.where(samples.drawn, x, 0.0) for x in (batch["advantages"], out - batch["old_logprobs"])
         )
         objective, ratio, clipped = self.objective(out, log_ratio, advantages, samples)
-        share, divisor, weight = self._shares(samples, drawn)
+        share, divisor, weight = self._shares(samples)
         metrics = {"ratio": ratio, "clip_fraction": clipped.float()}
         to_sampler = log_ratio
         if self.config.importance != "none":
@@ -132,9 +136,9 @@ class PolicyLoss(ABC):
         kept = ratio.clamp(max=self.config.importance_max)
         return kept if how == "truncate" else ratio.masked_fill(bounded, 0.0), bounded
 
-    def _shares(self, samples: Samples, drawn: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _shares(self, samples: Samples) -> tuple[Tensor, Tensor, Tensor]:
         """Return each token's share in a metric, and in the loss, [B, S]; and the sum of those in metrics."""
-        return drawn, drawn, drawn.sum()
+        return samples.weights, samples.weights, samples.weights.sum()
 
 
 def k3(log_ratio: Tensor) -> Tensor:
@@ -162,12 +166,12 @@ class Grpo(PolicyLoss):
         value, clipped = _clipped(ratio, advantages, self.config)
         return value, ratio, clipped
 
-    def _shares(self, samples: Samples, drawn: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _shares(self, samples: Samples) -> tuple[Tensor, Tensor, Tensor]:
         if self.config.length_norm == "token":
-            return super()._shares(samples, drawn)
-        share = drawn / samples.length
+            return super()._shares(samples)
+        share = samples.weights / samples.length
         by_sample = self.config.length_norm == "sample"
-        return share, share if by_sample else drawn / self.config.constant, samples.count
+        return share, share if by_sample else samples.weights / self.config.constant, samples.count
 
 
 class Gspo(PolicyLoss):
@@ -182,8 +186,8 @@ class Gspo(PolicyLoss):
         value, clipped = _clipped(ratio, advantages, self.config)
         return value, ratio, clipped
 
-    def _shares(self, samples: Samples, drawn: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        share = drawn / samples.length
+    def _shares(self, samples: Samples) -> tuple[Tensor, Tensor, Tensor]:
+        share = samples.weights / samples.length
         return share, share, samples.count
 
 

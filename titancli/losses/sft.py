@@ -19,6 +19,7 @@ class SFT:
     """−Σ w·log p(target); its weight is Σ w over the targets."""
 
     output = "logprobs"
+    weighted = True
 
     def __init__(self, config: Any = None) -> None:
         """The config has no fields."""

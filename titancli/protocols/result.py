@@ -1,8 +1,8 @@
-"""The result of a loss."""
+"""The results of a loss, and of a training pass over samples."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from titancli.errors import TitanError
 
@@ -24,6 +24,19 @@ class LossResult(NamedTuple):
     """Scalar, fp32, without gradient: tokens, pairs, sequences, …"""
     metrics: dict[str, Tensor] = {}  # noqa: RUF012 - never written to
     """Further scalars to report, as sums over the same weight."""
+
+
+class Result(NamedTuple):
+    """What `Engine.forward_backward` returns for samples, in the order in which they were passed."""
+
+    metrics: dict[str, Any]
+    """As for batches: scalars on the device, the same on every rank."""
+    logprobs: list[Tensor]
+    """For each sample log p of its tokens under the weights before the step, in nats: [tokens] fp32 on the
+    device, without gradient; 0 where the mask is 0, and at the first token."""
+    entropy: list[Tensor] | None
+    """For each sample the entropy of the distributions that its tokens were predicted by, in nats, likewise;
+    None: the loss has it not computed (see `LossDefaults.entropy`)."""
 
 
 def check_shape(batch: Batch, name: str, shape: str, loss: str) -> None:

@@ -1,13 +1,19 @@
-"""Prompts, how they are continued, and their completions: plain data, torch-free."""
+"""Prompts, how they are continued, their completions, and samples to learn from: plain data, torch-free."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from titancli.errors import TitanError
+
+if TYPE_CHECKING:
+    from numpy import ndarray
+    from torch import Tensor
+
+    Numbers = Sequence[float] | ndarray[Any, Any] | Tensor
 
 Finish = Literal["eos", "stop", "length"]
 
@@ -89,3 +95,38 @@ class Completion:
     """Why it ended: an end marker (including `stop_ids`), a stop text, or no room."""
     version: int | None = None
     """The `Engine.version` of the weights that drew it; None if it is not known."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A text to learn from, or to be scored, as a list of token ids.
+
+    Lists have one entry for each token. The entry at t belongs to `tokens[t]` as a target, which a model
+    predicts from the tokens before it. Entries where the mask is 0 are not read. The engine checks samples
+    when they are passed to it.
+    """
+
+    tokens: Sequence[int] | ndarray[Any, Any] | Tensor
+    """The whole text, not shifted: prompt, turns, tool results, completion."""
+    mask: Numbers
+    """The weight of each token as a target, at least 0: 0 for what the model did not write. That of the first
+    token is not read, since nothing comes before it."""
+    logprobs: Numbers | None = None
+    """Log-probabilities of the tokens, in nats, under the weights that sampled them."""
+    advantages: float | Numbers = 0.0
+    """Of all tokens, or of each."""
+    reference: Numbers | None = None
+    """Log-probabilities of the tokens, in nats, under a reference model."""
+    extra: Mapping[str, float | Numbers] = field(default_factory=dict)
+    """What else a loss reads, by its names in the batch: a number for all tokens, or one for each."""
+
+    @classmethod
+    def of(cls, prompt: Sequence[int], completion: Completion, advantage: float = 0.0) -> Self:
+        """Return a completion of a prompt, to learn from what was sampled."""
+        given, drawn = [0.0] * len(prompt), len(completion.tokens)
+        return cls(
+            tokens=[*prompt, *completion.tokens],
+            mask=[*given, *([1.0] * drawn)],
+            logprobs=[*given, *completion.logprobs],
+            advantages=advantage,
+        )

@@ -38,6 +38,9 @@ class LossDefaults:
     temperature: float = 1.0
     """The logits are divided by it before log-probabilities and entropy are computed: that of sampling, for
     a loss of samples."""
+    weighted: bool = False
+    """Whether it multiplies what each target adds to it by `batch["weights"]` [B, S], where the batch has
+    them. Samples whose mask holds other numbers than 0 and 1 are rejected for a loss that does not."""
     steady: bool = True
     """False for a loss without a stable level, such as that of a policy: its jumps and those of its
     gradient norm do not count as spikes, and the guard ([stability]) skips steps only if they are not

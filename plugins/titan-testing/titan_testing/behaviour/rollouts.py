@@ -14,15 +14,14 @@ from titan_testing.behaviour.engines import engine_of, gradients, small_model, s
 from titan_testing.behaviour.subject import Check, Subject, first_difference
 from titancli.data import ByteTokenizer
 from titancli.protocols import TaskDefaults
-from titancli.protocols.samples import Completion, Prompt
+from titancli.protocols.batch import IGNORE, Batch
+from titancli.protocols.samples import Completion, Prompt, Sample
 from titancli.registry.component import build
 from titancli.registry.defaults import with_defaults
 from titancli.registry.plugins import own_traceback
-from titancli.rl.packing import Sample, pack
 from titancli.rl.prompts import PromptSource
 from titancli.rl.scoring import NoNumber, number_of
 
-LENGTH = 16
 SEED = 7
 NUMBERS = (3, 0, 7, 1, 2, 5, 4, 6)
 """Order in which prompts are requested, besides the sorted order."""
@@ -265,14 +264,9 @@ class Trial:
 
     def distance(self, made: Sequence[Sequence[Completion]]) -> float:
         """Return the largest difference between its log-probabilities and the engine's, in nats."""
-        samples = [
-            Sample(prompt, one.tokens, one.logprobs, 1.0)
-            for prompt, row in zip(PROMPTS, made, strict=True)
-            for one in row
-        ]
-        batch = pack([[sample] for sample in samples], LENGTH, len(samples))
-        away = (batch["old_logprobs"] - self.engine.forward(batch))[batch["targets"] >= 0]
-        return float(away.abs().max()) if len(away) else 0.0
+        samples = [Sample.of(prompt, one) for prompt, row in zip(PROMPTS, made, strict=True) for one in row]
+        found = zip(samples, self.engine.forward(samples), strict=True)
+        return max(float((torch.tensor(sample.logprobs) - own).abs().max()) for sample, own in found)
 
 
 def completions(subject: Subject) -> Iterator[str]:
@@ -334,19 +328,26 @@ def log_probabilities(subject: Subject) -> Iterator[str]:
                         f"temperature, top-k or top-p{when}"
                     )
                     return
-            batch = pack([[Sample(PROMPTS[0], list(b"fo"), [-1.0, -1.0], 1.0)]], LENGTH, 1)
-            step(trial.engine, batch, lr=0.05)  # by nats; bfloat16 changes them by less than 0.01
+            step(trial.engine, _completed(b"fo"), lr=0.05)  # by nats; bfloat16 changes them by less than 0.01
             trial.generator.update(trial.engine.version)
 
 
 def training(subject: Subject) -> Iterator[str]:
     """Check that sampling changes neither weights nor the gradients of the next step."""
-    batch = pack([[Sample(PROMPTS[0], list(b"four"), [-1.0] * 4, 1.0)]], LENGTH, 1)
+    batch = _completed(b"four")
     with Trial(subject) as trial:
         before = {**weights(trial.engine), **_gradients(trial, batch)}
         trial.sample()
         if found := first_difference(before, {**weights(trial.engine), **_gradients(trial, batch)}, 0.0):
             yield f"sampling changes training: {found}"
+
+
+def _completed(text: bytes) -> Batch:
+    """Return a prompt and a completion of it, as a row."""
+    tokens = torch.tensor([[*PROMPTS[0], *text]])
+    targets = tokens[:, 1:].clone()
+    targets[:, : len(PROMPTS[0]) - 1] = IGNORE
+    return Batch({"tokens": tokens[:, :-1], "targets": targets})
 
 
 def _gradients(trial: Trial, batch: Any) -> dict[str, Tensor]:

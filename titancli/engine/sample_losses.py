@@ -1,0 +1,130 @@
+"""Losses of samples: those of batches, of which log-probabilities are kept; and functions of all samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from titancli.distributed.together import Ranks
+from titancli.engine.inputs import checked, trained_alone
+from titancli.engine.packing import Packed
+from titancli.protocols import LossDefaults
+from titancli.protocols.batch import IGNORE, Batch
+from titancli.protocols.result import LossResult
+from titancli.protocols.samples import Sample
+from titancli.registry.component import is_config
+from titancli.registry.defaults import with_defaults
+
+if TYPE_CHECKING:
+    from titancli.engine.runners import Sums
+
+SampleLoss = Callable[[list[Tensor], list[Sample]], LossResult]
+
+
+def sample_loss(given: Any, loss_of: Callable[[Any], Any]) -> Kept:
+    """Return a loss for samples: a function of all of them, or what is a loss of batches.
+
+    A function, or another callable, without an attribute `output` is of all samples.
+    """
+    plain = callable(given) and not isinstance(given, type) and not is_config(given)
+    return OfSamples(given) if plain and not hasattr(given, "output") else Kept(loss_of(given))
+
+
+class Kept:
+    """A loss whose log-probabilities, and entropy if it has that computed, are kept for all rows."""
+
+    def __init__(self, loss: Any) -> None:
+        own = with_defaults(LossDefaults, loss)
+        self._loss, self._function = loss, getattr(loss, "_function", loss)
+        self.output = loss.output
+        self.needs, self.entropy, self.weighted = own.needs, own.entropy, own.weighted
+        self.steady, self.temperature = own.steady, own.temperature
+        self.check_batch, self.token_weights = own.check_batch, own.token_weights
+        self.kept: list[Tensor] = []
+        """[R, S] fp32 each, the rows of a call: log-probabilities and, if `entropy`, that."""
+
+    def begin(self, packed: Packed, device: torch.device) -> None:
+        """Make room for the rows of a call."""
+        shape = (sum(batch.rows for batch in packed.batches), packed.batches[0]["tokens"].shape[1])
+        self.kept = [torch.zeros(shape, device=device) for _ in range(2 if self.entropy else 1)]
+
+    def __call__(self, out: Tensor, batch: Batch) -> LossResult:
+        log_probs = out.detach()
+        if self.output == "model":
+            flat = functional.cross_entropy(
+                log_probs.flatten(0, 1).float(),
+                batch["targets"].flatten(),
+                ignore_index=IGNORE,
+                reduction="none",
+            )
+            log_probs = -flat.view(batch["targets"].shape)
+        self.kept[0][batch["row"]] = log_probs.float()
+        if self.entropy:
+            self.kept[1][batch["row"]] = batch["entropy"].detach()
+        return self.result(out, batch)
+
+    def result(self, out: Tensor, batch: Batch) -> LossResult:
+        made: LossResult = self._loss(out, batch)
+        return made
+
+
+class OfSamples(Kept):
+    """A function of the log-probabilities of all samples.
+
+    It is differentiated by these log-probabilities. The gradients, as weights of the tokens, make a loss
+    −Σ w·log p, whose gradients are those of the function: what Tinker calls `forward_backward_custom`.
+    """
+
+    output = "logprobs"
+    needs = ()
+    entropy = False
+    weighted = True
+
+    def __init__(self, function: SampleLoss) -> None:
+        trained_alone(function)
+        self._function = function
+        own = with_defaults(LossDefaults, function)
+        self.steady, self.temperature = own.steady, own.temperature
+        self.kept = []
+        self._weights = self._weight = torch.zeros(())
+
+    def check_batch(self, batch: Batch) -> None:
+        """There is nothing to check: the function reads samples."""
+
+    def differentiate(
+        self, log_probs: list[Tensor], samples: list[Sample], packed: Packed, shares: int
+    ) -> Sums:
+        """Compute the function and its gradients, and return what it reports: this rank's share of it.
+
+        Args:
+            log_probs: [tokens] of each sample.
+            shares: how many ranks compute the same.
+        """
+        sums: Sums = {}
+        if samples:
+            with torch.enable_grad():
+                leaves = [one.detach().requires_grad_() for one in log_probs]
+                result = checked(self._function(leaves, samples), self)
+                slopes = torch.autograd.grad(result.sum, leaves, allow_unused=True)
+            self._weights = -packed.repacked(slopes)
+            sums = {"loss": result.sum.detach(), "weight": result.weight, **result.metrics}
+        else:
+            self._weights = torch.zeros_like(self.kept[0])
+        everyones = [sorted(sums)] if shares > 1 else Ranks().gather(sorted(sums))
+        nothing = torch.zeros((), device=self.kept[0].device)
+        names = ("loss", "weight", *max(everyones, key=len))  # a rank without samples reports zeros
+        shared = {name: sums.get(name, nothing).float() / shares for name in names}
+        # Each micro-batch has an equal part of it, for what a model divides by it.
+        self._weight = shared["weight"] / len(packed.batches)
+        return shared
+
+    def token_weights(self, batch: Batch) -> Tensor:
+        """[B, S] fp32: the gradient of −function by each log-probability."""
+        return self._weights[batch["row"]]
+
+    def result(self, out: Tensor, batch: Batch) -> LossResult:
+        return LossResult(-(self.token_weights(batch) * out).sum(), self._weight)

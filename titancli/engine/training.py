@@ -1,0 +1,95 @@
+"""How gradients are added up: what `forward_backward` does once its batches are on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from titancli.engine.rng import Stream
+from titancli.engine.step import Backward, Metrics, Step
+from titancli.engine.sums import largest, marked, quotient, summed
+from titancli.errors import TitanError
+from titancli.protocols import LossDefaults
+from titancli.registry.defaults import with_defaults
+
+if TYPE_CHECKING:
+    from titancli.engine.agreement import Call
+    from titancli.engine.core import EngineCore
+    from titancli.engine.runners import Sums
+    from titancli.protocols.batch import Batch
+
+
+def refuse_another(engine: EngineCore) -> None:
+    """Refuse to add gradients where they cannot be.
+
+    Raises:
+        TitanError: gradients are disabled; or the model's routers have losses and this is the second call of
+            a step.
+    """
+    if not torch.is_grad_enabled():
+        raise TitanError("forward_backward under torch.no_grad()", hint="call it outside that block")
+    if engine.pending is not None:
+        engine.runner.router_losses.refuse(
+            "forward_backward for the second time in a step",
+            hint="pass all micro-batches of the step to one call: engine.forward_backward([first, second])",
+        )
+
+
+def accumulate(
+    engine: EngineCore,
+    call: Call,
+    placed: Sequence[Batch],
+    loss: Any,
+    poison: Tensor | None,
+    *,
+    first: Callable[[Step], Sums] | None = None,
+) -> Metrics:
+    """Add the gradients of batches on the device; see `Engine.forward_backward`.
+
+    Args:
+        poison: see `titancli.engine.inputs.checked_batches`.
+        first: is called before the pass, and returns sums that take the place of those of the loss.
+    """
+    optimizer = engine._trained("forward_backward")
+    is_first = engine.pending is None
+    step = engine.pending = engine.pending or _begun(engine, optimizer)
+    step.steady = step.steady and with_defaults(LossDefaults, loss).steady
+    # Some micro-batches' gradients may be there by then, and nobody knows which.
+    with engine._aborted("forward_backward", forget=True), call.shared():
+        told = {} if first is None else first(step)
+        backward = _backward(engine, step, placed, loss, is_first=is_first)
+        with engine.hooks.around_backward(backward, engine.turn.lent), step.stream.drawn():
+            found = engine.runner.forward_backward(placed, loss)
+        sums = marked(call.in_order({**found, **told}), poison)
+        worst = largest(quotient(sums["loss"], sums["weight"]), engine.mesh.dp_group)
+        totals = summed(sums, engine.mesh.dp_group)
+        weight = totals.pop("weight")
+        step.weight = step.weight + weight
+        step.loss = step.loss + totals["loss"]
+        averages = {name: quotient(value, weight) for name, value in totals.items()}
+    step.tokens += call.all_tokens
+    step.batches += len(placed)
+    return {**averages, "loss_max": worst, "tokens": call.all_tokens}
+
+
+def _begun(engine: EngineCore, optimizer: torch.optim.Optimizer) -> Step:
+    """The next step, without gradients."""
+    optimizer.zero_grad(set_to_none=True)
+    stream = Stream(engine.device, engine.settings.seed, engine.step, engine.mesh.dp_rank)
+    nothing = torch.zeros((), dtype=torch.float32, device=engine.device)
+    return Step(engine.step + 1, stream, loss=nothing, weight=nothing, norm=nothing)
+
+
+def _backward(
+    engine: EngineCore, step: Step, batches: Sequence[Batch], loss: Any, *, is_first: bool
+) -> Backward:
+    """What hooks see of a backward pass."""
+
+    def compute(some: Sequence[Batch]) -> None:
+        with step.stream.copy().drawn():
+            engine.runner.forward_backward(some, loss)
+
+    return Backward(step, batches, loss, is_first, compute, engine._drop_gradients)
