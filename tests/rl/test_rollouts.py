@@ -101,4 +101,4 @@ def test_what_ran_out_of_room_is_learned_from_unless_it_is_masked(mask: bool) ->
     cut = Completion("x", [3], [-1.0], "length")
     made = Rollouts(Sampled(ASKED[:1], [[MADE, cut]]), [[Score(total=1.0), Score(total=0.0)]], config)
     made.rate(lambda rewards, counted: rewards - rewards.mean(1, keepdim=True), ENGINE)
-    assert [sample.advantage for sample in made.samples(0, 1)] == ([0.5] if mask else [0.5, -0.5])
+    assert [sample.advantages for sample in made.samples(0, 1)] == ([0.5] if mask else [0.5, -0.5])
