@@ -23,7 +23,6 @@ _WHERE = {
     "SamplingParams": "titancli.protocols.samples",
     "build": "titancli.registry.component",
     "section": "titancli.registry.component",
-    "with_defaults": "titancli.registry.defaults",
     "LossResult": "titancli.protocols.result",
     "Sample": "titancli.protocols.samples",
     "report": "titancli.observe.metrics",
@@ -53,7 +52,6 @@ if TYPE_CHECKING:
     from titancli.registry.component import build as build
     from titancli.registry.component import component as component
     from titancli.registry.component import section as section
-    from titancli.registry.defaults import with_defaults as with_defaults
     from titancli.registry.fields import Component as Component
     from titancli.registry.fields import LocalPath as LocalPath
     from titancli.registry.fields import Slot as Slot

@@ -20,9 +20,10 @@ from tests.checkpoint.tensors import RUN, bits
 from titancli.checkpoint import CheckpointReader, export_hf, load_hf_weights, read_hf, save_checkpoint
 from titancli.checkpoint.format.tensorfile import TensorFileWriter
 from titancli.errors import EnvironmentProblem, TitanError
+from titancli.protocols import HFFormDefaults
 
 
-class TinyForm:
+class TinyForm(HFFormDefaults):
     """`double` is stored as two halves, transposed; the rest under another name."""
 
     def to_hf(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:

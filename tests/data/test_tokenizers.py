@@ -15,6 +15,7 @@ from tests.data.helpers import make, stream
 from titancli.data import ByteTokenizer, HFTokenizer, TextFiles
 from titancli.data.packing import tokenizer_identity
 from titancli.errors import EnvironmentProblem, RecipeError
+from titancli.protocols import TokenizerDefaults
 from titancli.registry.component import build
 
 TEXT = "def f(self): return 'Ünïcödé 日本' # " * 4
@@ -108,7 +109,7 @@ def test_export_files_are_those_of_the_folder(bpe_folder: Path) -> None:
 
 
 def test_identity_tells_tokenizers_apart(folder: Path) -> None:
-    class Own:
+    class Own(TokenizerDefaults):
         vocab_size, eos_id = 5, 4
 
         def __init__(self) -> None:

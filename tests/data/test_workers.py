@@ -22,6 +22,7 @@ from titancli.data.loader import Loader
 from titancli.data.workers import IGNORED, Rebuild, Workers
 from titancli.errors import EnvironmentProblem, RecipeError
 from titancli.observe.metrics import collector
+from titancli.protocols import DatasetDefaults
 from titancli.protocols.batch import Batch
 
 SEQ_LEN, ROWS = 8, 2
@@ -181,7 +182,7 @@ def test_signals_for_the_rank_do_not_end_its_workers() -> None:
 
 
 def test_a_dataset_that_cannot_skip_is_refused() -> None:
-    class NoSkip:
+    class NoSkip(DatasetDefaults):
         def state_dict(self) -> dict[str, Any]:
             return {}
 

@@ -27,12 +27,10 @@ from titancli.engine import Engine
 from titancli.engine.inputs import checked
 from titancli.errors import TitanError
 from titancli.losses import SFT, Grpo
-from titancli.protocols import LossDefaults
 from titancli.protocols.batch import IGNORE, Batch
 from titancli.protocols.result import LossResult
 from titancli.recipe.schema import Stability
 from titancli.registry.component import build
-from titancli.registry.defaults import with_defaults
 
 pytestmark = pytest.mark.ranks
 PLAIN, ROUTED = (replace(c, n_layers=1, moe=replace(c.moe, load_balance_coeff=None)) for c in (EIGHT, BOTH))
@@ -136,7 +134,7 @@ def right(routed: bool) -> Found:
                 # The NaN that nobody may read is not there.
                 given = case(batch, "usual" if one == "NaN where no target is" else one)
                 try:
-                    with_defaults(LossDefaults, loss).check_batch(given.split(given.rows // 2)[0])
+                    loss.check_batch(given.split(given.rows // 2)[0])
                     found[label][one] = expected_of(engine, loss, given, routed=routed)
                 except TitanError as error:
                     found[label][one] = error.message
@@ -217,7 +215,7 @@ def test_every_loss_has_cases_that_step_and_such_that_do_not(table: Any) -> None
     for label, found in reference.items():
         assert isinstance(found["usual"], dict) and isinstance(found["NaN where no target is"], dict), label
         assert found["no target"] is None, label
-        needs = {*with_defaults(LossDefaults, build(dict(variants())[label])).needs} - {"targets"}
+        needs = {*build(dict(variants())[label]).needs} - {"targets"}
         assert not needs or found["NaN at a target"] is None, label
 
 

@@ -59,7 +59,7 @@ def test_families_declare_what_is_no_matrix(family: Any) -> None:
         config = family.variant(variant)
         with torch.device("meta"):
             here = found(build(config, seq_len=16))
-        assert ("output.weight" in here) != bool(getattr(config, "tied", False))
+        assert ("output.weight" in here) != bool(config.tied)
         seen |= here
     assert seen == BUNDLED[family.name]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import pytest
 from titancli.errors import PluginError
 from titancli.optimizers import ScheduleConfig, WarmupStableDecay, schedule
 from titancli.optimizers.schedule import build, schedule_of
+from titancli.recipe import load_recipe
 from titancli.registry.component import component
 
 
@@ -137,9 +139,10 @@ def test_a_step_between_those_that_were_tried_is_refused_when_it_is_used(monkeyp
         factor(1)
 
 
-def test_a_config_without_the_fields_of_all_schedules_is_refused():
-    with pytest.raises(PluginError, match=r"must derive from titancli\.optimizers\.ScheduleConfig"):
+def test_a_schedule_without_a_length_of_its_own_is_as_long_as_the_run():
+    @component("schedule", "bare", target="a:b")
+    class Bare:
+        """Without the base section."""
 
-        @component("schedule", "bare", target="a:b")
-        class Bare:
-            """Without total_steps."""
+    recipe = load_recipe("titan:llama3_debug", ["training.steps=7"]).recipe
+    assert dataclasses.replace(recipe, lr_scheduler=Bare()).schedule_steps == 7

@@ -37,7 +37,7 @@ from titancli.parallel.context import (
 )
 from titancli.parallel.ring import ring_attention, runs_here
 from titancli.protocols.result import LossResult
-from titancli.registry.component import component
+from titancli.registry.component import completed, component
 
 WAYS = ("allgather", "ulysses", "ring")
 HEADS = {"n_kv_heads": 4}
@@ -379,8 +379,8 @@ def test_a_model_that_cannot_be_cut_is_told(ranks):
 
 def test_a_plan_that_ignores_cp_is_refused():
     with pytest.raises(TitanError, match="the parallelize plan did not shard the rows"):
-        row_cut_of(nn.Linear(2, 2), Degrees(cp=2))
-    assert row_cut_of(nn.Linear(2, 2), Degrees()) is None
+        row_cut_of(completed("model", nn.Linear(2, 2)), Degrees(cp=2))
+    assert row_cut_of(completed("model", nn.Linear(2, 2)), Degrees()) is None
 
 
 def _graphs(this: Layout) -> int:

@@ -26,7 +26,7 @@ from titancli.parallel.pipeline import split
 from titancli.protocols.batch import Batch
 from titancli.protocols.result import LossResult
 from titancli.recipe.schema import Pipeline
-from titancli.registry.component import component
+from titancli.registry.component import completed, component
 
 ranks_only = pytest.mark.ranks
 ONE = Layout()
@@ -49,7 +49,7 @@ def close(found: Tensor, expected: Tensor, tolerance: float = 1e-5) -> bool:
 
 def model(**sizes: Any) -> Decoder:
     with torch.device("meta"):
-        return Decoder(recipe(Layout(**sizes)).model)
+        return completed("model", Decoder(recipe(Layout(**sizes)).model))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

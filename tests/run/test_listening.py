@@ -136,10 +136,9 @@ def test_where_the_name_of_the_machine_means_an_address_that_others_reach(
 def test_ranks_that_meet_those_of_other_runs_listen_where_these_are() -> None:
     from titan_ft import FaultTolerant
     from titancli.loops import Pretrain
-    from titancli.registry.defaults import LoopConfigDefaults, with_defaults
 
     loops: tuple[Any, ...] = (FaultTolerant, Pretrain)
-    assert [with_defaults(LoopConfigDefaults, loop).joins_other_runs for loop in loops] == [True, False]
+    assert [loop.joins_other_runs for loop in loops] == [True, False]
 
 
 def test_an_interface_that_was_chosen_stays(monkeypatch: pytest.MonkeyPatch) -> None:

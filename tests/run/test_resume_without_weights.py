@@ -19,7 +19,6 @@ from titancli.cli import main
 from titancli.engine import Engine, first_weights
 from titancli.errors import RecipeError, TitanError
 from titancli.recipe import load_recipe
-from titancli.registry.defaults import LoopConfigDefaults, with_defaults
 
 Train = Callable[..., Finished]
 
@@ -199,7 +198,7 @@ def test_a_reference_needs_the_weights_that_the_run_began_with(train: Train, her
 )
 def test_which_loops_compare_with_a_reference(line: tuple[str, ...], needed: bool) -> None:
     recipe = load_recipe(line[0], line[1:]).recipe
-    assert with_defaults(LoopConfigDefaults, recipe.loop).needs_reference(recipe) is needed
+    assert recipe.loop.needs_reference(recipe) is needed
 
 
 def test_until_it_is_loaded_such_an_engine_is_unusable(

@@ -16,7 +16,6 @@ from titancli.recipe.schema import Recipe, default_type, recipe_slots
 from titancli.recipe.toml import inline
 from titancli.registry import current
 from titancli.registry.component import component_info, is_config
-from titancli.registry.defaults import ConfigDefaults, with_defaults
 from titancli.registry.fields import Field, fields_of, nested_fields, plain
 
 
@@ -99,7 +98,7 @@ def _document(config: type) -> dict[str, Any]:
         "target": target,
         "doc": inspect.cleandoc(config.__doc__ or ""),
         "fields": [_row(field) for field in nested_fields(config)],
-        "flavors": plain(with_defaults(ConfigDefaults, config).flavors),
+        "flavors": plain(getattr(config, "flavors", {})),
     }
 
 
@@ -111,7 +110,7 @@ def _print(config: type) -> None:
     print("\nFields" if fields else "\nIt has no fields.")
     for field in fields:
         _print_field(field, indent="  ")
-    flavors = plain(with_defaults(ConfigDefaults, config).flavors)
+    flavors = plain(getattr(config, "flavors", {}))
     if flavors:
         print("\nFlavors")
         for flavor, values in flavors.items():

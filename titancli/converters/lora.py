@@ -24,9 +24,7 @@ from titancli.errors import RecipeError
 from titancli.models.blocks.init import uniform_, zeros_
 from titancli.models.blocks.moe import moe_layers
 from titancli.models.blocks.state import named_state
-from titancli.protocols import ModelDefaults
 from titancli.recipe.problems import nearest
-from titancli.registry.defaults import with_defaults
 
 if TYPE_CHECKING:
     from titancli.converters import LoRA
@@ -236,7 +234,7 @@ def merge(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
 
 def _moving(model: Any) -> list[str]:
     """Names of what training moves without gradients."""
-    if not with_defaults(ModelDefaults, model).token_counts():
+    if not model.token_counts():
         return []
     held = {f"{name}.expert_bias" for name, layer in moe_layers(model).items() if layer.holds_bias}
     parameters = dict(model.named_parameters())

@@ -24,7 +24,6 @@ from annotated_types import Ge, Gt, Le, MinLen
 
 from titancli.data.paths import absolute, absolute_lines, hub_keys
 from titancli.registry.component import component, section
-from titancli.registry.defaults import DatasetConfigDefaults, ParallelizeConfigDefaults, with_defaults
 from titancli.registry.fields import Component, LocalPath, Slot
 
 if TYPE_CHECKING:
@@ -236,31 +235,29 @@ class Mix:
 
     @property
     def needs_tokenizer(self) -> bool:
-        return any(
-            with_defaults(DatasetConfigDefaults, one).needs_tokenizer for one in self.datasets.values()
-        )
+        return any(one.needs_tokenizer for one in self.datasets.values())
 
     @property
     def document_mask(self) -> bool:
         """Return whether batches have `document_ids`: if any dataset's batches do."""
         parts = self.datasets.values()
-        masks = any(with_defaults(DatasetConfigDefaults, one).document_mask for one in parts)
+        masks = any(one.document_mask for one in parts)
         return masks or any(getattr(one, "pack", False) for one in parts)
 
     @property
     def skips_rows(self) -> bool:
-        return all(with_defaults(DatasetConfigDefaults, one).skips_rows for one in self.datasets.values())
+        return all(one.skips_rows for one in self.datasets.values())
 
     @property
     def repeat(self) -> bool:
         """Return whether the mix never ends, judging by the datasets used at the start."""
         used = [one for name, one in self.datasets.items() if self.weights.get(name)]
-        endless = [with_defaults(DatasetConfigDefaults, one).repeat for one in used]
+        endless = [one.repeat for one in used]
         return all(endless) if self.exhausted == "end" else any(endless)
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         for name, one in self.datasets.items():
-            if with_defaults(DatasetConfigDefaults, one).gives_pairs:
+            if one.gives_pairs:
                 yield f"datasets.{name}", "preference pairs cannot be mixed: each takes two rows of a batch"
             if isinstance(one, Mix):
                 yield f"datasets.{name}", "a mix cannot be part of a mix: name its datasets in this one"
@@ -341,7 +338,7 @@ class Chat(RowsOfExamples):
         yield from super().check(recipe)
         if self.trailing_newline and self.train_on == "all":
             yield "trailing_newline", 'every token is a target with train_on = "all": remove it'
-        ring = with_defaults(ParallelizeConfigDefaults, recipe.parallelize).context_parallel == "ring"
+        ring = recipe.parallelize.context_parallel == "ring"
         if self.pack and ring and recipe.mesh.cp != 1:
             message = 'parallelize.context_parallel = "ring" cannot separate the conversations of a row: use '
             yield "pack", message + 'false, or "allgather"'

@@ -10,9 +10,10 @@ import numpy as np
 
 from titancli import data
 from titancli.data.chat_template import ChatRefused
+from titancli.protocols import TokenizerDefaults
 
 
-class ByteTokenizer:
+class ByteTokenizer(TokenizerDefaults):
     vocab_size = 257
     eos_id = 256
     files: Mapping[str, str | Path] = {}

@@ -21,8 +21,7 @@ from titancli.data.jsonl import BadRow, value_of
 from titancli.data.rows import RowDataset
 from titancli.errors import RecipeError
 from titancli.observe.metrics import report
-from titancli.protocols import Tokenizer, TokenizerDefaults
-from titancli.registry.defaults import with_defaults
+from titancli.protocols import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +36,7 @@ class Masked:
             RecipeError: the tokenizer cannot tell which tokens are the assistant's, or whether they include a
                 line break after the end marker.
         """
-        if with_defaults(TokenizerDefaults, tokenizer).chat_with_mask is None:
+        if tokenizer.chat_with_mask is None:
             raise RecipeError(
                 f"the tokenizer ({type(tokenizer).__name__}) cannot tell which tokens are the assistant's",
                 hint="use a tokenizer with chat_with_mask, such as hf",

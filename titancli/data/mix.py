@@ -19,10 +19,9 @@ from titancli.data.loader import copied
 from titancli.data.packing import STATE_VERSION, refuse_other_data
 from titancli.errors import EnvironmentProblem, RecipeError
 from titancli.observe.metrics import collector, report
-from titancli.protocols import Dataset, DatasetDefaults, Tokenizer
+from titancli.protocols import Dataset, Tokenizer
 from titancli.protocols.batch import IGNORE, MIX, Batch
 from titancli.registry.component import build as build_component
-from titancli.registry.defaults import with_defaults
 
 LABEL = "dataset mix"
 KEYS = ("tokens", "targets", "positions")
@@ -50,7 +49,7 @@ class _Source:
     def skip(self) -> bool:
         """Skip a row; return whether there was one."""
         with self._listening():
-            skipped = with_defaults(DatasetDefaults, self.dataset).skip(1)
+            skipped = self.dataset.skip(1)
         return self.next() is not None if skipped is None else skipped == 1
 
     @contextmanager

@@ -26,9 +26,8 @@ from titancli.data.source import Piece, Size, Source
 from titancli.data.stream import Position, TokenStream
 from titancli.errors import EnvironmentProblem, RecipeError
 from titancli.fingerprint import Contents
-from titancli.protocols import Tokenizer, TokenizerDefaults
+from titancli.protocols import Tokenizer
 from titancli.protocols.batch import IGNORE, Batch
-from titancli.registry.defaults import with_defaults
 
 STATE_VERSION = 1
 SAMPLE = 1 << 18
@@ -215,9 +214,8 @@ def _places(count: int) -> np.ndarray:
 
 def tokenizer_identity(tokenizer: Tokenizer) -> str:
     """Return a tokenizer's identity: its own `fingerprint`, or its class, size, end marker and files."""
-    own = with_defaults(TokenizerDefaults, tokenizer).fingerprint
-    if own is not None:
-        return str(own)
+    if tokenizer.fingerprint is not None:
+        return str(tokenizer.fingerprint)
     digest = xxhash.xxh3_128()
     for name, path in sorted(tokenizer.files.items()):
         with open(path, "rb") as file:

@@ -19,9 +19,8 @@ import torch
 from titancli.data.lengths import BAD, row_lengths
 from titancli.data.packing import STATE_VERSION, refuse_other_data, tokenizer_identity
 from titancli.errors import EnvironmentProblem
-from titancli.protocols import Tokenizer, TokenizerDefaults
+from titancli.protocols import Tokenizer
 from titancli.protocols.batch import Batch
-from titancli.registry.defaults import with_defaults
 
 GROUP = 128
 """Examples that may share rows."""
@@ -144,11 +143,7 @@ class RowDataset:
         self._identity = {
             **examples.identity,
             "tokenizer": tokenizer_identity(tokenizer),
-            **(
-                {"chat template": with_defaults(TokenizerDefaults, tokenizer).chat_fingerprint}
-                if templated
-                else {}
-            ),
+            **({"chat template": tokenizer.chat_fingerprint} if templated else {}),
             "seq_len": seq_len,
             **settings,
         }

@@ -14,8 +14,7 @@ import numpy as np
 
 from titancli.data.source import Piece, Source
 from titancli.errors import EnvironmentProblem
-from titancli.protocols import Tokenizer, TokenizerDefaults
-from titancli.registry.defaults import with_defaults
+from titancli.protocols import Tokenizer
 
 GROUP_PIECES = 64
 GROUP_CHARACTERS = 1 << 20
@@ -151,7 +150,7 @@ def groups(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
 
 def encode(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
     """Return the ids of each text as integer arrays, using `tokenizer.encode_arrays` if it exists."""
-    arrays = with_defaults(TokenizerDefaults, tokenizer).encode_arrays(texts)
+    arrays = tokenizer.encode_arrays(texts)
     if arrays is not None:
         return arrays
     return [np.asarray(ids, np.int32) for ids in tokenizer.encode_batch(texts)]

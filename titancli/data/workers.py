@@ -39,7 +39,6 @@ from titancli.protocols import Dataset, DatasetDefaults
 from titancli.protocols.batch import Batch
 from titancli.registry.blame import blame
 from titancli.registry.component import build
-from titancli.registry.defaults import with_defaults
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +103,7 @@ class Workers:
         Raises:
             RecipeError: the dataset cannot skip rows.
         """
-        if with_defaults(DatasetDefaults, dataset).skip(0) is None:
+        if dataset.skip(0) is None:
             raise RecipeError(
                 f"the dataset {type(dataset).__name__} cannot skip rows, so each worker would prepare all",
                 hint="set training.dataloader.num_workers = 0; a plugin's dataset can offer skip(rows)",
@@ -217,7 +216,7 @@ def _tensor(data: np.ndarray, dtype: torch.dtype, shape: tuple[int, ...]) -> tor
 # --------------------------------------------------------------------------------------- in a worker process
 
 
-class _Share:
+class _Share(DatasetDefaults):
     """Every `workers`-th batch of a dataset."""
 
     def __init__(self, dataset: Dataset, stride: int, number: int, workers: int) -> None:
@@ -233,7 +232,7 @@ class _Share:
     def _skip(self, batches: int) -> bool:
         """Skip batches of the other workers; return whether there were enough."""
         rows = batches * self._stride
-        return not rows or with_defaults(DatasetDefaults, self._dataset).skip(rows) == rows
+        return not rows or self._dataset.skip(rows) == rows
 
 
 class _Closed(Exception):

@@ -47,13 +47,12 @@ from titancli.models.roles import roles_of
 from titancli.optimizers.nothing import Nothing
 from titancli.optimizers.schedule import schedule_of
 from titancli.parallel.pipeline import Placement, split
-from titancli.protocols import ConverterDefaults, ModelDefaults, Role
+from titancli.protocols import Role
 from titancli.recipe.check import component_checks
 from titancli.recipe.layout import check_layout, on
 from titancli.recipe.schema import Recipe, Training
 from titancli.recipe.toml import dotted
-from titancli.registry.component import build, component_info, load_target
-from titancli.registry.defaults import ModelConfigDefaults, OptimizerConfigDefaults, with_defaults
+from titancli.registry.component import build, build_hf, completed, component_info
 from titancli.torch_version import check_torch
 
 E = TypeVar("E")
@@ -102,18 +101,17 @@ def build_engine(
     own = RouterLosses(parts, mesh.token_groups, own_losses)
     runner = runner_of(recipe, parts, placement, mesh, own, device)
     loss = loss_of(build(recipe.loss))
-    hf = component_info(recipe.model).hf
-    hf_form = load_target(hf)(recipe.model) if hf else None
     first, awaited = FirstWeights(), awaited_checkpoint(recipe, checkpoint)
+    form = build_hf(recipe.model)
     if fill is not None:
         fill(parts)
     else:
-        first = first_weights(recipe, parts, converters, device, mesh, placement, hf_form, awaited)
+        first = first_weights(recipe, parts, converters, device, mesh, placement, form, awaited)
     optimizer, hooks = None, Hooks()
     if not frozen:
         optimizer, guard = trainer_of(recipe, parts, roles, device)
         report_frozen(recipe)
-        unbalanced = fill is None and begins_unbalanced(hf_form, recipe, start_from(recipe))
+        unbalanced = fill is None and begins_unbalanced(form, recipe, start_from(recipe))
         balancing = Balancing(parts, mesh.token_groups, device, begins_unbalanced=unbalanced)
         if unbalanced and awaited is None:  # else when the checkpoint is loaded
             balancing.weights_loaded()
@@ -131,7 +129,7 @@ def build_engine(
         hooks=hooks,
         settings=_settings(recipe, degrees, row_cut_of(parts[0], degrees)),
         converters=converters,
-        hf_form=hf_form,
+        hf_form=form,
         flops_per_token=flops,
         parameter_count=count,
         config=plain_config(recipe, degrees, device, count),
@@ -160,7 +158,7 @@ def converted(model: Any, recipe: Recipe, degrees: Degrees) -> list[Any]:
     for config in recipe.converters:
         name = component_info(config).name
         converter = build(config, mesh=degrees, compile=recipe.compile.enable)
-        owns = with_defaults(ConverterDefaults, converter).owns
+        owns = converter.owns
         if owns is not None and adapters_of(found) is not None:
             raise PluginError(
                 f"the converter {name} adds parameters of its own, and so does one before it",
@@ -216,7 +214,7 @@ def parallelized(
     models, placement = [model], None
     if mesh.degrees.pp > 1:
         models, placement = split(model, recipe.pipeline, mesh.degrees.pp, mesh.pp_rank)
-    parts = [parallelize(model) for model in models]
+    parts = [completed("model", parallelize(model)) for model in models]
     for part in parts:
         prefer_fast_kernels(part, device, kinds.param, recipe.training.seq_len)
     return parts, placement
@@ -232,7 +230,7 @@ def trainer_of(
     """
     trained = [named for part in parts for named in part.named_parameters() if named[1].requires_grad]
     optimizer = optimizer_of(recipe, trained, roles)
-    keep_peaks(optimizer, with_defaults(OptimizerConfigDefaults, recipe.optimizer).lr)
+    keep_peaks(optimizer, recipe.optimizer.lr)
     remember(optimizer)
     return optimizer, Guard(recipe.stability, device)
 
@@ -255,7 +253,7 @@ def optimizer_of(
             hint="build a frozen engine, or add a converter with trainable parameters, such as lora",
         )
     if not trained:
-        return Nothing(with_defaults(OptimizerConfigDefaults, recipe.optimizer).lr or 0.0)
+        return Nothing(recipe.optimizer.lr or 0.0)
     made: Any = build(recipe.optimizer, named_parameters=trained, roles=roles)
     name = component_info(recipe.optimizer).name
     if not hasattr(made, "param_groups"):
@@ -303,7 +301,7 @@ def runner_of(
     row_cut = row_cut_of(parts[0], mesh.degrees)
     if placement is None:
         return WholeModel(parts[0], own, accumulate=recipe.training.accumulate, row_cut=row_cut)
-    width = with_defaults(ModelConfigDefaults, recipe.model).dim
+    width = recipe.model.dim
     if width is None:
         raise RecipeError(
             "mesh.pp: the model's config has no `dim`, the width of the activations passed between stages"
@@ -327,7 +325,7 @@ def row_cut_of(part: Any, degrees: Degrees) -> RowCut | None:
     Raises:
         TitanError: it did not.
     """
-    found = with_defaults(ModelDefaults, part).row_cut
+    found = part.row_cut
     if degrees.cp > 1 and found is None:
         raise TitanError(
             f"mesh.cp = {degrees.cp}, but the parallelize plan did not shard the rows", hint="set mesh.cp = 1"
@@ -380,8 +378,8 @@ def limits_of(recipe: Recipe, degrees: Degrees, row_cut: RowCut | None) -> Limit
     # A stage that is not the first would wait for hidden states that the first one cannot cut.
     between_stages = degrees.cp * degrees.tp if degrees.pp > 1 else 1
     return Limits(
-        vocab_size=with_defaults(ModelConfigDefaults, recipe.model).vocab_size,
+        vocab_size=recipe.model.vocab_size,
         row_length=longest,
-        positions=with_defaults(ModelConfigDefaults, recipe.model).max_seq_len or longest,
+        positions=recipe.model.max_seq_len or longest,
         multiple=math.lcm(between_stages, 1 if row_cut is None else row_cut.pieces),
     )

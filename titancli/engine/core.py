@@ -34,9 +34,7 @@ from titancli.engine.weights import adapters_of, plain_parameters
 from titancli.errors import TitanError
 from titancli.parallel.fsdp import reshard
 from titancli.parallel.wrapped import as_written
-from titancli.protocols import ModelDefaults
 from titancli.registry.component import build
-from titancli.registry.defaults import with_defaults
 
 if TYPE_CHECKING:
     from titancli.distributed.mesh import Mesh
@@ -248,7 +246,7 @@ class EngineCore:
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=True)
         for part in self.parts:
-            with_defaults(ModelDefaults, part).forget_token_counts()
+            part.forget_token_counts()
 
     def _has_new_weights(self, version: int) -> None:
         self.version = version

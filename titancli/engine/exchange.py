@@ -17,8 +17,6 @@ from titancli.engine.weights import (
     whole_tensors,
 )
 from titancli.errors import TitanError
-from titancli.protocols import ModelDefaults
-from titancli.registry.defaults import with_defaults
 
 if TYPE_CHECKING:
     from titancli.protocols import HFForm
@@ -43,7 +41,7 @@ def weights(engine: EngineCore) -> Iterator[NamedTensor]:
         form = hf_form(engine)
     with call.shared():
         mine = dict(engine.plain_parameters())
-        home = with_defaults(ModelDefaults, engine.parts[0]).parameter_device or engine.device
+        home = engine.parts[0].parameter_device or engine.device
         known = all_known(mine.items(), engine.parts, engine.mesh, engine.placement)
         wholes = whole_tensors(mine, known, engine.mesh, home)
     parameters = iter(wholes if engine.adapters is None else engine.adapters.merged(wholes))

@@ -17,8 +17,6 @@ from titancli.models.blocks.moe import moe_layers
 from titancli.observe.metrics import collector, report
 from titancli.parallel.alone import as_stored
 from titancli.parallel.fsdp import reshard
-from titancli.protocols import HFFormDefaults, ModelDefaults
-from titancli.registry.defaults import with_defaults
 
 if TYPE_CHECKING:
     from titancli.checkpoint.start_from import StartFrom
@@ -130,7 +128,7 @@ def begins_unbalanced(hf_form: Any, recipe: Recipe, start: StartFrom) -> bool:
     balanced = bool(getattr(moe, "load_balance_coeff", None)) and not getattr(
         moe, "freeze_expert_bias", False
     )
-    lost = bool(with_defaults(HFFormDefaults, hf_form).loses_biases)
+    lost = hf_form is not None and bool(hf_form.loses_biases)
     return balanced and lost and start.kind != "nothing"
 
 
@@ -197,8 +195,7 @@ class Balancing:
 
     def step_applied(self, step: Step) -> None:
         """Collective."""
-        models = [with_defaults(ModelDefaults, part) for part in self._parts]
-        counts = {name: count for model in models for name, count in model.token_counts().items()}
+        counts = {name: count for part in self._parts for name, count in part.token_counts().items()}
         if not counts:
             return
         total = torch.cat(list(counts.values()))
@@ -209,10 +206,10 @@ class Balancing:
         if step.skipped is not None:  # counts of nothing move nothing
             total = torch.where(step.skipped > 0, torch.zeros_like(total), total)
         sums = dict(zip(counts, total.split(sizes), strict=True))
-        for part, model in zip(self._parts, models, strict=True):
-            if names := model.token_counts():
+        for part in self._parts:
+            if names := part.token_counts():
                 with as_stored(part):
-                    model.after_step({name: sums[name] for name in names})
+                    part.after_step({name: sums[name] for name in names})
 
 
 def _report_load(sums: dict[str, Tensor]) -> None:

@@ -25,9 +25,7 @@ from titancli.engine.rng import generator_for
 from titancli.engine.weights import Known, adapters_of, all_known, base_parameters, told_adapters
 from titancli.errors import EnvironmentProblem, RecipeError
 from titancli.parallel.alone import as_stored
-from titancli.protocols import ModelDefaults
 from titancli.recipe.schema import Recipe
-from titancli.registry.defaults import with_defaults
 
 if TYPE_CHECKING:
     from titancli.checkpoint.format.stream import Progress
@@ -100,7 +98,7 @@ def materialise(
     """
     adapters = adapters_of(converters)
     for part in parts:
-        home = with_defaults(ModelDefaults, part).parameter_device or device
+        home = part.parameter_device or device
         allocate(part, home, device)
         with as_stored(part):
             if initialised and (start.kind != "weights" or start.exclude):

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from titancli.data.values import INTEGERS, Limits, fault, harmless, readable
 from titancli.errors import TitanError
-from titancli.protocols import LossDefaults, ModelDefaults
+from titancli.protocols import LossDefaults
 from titancli.protocols.batch import EXAMPLE, Batch
 from titancli.protocols.result import LossResult, check_shape
 from titancli.registry import current
-from titancli.registry.component import build, component_info, is_config
-from titancli.registry.defaults import with_defaults
+from titancli.registry.component import build, completed, component_info, is_config
+from titancli.registry.defaults import members
 
 Given = Batch | Mapping[str, Tensor]
 LossFunction = Callable[[Tensor, Batch], LossResult]
@@ -176,7 +176,7 @@ def _check_rows(batch: Batch, limits: Limits) -> None:
 
 
 def _check_needs(batch: Batch, loss: Any) -> None:
-    needs = with_defaults(LossDefaults, loss).needs
+    needs = loss.needs
     needs = (needs,) if isinstance(needs, str) else needs
     if missing := [name for name in needs if name not in batch]:
         raise TitanError(
@@ -188,28 +188,27 @@ def _check_needs(batch: Batch, loss: Any) -> None:
     shapes: Mapping[str, str] = needs if isinstance(needs, Mapping) else {}
     for name, shape in shapes.items():
         check_shape(batch, name, shape, name_of(loss))
-    with_defaults(LossDefaults, loss).check_batch(batch)
+    loss.check_batch(batch)
 
 
 def tokens_of(model: Any, batch: Batch) -> int:
     """Return the tokens of a batch: the total length of its rows, in the inputs that count as tokens."""
-    names = with_defaults(ModelDefaults, model).token_inputs
+    names = model.token_inputs
     return sum(batch.rows * batch[name].shape[model.sequence_dim[name]] for name in names)
 
 
 # ----------------------------------------------------------------------------------------------- losses
 
 
-class FunctionLoss:
+class FunctionLoss(LossDefaults):
     """A plain callable as a loss, which is asked for `output`, `entropy`, `steady` and so on."""
 
     def __init__(self, function: LossFunction) -> None:
         self._function = function
         self.output = getattr(function, "output", "logprobs")
-        own = with_defaults(LossDefaults, function)
-        self.needs, self.entropy, self.steady = own.needs, own.entropy, own.steady
-        self.temperature = own.temperature
-        self.check_batch, self.token_weights = own.check_batch, own.token_weights
+        for name in members(LossDefaults):
+            if hasattr(function, name):
+                setattr(self, name, getattr(function, name))
 
     def __call__(self, out: Tensor, batch: Batch) -> LossResult:
         return self._function(out, batch)
@@ -235,7 +234,8 @@ def loss_of(given: Any) -> Any:
             f"{name} is not a loss",
             hint="a loss is the config of a loss component, or a callable (log-probs, batch) -> LossResult",
         )
-    loss = given if hasattr(given, "output") and not hasattr(given, "__name__") else FunctionLoss(given)
+    plain = hasattr(given, "__name__") or not hasattr(given, "output")
+    loss = FunctionLoss(given) if plain else completed("loss", given)
     if loss.output not in OUTPUTS:
         raise TitanError(f'the output of {name} is {loss.output!r}, not "logprobs" or "model"')
     return trained_alone(loss)
@@ -308,7 +308,7 @@ def name_of(loss: Any) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-class LogProbs:
+class LogProbs(LossDefaults):
     """The loss that is none: hands the log-probabilities on."""
 
     output = "logprobs"
@@ -317,7 +317,7 @@ class LogProbs:
         return out
 
 
-class Logits:
+class Logits(LossDefaults):
     """Hands the model's own output on."""
 
     output = "model"

@@ -37,7 +37,6 @@ from titancli.recipe.schema import (
 )
 from titancli.registry import current
 from titancli.registry.component import component_info, is_config
-from titancli.registry.defaults import ModelConfigDefaults, with_defaults
 from titancli.registry.kinds import KINDS
 from titancli.runs import RunFolder
 
@@ -194,7 +193,7 @@ def recipe_of(model: Any, parts: Parts, device: torch.device) -> Recipe:
         given.setdefault(kind, _default(kind))
     given.setdefault(
         "training",
-        Training(steps=1, seq_len=min(2048, with_defaults(ModelConfigDefaults, model).max_seq_len or 2048)),
+        Training(steps=1, seq_len=min(2048, model.max_seq_len or 2048)),
     )
     given.setdefault("lr_scheduler", WarmupStableDecay(warmup_steps=0, decay_ratio=0.0, min_lr_factor=1.0))
     given.setdefault("activation_checkpoint", ActivationCheckpoint(mode="none"))

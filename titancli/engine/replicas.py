@@ -18,8 +18,6 @@ from titancli.checkpoint.exclude import NOTHING
 from titancli.engine.optimizer_state import counters_of
 from titancli.engine.step import PART
 from titancli.errors import TitanError
-from titancli.protocols import ModelDefaults
-from titancli.registry.defaults import with_defaults
 
 if TYPE_CHECKING:
     from titancli.engine.engine import Engine
@@ -57,8 +55,7 @@ def reduce_gradients(engine: Engine, add: Callable[[Sequence[Tensor]], None]) ->
             for parameter in trained:
                 if parameter.grad is None:  # other engines may have one
                     parameter.grad = torch.zeros_like(parameter)
-            models = [with_defaults(ModelDefaults, part) for part in engine.parts]
-            counts = [count for model in models for count in model.token_counts().values()]
+            counts = [count for part in engine.parts for count in part.token_counts().values()]
             own = [step.loss, step.weight, torch.tensor(step.tokens)]
             sums = torch.stack([number.to(engine.device, torch.float64) for number in own])
             add([*(local(parameter.grad) for parameter in trained), *counts, sums])

@@ -17,7 +17,6 @@ from titancli.protocols.batch import IGNORE, Batch
 from titancli.protocols.result import LossResult
 from titancli.protocols.samples import Sample
 from titancli.registry.component import is_config
-from titancli.registry.defaults import with_defaults
 
 if TYPE_CHECKING:
     from titancli.engine.runners import Sums
@@ -38,12 +37,11 @@ class Kept:
     """A loss whose log-probabilities, and entropy if it has that computed, are kept for all rows."""
 
     def __init__(self, loss: Any) -> None:
-        own = with_defaults(LossDefaults, loss)
         self._loss, self._function = loss, getattr(loss, "_function", loss)
         self.output = loss.output
-        self.needs, self.entropy, self.weighted = own.needs, own.entropy, own.weighted
-        self.steady, self.temperature = own.steady, own.temperature
-        self.check_batch, self.token_weights = own.check_batch, own.token_weights
+        self.needs, self.entropy, self.weighted = loss.needs, loss.entropy, loss.weighted
+        self.steady, self.temperature = loss.steady, loss.temperature
+        self.check_batch, self.token_weights = loss.check_batch, loss.token_weights
         self.kept: list[Tensor] = []
         """[R, S] fp32 each, the rows of a call: log-probabilities and, if `entropy`, that."""
 
@@ -87,8 +85,8 @@ class OfSamples(Kept):
     def __init__(self, function: SampleLoss) -> None:
         trained_alone(function)
         self._function = function
-        own = with_defaults(LossDefaults, function)
-        self.steady, self.temperature = own.steady, own.temperature
+        self.steady = getattr(function, "steady", LossDefaults.steady)
+        self.temperature = getattr(function, "temperature", LossDefaults.temperature)
         self.kept = []
         self._weights = self._weight = torch.zeros(())
 

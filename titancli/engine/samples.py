@@ -26,10 +26,8 @@ from titancli.engine.packing import (
 from titancli.engine.sample_losses import Kept, OfSamples, sample_loss
 from titancli.engine.training import accumulate, refuse_another
 from titancli.errors import TitanError
-from titancli.protocols import LossDefaults
 from titancli.protocols.result import Result
 from titancli.protocols.samples import Sample
-from titancli.registry.defaults import with_defaults
 
 if TYPE_CHECKING:
     from titancli.engine.agreement import Call
@@ -193,8 +191,8 @@ def _check_loss(samples: Sequence[Checked], loss: Any) -> None:
     Raises:
         TitanError: samples lack what the loss reads, or it does not read what they have.
     """
-    own, name = with_defaults(LossDefaults, loss), name_of(loss)
-    needs = (own.needs,) if isinstance(own.needs, str) else own.needs
+    name = name_of(loss)
+    needs = (loss.needs,) if isinstance(loss.needs, str) else loss.needs
     shapes: Mapping[str, str] = needs if isinstance(needs, Mapping) else {}
     if by_row := [one for one, shape in shapes.items() if shape == "B"]:
         raise TitanError(
@@ -209,7 +207,7 @@ def _check_loss(samples: Sequence[Checked], loss: Any) -> None:
                 hint=f"pass extra={{{told!r}: ...}}" if in_extra else f"pass Sample(..., {told}=...)",
             )
         weights = sample.columns["weights"]
-        if not own.weighted and bool(((weights != 0) & (weights != 1)).any()):
+        if not loss.weighted and bool(((weights != 0) & (weights != 1)).any()):
             raise TitanError(
                 f"sample {sample.index}: its mask has other numbers than 0 and 1, but the loss {name} does "
                 f"not weigh targets",

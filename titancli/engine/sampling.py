@@ -22,8 +22,6 @@ from titancli.errors import TitanError
 from titancli.models.blocks.state import named_state
 from titancli.parallel.alone import held
 from titancli.parallel.wrapped import as_written
-from titancli.protocols import ModelDefaults
-from titancli.registry.defaults import with_defaults
 from titancli.rl.complete import Completing
 
 if TYPE_CHECKING:
@@ -100,7 +98,7 @@ def refuse_layout(model: Any, degrees: Degrees) -> None:
             "some stages of the model",
             hint="set mesh.pp = 1, or pass engine.weights() to a separate generator",
         )
-    if with_defaults(ModelDefaults, model).new_cache is None:
+    if model.new_cache is None:
         raise TitanError(
             f"sampling: {type(model).__name__} cannot generate: it has no new_cache",
             hint="titancli.protocols.Model describes what a model needs for that",

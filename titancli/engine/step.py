@@ -24,7 +24,7 @@ from torch import Tensor
 from titancli.engine.sums import quotient
 from titancli.errors import TitanError
 from titancli.protocols import StepHookDefaults
-from titancli.registry.defaults import with_defaults
+from titancli.registry.defaults import fill_in
 
 if TYPE_CHECKING:
     from titancli.engine.rng import Stream
@@ -139,7 +139,7 @@ class Hooks:
                 f"two callbacks keep state under the name {name!r}",
                 hint="give one of them another `name`: checkpoints tell them apart by it",
             )
-        self._added.append(hook)
+        self._added.append(hook if name is None else fill_in(hook, StepHookDefaults))
 
     # ------------------------------------------------------------------------------------- the moments
 
@@ -203,12 +203,12 @@ class Hooks:
         return {
             f"{PART}.{name}.{key}": tensor
             for name, hook in self._keeping_state()
-            for key, tensor in with_defaults(StepHookDefaults, hook).tensors().items()
+            for key, tensor in hook.tensors().items()
         }
 
     def state(self) -> dict[str, Any]:
         """Return what else callbacks keep, by name: plain JSON."""
-        return {name: with_defaults(StepHookDefaults, h).state() for name, h in self._keeping_state()}
+        return {name: h.state() for name, h in self._keeping_state()}
 
     def lacking(self, states: Mapping[str, Any]) -> list[str]:
         """Return which callbacks keep state of which there is none."""
@@ -223,7 +223,7 @@ class Hooks:
         for hook in self._with("weights_loaded"):
             hook.weights_loaded()
         for name, hook in self._keeping_state():
-            with_defaults(StepHookDefaults, hook).load_state((states or {}).get(name))
+            hook.load_state((states or {}).get(name))
 
     def _keeping_state(self) -> list[tuple[str, Any]]:
         found = ((state_name(hook), hook) for hook in self._added)

@@ -12,8 +12,6 @@ from titancli.engine.rng import Stream
 from titancli.engine.step import Backward, Metrics, Step
 from titancli.engine.sums import largest, marked, quotient, summed
 from titancli.errors import TitanError
-from titancli.protocols import LossDefaults
-from titancli.registry.defaults import with_defaults
 
 if TYPE_CHECKING:
     from titancli.engine.agreement import Call
@@ -56,7 +54,7 @@ def accumulate(
     optimizer = engine._trained("forward_backward")
     is_first = engine.pending is None
     step = engine.pending = engine.pending or _begun(engine, optimizer)
-    step.steady = step.steady and with_defaults(LossDefaults, loss).steady
+    step.steady = step.steady and loss.steady
     # Some micro-batches' gradients may be there by then, and nobody knows which.
     with engine._aborted("forward_backward", forget=True), call.shared():
         told = {} if first is None else first(step)

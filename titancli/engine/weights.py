@@ -21,8 +21,6 @@ from titancli.distributed.together import Ranks
 from titancli.errors import TitanError
 from titancli.models.blocks.state import named_state
 from titancli.parallel.alone import as_stored
-from titancli.protocols import ConverterDefaults
-from titancli.registry.defaults import with_defaults
 
 if TYPE_CHECKING:
     from titancli.distributed.mesh import Mesh
@@ -43,7 +41,7 @@ class Known(NamedTuple):
 
 def adapters_of(converters: Iterable[Converter]) -> Any:
     """Return the converter whose parameters are not part of the plain model, if there is one."""
-    return next((one for one in converters if with_defaults(ConverterDefaults, one).owns is not None), None)
+    return next((one for one in converters if one.owns is not None), None)
 
 
 def plain_parameters(parts: Iterable[Any], converters: Sequence[Converter]) -> list[tuple[str, Tensor]]:

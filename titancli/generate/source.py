@@ -26,10 +26,9 @@ from titancli.checkpoint.hf.which import (
 from titancli.engine.first_weights import allocate
 from titancli.errors import EnvironmentProblem, PluginError, UsageError
 from titancli.models.blocks.state import named_state
-from titancli.protocols import ModelDefaults, Tokenizer, TokenizerDefaults
+from titancli.protocols import Tokenizer
 from titancli.recipe.assets import hub_hint
 from titancli.registry.component import build, component_info
-from titancli.registry.defaults import ModelConfigDefaults, with_defaults
 from titancli.registry.fields import required_fields
 from titancli.runs import RunFolder
 
@@ -108,9 +107,7 @@ def _from_hf(src: Path, tokenizer: str | None, component: str | None) -> Source:
     reader = read_hf(src, hf_form(config))
     reader.check(parameter_shapes(config))
     ends = end_ids(kept_of(src), built.eos_id)
-    return Source(
-        src, config, built, ends, with_defaults(TokenizerDefaults, built).adds_bos, reader.parameter
-    )
+    return Source(src, config, built, ends, built.adds_bos, reader.parameter)
 
 
 def _recipes_tokenizer(config: Any) -> Tokenizer:
@@ -151,7 +148,7 @@ def encode(source: Source, texts: Sequence[str], *, bos: bool | None = None) -> 
         EnvironmentProblem: the tokenizer is another model's.
     """
     tokenizer = source.tokenizer
-    bos_id = with_defaults(TokenizerDefaults, tokenizer).bos_id
+    bos_id = tokenizer.bos_id
     if bos and bos_id is None:
         raise UsageError("--bos: the tokenizer has no BOS token", hint="remove it")
     first = [bos_id] if bos_id is not None and (source.bos if bos is None else bos) else []
@@ -176,8 +173,7 @@ def encode_chat(source: Source, texts: Sequence[str], *, system: str | None = No
 
 def _fitting(config: Any, prompts: list[list[int]]) -> list[list[int]]:
     """The prompts, if the model has their tokens and room for them."""
-    sizes = with_defaults(ModelConfigDefaults, config)
-    vocab_size, longest = sizes.vocab_size, sizes.max_seq_len
+    vocab_size, longest = config.vocab_size, config.max_seq_len
     for number, prompt in enumerate(prompts, start=1):
         which = "the prompt" if len(prompts) == 1 else f"prompt {number}"
         if not prompt:
@@ -236,7 +232,7 @@ def _bare(config: Any, *, seq_len: int) -> Any:
     """
     with torch.device("meta"):
         model = build(config, seq_len=seq_len)
-    if with_defaults(ModelDefaults, model).new_cache is None:
+    if model.new_cache is None:
         raise PluginError(
             f"the model {component_info(config).name} cannot generate: it has no new_cache",
             hint="titancli.protocols.Model describes what a model needs for that",

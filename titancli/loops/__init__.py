@@ -10,12 +10,6 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from annotated_types import Ge, Gt, MinLen
 
 from titancli.registry.component import component, component_info
-from titancli.registry.defaults import (
-    DatasetConfigDefaults,
-    GeneratorConfigDefaults,
-    LossConfigDefaults,
-    with_defaults,
-)
 from titancli.registry.fields import Component, Slot
 from titancli.rl import PATIENCE, GroupNorm, Local
 
@@ -42,19 +36,19 @@ class DPO:
     """
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
-        if not with_defaults(LossConfigDefaults, recipe.loss).learns_from_pairs:
+        if not recipe.loss.learns_from_pairs:
             name = component_info(recipe.loss).name
             yield "", f'the loss {name} cannot be trained on pairs: set loss = "dpo"'
-        if not with_defaults(DatasetConfigDefaults, recipe.dataset).gives_pairs:
+        if recipe.dataset is None or not recipe.dataset.gives_pairs:
             yield "", 'dpo needs pairs: set [dataset] type = "preference"'
         for name, held_out in recipe.validation.datasets.items():
-            if not with_defaults(DatasetConfigDefaults, held_out).gives_pairs:
+            if not held_out.gives_pairs:
                 yield "", f'validation.datasets.{name}: dpo is evaluated on pairs: set type = "preference"'
 
     def needs_reference(self, recipe: Recipe) -> bool:
         read = (recipe.dataset, *recipe.validation.datasets.values())
-        needed = with_defaults(LossConfigDefaults, recipe.loss).needs_reference
-        return needed and not all(with_defaults(DatasetConfigDefaults, data).reference_logps for data in read)
+        needed = recipe.loss.needs_reference
+        return needed and not all(data.reference_logps for data in read)
 
 
 @component("loop", "grpo", target="titancli.loops.grpo:build")
@@ -109,12 +103,12 @@ class Grpo:
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         loss = component_info(recipe.loss).name
-        if not with_defaults(LossConfigDefaults, recipe.loss).learns_from_samples:
+        if not recipe.loss.learns_from_samples:
             yield "", f'the loss {loss} cannot be trained on samples: set loss = "grpo", for example'
         if recipe.training.global_batch_size is not None:
             message = "a step uses loop.prompts x loop.samples: remove training.global_batch_size"
             yield "prompts", message
-        if with_defaults(GeneratorConfigDefaults, self.generator).max_new_tokens >= recipe.training.seq_len:
+        if self.generator.max_new_tokens >= recipe.training.seq_len:
             message = f"with training.seq_len = {recipe.training.seq_len} it leaves no room for a prompt"
             yield "generator.max_new_tokens", message
         if recipe.tokenizer is None:
@@ -138,7 +132,7 @@ class Grpo:
                 yield key, f"{name} = {value} is not a multiple of {rule}"
 
     def needs_reference(self, recipe: Recipe) -> bool:
-        return with_defaults(LossConfigDefaults, recipe.loss).needs_reference
+        return recipe.loss.needs_reference
 
 
 @component("loop", "evaluate", target="titancli.loops.evaluate:build")
@@ -155,11 +149,11 @@ class Evaluate:
             yield "", "there is nothing to evaluate: add [validation.datasets.NAME]"
 
     def needs_reference(self, recipe: Recipe) -> bool:
-        loss = with_defaults(LossConfigDefaults, recipe.loss)
+        loss = recipe.loss
         if not (loss.learns_from_pairs and loss.needs_reference):
             return False
         read = recipe.validation.datasets.values()
-        return not all(with_defaults(DatasetConfigDefaults, data).reference_logps for data in read)
+        return not all(data.reference_logps for data in read)
 
 
 COMPONENTS: list[type] = [Pretrain, SFT, DPO, Grpo, Evaluate]

@@ -7,9 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from titancli.loops.reference import Reference
-from titancli.protocols import LossDefaults
 from titancli.protocols.batch import Batch
-from titancli.registry.defaults import with_defaults
 
 if TYPE_CHECKING:
     from typing import Any
@@ -51,7 +49,7 @@ class Referenced:
 
     def __init__(self, engine: Engine, run: Run) -> None:
         self._engine, self._reference = engine, Reference(engine, run)
-        self._needed = "reference_row_logprobs" in with_defaults(LossDefaults, engine.loss).needs
+        self._needed = "reference_row_logprobs" in engine.loss.needs
 
     def __call__(self, batch: Batch) -> Batch:
         """Collective."""

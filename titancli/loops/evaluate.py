@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from titancli.checkpoint import read_manifest
 from titancli.loops.dpo import Referenced
-from titancli.protocols import LossDefaults
-from titancli.registry.defaults import with_defaults
 
 if TYPE_CHECKING:
     from titancli.engine import Engine
@@ -29,7 +27,7 @@ def evaluate(engine: Engine, run: Run, step: int) -> None:
     """Evaluate each dataset, and stop; a signal ends it early."""
     if run.validation is None:
         return
-    if "reference_row_logprobs" in with_defaults(LossDefaults, engine.loss).needs:
+    if "reference_row_logprobs" in engine.loss.needs:
         run.validation.prepare = Referenced(engine, run)
     if not run.validation.alone(step, run.asked_to_stop):
         run.is_to_stop()

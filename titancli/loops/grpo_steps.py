@@ -11,9 +11,7 @@ from titancli.errors import RecipeError
 from titancli.loops.grpo_rollouts import ROUNDING, Rollouts, continued, counts, summed
 from titancli.loops.reference import Reference
 from titancli.observe.phases import phase
-from titancli.protocols import LossDefaults
 from titancli.registry.component import build
-from titancli.registry.defaults import with_defaults
 from titancli.rl.prompts import Asked, PromptSource
 
 if TYPE_CHECKING:
@@ -49,7 +47,7 @@ class Learner:
         self._updates, self._passes, self._engine = config.updates, config.passes, engine
         rows, length = run.batch_shape
         self._how: dict[str, Any] = {"budget": rows * length, "shared": False}
-        needs = with_defaults(LossDefaults, engine.loss).needs
+        needs = engine.loss.needs
         self._reference = Reference(engine, run) if "reference_logprobs" in needs else None
         self._importance = "sampler_logprobs" in needs
 

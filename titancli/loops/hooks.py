@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from titancli.protocols import RunHookDefaults
-from titancli.registry.defaults import with_defaults
+from titancli.registry.defaults import fill_in
 
 if TYPE_CHECKING:
     from titancli.engine import Engine
@@ -26,7 +26,7 @@ class RunHooks:
 
     def add(self, hook: Any) -> None:
         """Add a hook, on every rank, before the first step."""
-        self._hooks.append(hook)
+        self._hooks.append(fill_in(hook, RunHookDefaults))
 
     def call(self, moment: str, *given: Any) -> None:
         """Call the method of each hook that has it.
@@ -43,9 +43,9 @@ class RunHooks:
 
     def asks(self) -> list[int]:
         """Return what each hook has the ranks agree on."""
-        return [with_defaults(RunHookDefaults, hook).asks() for hook in self._hooks]
+        return [hook.asks() for hook in self._hooks]
 
     def before_step(self, step: int, agreed: Sequence[int]) -> None:
         """Let each hook know that a step begins, and what the ranks have agreed on."""
         for hook, number in zip(self._hooks, agreed, strict=True):
-            with_defaults(RunHookDefaults, hook).before_step(step, number)
+            hook.before_step(step, number)

@@ -19,9 +19,7 @@ from titancli.distributed.together import Ranks
 from titancli.errors import EnvironmentProblem, TitanError
 from titancli.observe.metrics import collector
 from titancli.observe.phases import phase
-from titancli.protocols import LossDefaults
 from titancli.protocols.batch import IGNORE, Batch
-from titancli.registry.defaults import with_defaults
 
 if TYPE_CHECKING:
     from titancli.engine import Engine
@@ -212,7 +210,7 @@ class Evaluation:
 
     def _is_of_log_probabilities(self, batch: Batch) -> bool:
         loss = self._engine.loss if self._loss is None else self._loss
-        return with_defaults(LossDefaults, loss).token_weights(batch) is not None
+        return loss.token_weights(batch) is not None
 
     def _batches(self, steps: int | None) -> Iterator[Batch]:
         self._data.load_state_dict(copy.deepcopy(self._start))

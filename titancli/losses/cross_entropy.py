@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.nn import functional
 
+from titancli.protocols import LossDefaults
 from titancli.protocols.batch import IGNORE
 from titancli.protocols.result import LossResult
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from titancli.protocols.batch import Batch
 
 
-class CrossEntropy:
+class CrossEntropy(LossDefaults):
     """−Σ log p(target); its weight is the number of targets."""
 
     output = "logprobs"
@@ -35,7 +36,7 @@ class CrossEntropy:
         return LossResult(sum=-out.sum(), weight=_targets(batch))
 
 
-class CrossEntropyFull:
+class CrossEntropyFull(LossDefaults):
     """The same from logits [B, S, V]."""
 
     output = "model"

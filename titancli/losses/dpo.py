@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch.nn.functional import logsigmoid
 
 from titancli.errors import TitanError
+from titancli.protocols import LossDefaults
 from titancli.protocols.batch import IGNORE
 from titancli.protocols.result import LossResult
 
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     from titancli.protocols.batch import Batch
 
 
-class DPO:
+class DPO(LossDefaults):
     """Σ −(1 − ε)·log σ(β·m) − ε·log σ(−β·m) over pairs; its weight is the number of pairs.
 
     m is how much more than the reference the model prefers the chosen answer, in nats. Rows 2i and 2i + 1 of
@@ -27,7 +29,7 @@ class DPO:
     """
 
     output = "logprobs"
-    needs: ClassVar = {"reference_row_logprobs": "B"}
+    needs: Mapping[str, Literal["B", "BS"]] = {"reference_row_logprobs": "B"}
 
     def __init__(self, config: losses.DPO) -> None:
         self.config = config

@@ -16,12 +16,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from titancli.protocols import LossDefaults
 from titancli.protocols.batch import IGNORE
 from titancli.protocols.result import LossResult
 
@@ -66,7 +67,7 @@ class Samples:
         return x.new_zeros(x.numel()).scatter_add(0, self._numbers, x.flatten())
 
 
-class PolicyLoss(ABC):
+class PolicyLoss(LossDefaults, ABC):
     """The common part of these losses; each defines its objective."""
 
     output = "logprobs"
@@ -76,7 +77,7 @@ class PolicyLoss(ABC):
     weighted = True
     steady = False
     """The value changes with every batch of samples: a jump is no spike."""
-    needs: Mapping[str, str] = {"advantages": "BS", "old_logprobs": "BS"}
+    needs: Mapping[str, Literal["B", "BS"]] = {"advantages": "BS", "old_logprobs": "BS"}
     """Required entries of the batch."""
 
     def __init__(self, config: Any) -> None:

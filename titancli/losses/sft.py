@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from titancli.protocols import LossDefaults
 from titancli.protocols.batch import IGNORE
 from titancli.protocols.result import LossResult, check_shape
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from titancli.protocols.batch import Batch
 
 
-class SFT:
+class SFT(LossDefaults):
     """−Σ w·log p(target); its weight is Σ w over the targets."""
 
     output = "logprobs"

@@ -12,7 +12,6 @@ from titancli.models.config_json import Key
 from titancli.models.sections import Sizes
 from titancli.protocols.shape import Decoder, MTPBlock
 from titancli.registry.component import component_info, section
-from titancli.registry.defaults import LossConfigDefaults, with_defaults
 
 if TYPE_CHECKING:
     from titancli.recipe.schema import Recipe
@@ -50,7 +49,7 @@ class MTP(Sizes):
                 f"multi-token prediction needs the embedding and the output on one rank, but mesh.pp is "
                 f"{recipe.mesh.pp}",
             )
-        loss = with_defaults(LossConfigDefaults, recipe.loss)
+        loss = recipe.loss
         if loss.learns_from_pairs or loss.learns_from_samples:
             yield (
                 "n_mtp_layers",

@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from titancli.protocols import ModelDefaults, Role
-from titancli.registry.defaults import with_defaults
+from titancli.protocols import Role
 
 
 def roles_of(model: Any) -> dict[str, Role]:
@@ -19,7 +18,7 @@ def roles_of(model: Any) -> dict[str, Role]:
 
     Call it before the model is split into stages or sharded: it depends on which modules share a parameter.
     """
-    declared = with_defaults(ModelDefaults, model).roles
+    declared = model.roles
     by_module: dict[int, Role] = {}
     for parameter, role in _by_module(model):
         by_module.setdefault(id(parameter), role)

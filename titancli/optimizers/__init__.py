@@ -42,7 +42,7 @@ class AdamW:
 
 @section
 class ScheduleConfig:
-    """Fields shared by the configs of all schedules."""
+    """The keys of schedules that have a length of their own."""
 
     total_steps: Annotated[int, Gt(0)] | None = None
     """Length of the schedule in steps; None: training.steps."""

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Literal
 
 from titancli.protocols.shape import Attention
 from titancli.registry.component import component, component_info
-from titancli.registry.defaults import DatasetConfigDefaults, ModelConfigDefaults, with_defaults
 
 if TYPE_CHECKING:
     from titancli.recipe.schema import Compile, Recipe
@@ -48,9 +47,9 @@ class Decoder:
 
 
 def _not_around_a_ring(recipe: Recipe) -> Iterator[str]:
-    if with_defaults(DatasetConfigDefaults, recipe.dataset).document_mask:
+    if recipe.dataset is not None and recipe.dataset.document_mask:
         yield "the ring cannot keep attention within documents: dataset.document_mask is true"
-    shape = with_defaults(ModelConfigDefaults, recipe.model).shape()
+    shape = recipe.model.shape()
     blocks = shape.blocks if shape is not None else ()
     layers = [block.attention for block in blocks if isinstance(block.attention, Attention)]
     if any(layer.head_dim != layer.value_dim for layer in layers):

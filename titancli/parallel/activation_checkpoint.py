@@ -19,10 +19,8 @@ from titancli.models.blocks.delta_rule import gated_delta_rule
 from titancli.models.blocks.flash import attention_forward
 from titancli.models.blocks.grouped import grouped_linear
 from titancli.parallel.ring import ring_forward
-from titancli.parallel.wrapped import wrap
-from titancli.protocols import ModuleDefaults
+from titancli.parallel.wrapped import parts, wrap
 from titancli.recipe.schema import ActivationCheckpoint
-from titancli.registry.defaults import with_defaults
 
 _aten = torch.ops.aten
 MATRIX_PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, grouped_linear._opoverload}
@@ -70,14 +68,6 @@ def apply_activation_checkpoint(layers: nn.ModuleDict, section: ActivationCheckp
             # By op, torch counts every one, and fails where FSDP2 gathers experts within what is run again.
             for module, name in parts(block) if context else [(block, "forward")]:
                 wrap(module, name, _recomputing(getattr(module, name), context))
-
-
-def parts(block: nn.Module) -> list[tuple[nn.Module, str]]:
-    """The methods of a block that stand for it where it cannot be taken whole: its `parts()`, or `forward`.
-
-    Between the parts of a block of experts tokens leave, in numbers that no compiler knows.
-    """
-    return with_defaults(ModuleDefaults, block).parts()
 
 
 def runs_again_outside(block: nn.Module, section: ActivationCheckpoint) -> bool:

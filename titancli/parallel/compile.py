@@ -13,9 +13,8 @@ import torch
 from torch import nn
 
 from titancli.errors import RecipeError
-from titancli.parallel.activation_checkpoint import parts
 from titancli.parallel.budget import in_our_words, within_budget
-from titancli.parallel.wrapped import wrap
+from titancli.parallel.wrapped import parts, wrap
 from titancli.recipe.schema import ActivationCheckpoint, Compile
 
 RECOMPILES = 64

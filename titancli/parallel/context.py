@@ -27,8 +27,6 @@ from titancli.models.blocks.attention import Attention
 from titancli.models.blocks.latent import LatentAttention
 from titancli.models.blocks.reach import WHOLE, Reach
 from titancli.parallel.ring import ring_attention, runs_here
-from titancli.protocols import ModuleDefaults
-from titancli.registry.defaults import with_defaults
 
 SEQUENCE = 1
 """The sequence's dimension in [B, S, heads, head_dim]."""
@@ -64,8 +62,8 @@ def context_parallel(model: Any, mesh: Mesh, how: str, *, device: torch.device, 
             hint='use "allgather", or set training.mixed_precision_param = "bfloat16"',
         )
     row_cut = RowCut(Group.of(mesh.cp_group), head_tail=how != "ulysses")
-    found = [module for module in model.modules() if with_defaults(ModuleDefaults, module).core_attention]
-    in_order = [m for m in model.modules() if with_defaults(ModuleDefaults, m).core_recurrence]
+    found = [module for module in model.modules() if getattr(module, "core_attention", None)]
+    in_order = [m for m in model.modules() if getattr(m, "core_recurrence", None)]
     if not (found or in_order) and len(model.layers):  # a pipeline stage may have no block
         raise TitanError(
             f"mesh.cp = {row_cut.group.size}: no module of the model has a method `core_attention`",
@@ -82,7 +80,7 @@ def context_parallel(model: Any, mesh: Mesh, how: str, *, device: torch.device, 
 def _replace(modules: Iterable[nn.Module], how: str, row_cut: RowCut) -> None:
     for module in modules:
         core: Core = module.core_attention  # type: ignore[assignment]
-        plain = with_defaults(ModuleDefaults, module).is_plain_softmax
+        plain = getattr(module, "is_plain_softmax", False)
         if how == "ring" and not plain:
             raise TitanError(
                 f"the ring computes attention itself, and {type(module).__name__} does not declare that "
@@ -94,7 +92,7 @@ def _replace(modules: Iterable[nn.Module], how: str, row_cut: RowCut) -> None:
         elif how == "ulysses":
             over_rows = partial(_ulysses, core, row_cut.group)
         else:
-            reach = with_defaults(ModuleDefaults, module).reach or WHOLE
+            reach = getattr(module, "reach", None) or WHOLE
             # Whether it takes queries that are the last of the keys without a mask. Chunks are counted from
             # where a row begins.
             last = reach.chunk is None and getattr(type(module), "core_attention", None) in TAKE_LAST

@@ -22,9 +22,9 @@ from titancli.parallel.context import context_parallel
 from titancli.parallel.expert import expert_parallel
 from titancli.parallel.fsdp import gathers_its_own_way, shard, shared
 from titancli.parallel.tensor import on_local_parameters, tensor_parallel
-from titancli.protocols import ModelDefaults, Precision
+from titancli.protocols import Precision
 from titancli.recipe.schema import ActivationCheckpoint, Compile
-from titancli.registry.defaults import with_defaults
+from titancli.registry.component import completed
 
 
 def build(
@@ -54,7 +54,7 @@ def build(
         reshard = "never"  # each micro-batch would gather them again
 
     def parallelize(model: nn.Module) -> nn.Module:
-        for degree, fault in with_defaults(ModelDefaults, model).mesh_faults.items():
+        for degree, fault in completed("model", model).mesh_faults.items():
             if (ranks := getattr(mesh.degrees, degree)) != 1:
                 raise RecipeError(f"mesh.{degree} = {ranks}: {fault}", hint=f"set mesh.{degree} = 1")
         layers: nn.ModuleDict = model.layers  # type: ignore[assignment]

@@ -15,9 +15,8 @@ from torch import nn
 
 from titancli.errors import TitanError
 from titancli.layout.stages import StageError, cut, stage_ranks
-from titancli.protocols import ModelDefaults
 from titancli.recipe.schema import Pipeline
-from titancli.registry.defaults import with_defaults
+from titancli.registry.component import completed
 
 
 @dataclass(frozen=True)
@@ -54,9 +53,9 @@ def split(model: Any, section: Pipeline, pp: int, rank: int) -> tuple[list[Any],
     before, after = ends(model)
     stages = cut(section, pp, len(model.layers), before=before, after=after)
     placement = Placement(tuple(stage_ranks(section.schedule, pp, len(stages))), rank)
-    own = with_defaults(ModelDefaults, model).stage
-    if own is not None:
-        return [own(stages[stage]) for stage in placement.mine], placement
+    if model.stage is not None:
+        parts = [model.stage(stages[stage]) for stage in placement.mine]
+        return [completed("model", part) for part in parts], placement
     _refuse_shared(model, stages)
     return [part_of(model, stages[stage]) for stage in placement.mine], placement
 
@@ -67,9 +66,8 @@ def ends(model: Any) -> tuple[Sequence[str], Sequence[str]]:
     Raises:
         TitanError: the model is not made of children alone.
     """
-    own = with_defaults(ModelDefaults, model)
-    if own.stage is not None:
-        return own.stage_ends
+    if model.stage is not None:
+        return model.stage_ends
     children = [name for name, _ in model.named_children()]
     if "layers" not in children or next(model.parameters(recurse=False), None) is not None:
         raise TitanError(

@@ -27,8 +27,6 @@ from titancli.distributed.collectives import Group, gather, reduce_scatter
 from titancli.distributed.local import SEQUENCE, local
 from titancli.errors import TitanError
 from titancli.parallel.wrapped import wrap
-from titancli.protocols import ModuleDefaults
-from titancli.registry.defaults import with_defaults
 
 PLACEMENT: dict[str, Placement] = {
     "column": Shard(0),
@@ -84,7 +82,7 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
             for name, _ in module.named_parameters(recurse=False)
             if (f"{path}.{name}" if path else name) in styles
         }
-        if own or with_defaults(ModuleDefaults, module).tensor_parallel is not None:
+        if own or getattr(module, "tensor_parallel", None) is not None:
             _prepare(path, module, own, group)
         if any(
             styles.get(f"{path}.{child}.weight" if path else f"{child}.weight") == "row"
@@ -121,9 +119,8 @@ def _added_styles(model: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[s
     """Yield the styles of parameters that a converter has added to modules; they follow from their weight's
     style."""
     for path, module in model.named_modules():
-        if path:
-            own = with_defaults(ModuleDefaults, module).tensor_plan(_planned(f"{path}.weight", plan))
-            for name, style in own.items():
+        if path and callable(own := getattr(module, "tensor_plan", None)):
+            for name, style in own(_planned(f"{path}.weight", plan)).items():
                 yield f"{path}.{name}", style
 
 
@@ -157,7 +154,7 @@ def _refuse_uneven(name: str, parameter: Tensor, place: Placement, ranks: int) -
 def _prepare(path: str, module: Any, styles: Mapping[str, str], group: Group) -> None:
     """Give a module the forward that computes on its local parameters."""
     style = styles.get("weight")
-    if with_defaults(ModuleDefaults, module).tensor_parallel is not None:
+    if getattr(module, "tensor_parallel", None) is not None:
         # The output, a converter's linear, a router, …: it knows best what its parts are worth.
         module.tensor_parallel(group, style)
     elif isinstance(module, nn.Embedding) and style == "vocab":
@@ -167,7 +164,7 @@ def _prepare(path: str, module: Any, styles: Mapping[str, str], group: Group) ->
         _make(path, module, _Linear)._adds_bias = group.rank == 0 or style != "row"
     elif type(module) is nn.RMSNorm:
         _make(path, module, _RMSNorm)
-    elif not with_defaults(ModuleDefaults, module).takes_local_parameters:
+    elif not getattr(module, "takes_local_parameters", False):
         raise TitanError(
             f"{path or 'the model'} ({type(module).__name__}) has parameters in the tensor_plan, but is "
             f"not a Linear, RMSNorm or Embedding",

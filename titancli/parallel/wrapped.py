@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from titancli.protocols import ModuleDefaults
-from titancli.registry.defaults import with_defaults
+if TYPE_CHECKING:
+    from torch import nn
 
 _WRAPPED = "_titan_wrapped"
 """Attribute of a module: for each method, the instance's own method before titan's first wrapper (None: it
@@ -26,6 +26,16 @@ def wrap(module: Any, name: str, wrapper: Callable[..., Any]) -> None:
     setattr(module, name, wrapper)
 
 
+def parts(block: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Return the methods of a block that stand for it where it cannot be taken whole: its `parts()`, or
+    `forward`.
+
+    Between the parts of a block of experts tokens leave, in numbers that no compiler knows.
+    """
+    own: Any = getattr(block, "parts", None)
+    return own() if callable(own) else [(block, "forward")]
+
+
 def is_wrapped(module: Any, name: str = "forward") -> bool:
     """Return whether the outermost wrapper of a method is one of titan's."""
     wrapped = vars(module).get(_WRAPPED, {})
@@ -36,7 +46,7 @@ def is_wrapped(module: Any, name: str = "forward") -> bool:
 def as_written(block: Any) -> Iterator[None]:
     """Take titan's wrappers off a block's methods, and put them back. What a converter or a plugin has put
     there is a part of the model, and stays."""
-    methods = [(block, "forward"), *with_defaults(ModuleDefaults, block).parts()]
+    methods = [(block, "forward"), *parts(block)]
     replaced = [
         (m, name, *vars(m)[_WRAPPED][name]) for m, name in dict.fromkeys(methods) if is_wrapped(m, name)
     ]

@@ -14,7 +14,6 @@ from titancli.layout.degrees import Degrees
 from titancli.planning.estimate import Estimate, estimate
 from titancli.recipe.layout import check_layout, on
 from titancli.recipe.schema import Recipe
-from titancli.registry.defaults import OptimizerConfigDefaults, with_defaults
 
 MOST = 64
 """Maximum number of changes tried: the command should answer within three seconds."""
@@ -129,14 +128,18 @@ def _changes(recipe: Recipe, found: Estimate) -> Iterator[Change]:
     """Yield the candidates, cheapest first."""
     work, degrees = found.work, found.work.degrees
     # Only with stochastic rounding: rounded to nearest, a second moment does not decay.
-    optimizer = with_defaults(OptimizerConfigDefaults, recipe.optimizer)
+    optimizer = recipe.optimizer
     if optimizer.rounds_stochastically and optimizer.state_dtype != "bfloat16":
         yield _field("optimizer", "state_dtype", "bfloat16")
     if recipe.activation_checkpoint.mode == "none":
         yield _section("activation_checkpoint", "recompute", mode="selective", selective_ac_option="op")
     if recipe.activation_checkpoint.mode != "full":
         yield _section("activation_checkpoint", "recompute", mode="full")
-    if hasattr(recipe.parallelize, "reshard_after_forward") and work.reshard != "always" and degrees.pp == 1:
+    if (
+        "reshard_after_forward" in recipe.parallelize.__dataclass_fields__
+        and work.reshard != "always"
+        and degrees.pp == 1
+    ):
         yield _field("parallelize", "reshard_after_forward", "always")
     whole = recipe.training.local_batch_size * degrees.dp * recipe.accumulation(degrees)
     yield from _fewer_rows(recipe, degrees, whole)

@@ -24,10 +24,8 @@ from titancli.models.blocks.moe import moe_layers
 from titancli.parallel.fsdp import around, share_parameters
 from titancli.parallel.pipeline import ends, part_of
 from titancli.planning.stand_in import on_a_cpu
-from titancli.protocols import ConverterDefaults, ModelDefaults
 from titancli.recipe.schema import ActivationCheckpoint, Recipe
 from titancli.registry.component import build, component_info
-from titancli.registry.defaults import with_defaults
 
 
 class Blueprint:
@@ -44,7 +42,7 @@ class Blueprint:
         """Converters that change the arithmetic of matrix products; a plan ignores them."""
         for config in recipe.converters:
             converter = build(config, mesh=Degrees(), compile=False)
-            if with_defaults(ConverterDefaults, converter).owns is None:
+            if converter.owns is None:
                 self.left_out.append(component_info(config).name)
             else:
                 converter.convert(self.model)
@@ -62,7 +60,7 @@ class Blueprint:
     def few(self) -> Any:
         """Return the model with only the first block of each kind, or the whole model if it cannot be
         split."""
-        if with_defaults(ModelDefaults, self.model).stage is not None:
+        if self.model.stage is not None:
             return self.model
         before, after = self.ends
         return part_of(

@@ -10,10 +10,8 @@ from typing import Any
 import torch
 
 from titancli.errors import UsageError
-from titancli.protocols import LossDefaults
 from titancli.protocols.batch import Batch
 from titancli.recipe.schema import Compile, Recipe, needs_dataset
-from titancli.registry.defaults import ConfigDefaults, DatasetConfigDefaults, with_defaults
 
 
 def on_a_cpu(recipe: Recipe) -> tuple[Recipe, list[str]]:
@@ -23,7 +21,7 @@ def on_a_cpu(recipe: Recipe) -> tuple[Recipe, list[str]]:
         budget = recipe.activation_checkpoint.mode == "memory_budget"
         left_out.append("compile" + ("(and with it the memory_budget of activations)" if budget else ""))
         recipe = dataclasses.replace(recipe, compile=Compile(enable=False))
-    if fields := [key for key, _ in with_defaults(ConfigDefaults, recipe.parallelize).needs_gpu()]:
+    if fields := [key for key, _ in recipe.parallelize.needs_gpu()]:
         left_out += [f"parallelize.{key}" for key in fields]
         plan: Any = dataclasses.replace(recipe.parallelize, **dict.fromkeys(fields, False))
         recipe = dataclasses.replace(recipe, parallelize=plan)
@@ -55,10 +53,10 @@ def rows_of(
         name: torch.zeros(shape, dtype=torch.int64, device=device)
         for name in ("tokens", "targets", "positions")
     }
-    masked = with_defaults(DatasetConfigDefaults, recipe.dataset).document_mask
+    masked = recipe.dataset is not None and recipe.dataset.document_mask
     if documents and (masked or not needs_dataset(recipe.loop)):
         tensors["document_ids"] = torch.zeros(shape, dtype=torch.int32, device=device)
-    needs = with_defaults(LossDefaults, loss).needs
+    needs = loss.needs
     for name in set(needs) - set(tensors):
         dims = len(needs[name]) if isinstance(needs, Mapping) else len(shape)
         tensors[name] = torch.zeros(shape[:dims], device=device)

@@ -21,12 +21,6 @@ from titancli.planning.blueprint import Blueprint, Cut, Parameter, cut
 from titancli.planning.measure import Measured, Piece, measure
 from titancli.recipe.schema import Pipeline, Recipe, needs_dataset
 from titancli.registry.component import component_info
-from titancli.registry.defaults import (
-    LossConfigDefaults,
-    OptimizerConfigDefaults,
-    ParallelizeConfigDefaults,
-    with_defaults,
-)
 
 BYTES = {"float32": 4, "bfloat16": 2}
 MOMENTS = 2
@@ -215,7 +209,7 @@ def workload(recipe: Recipe, blueprint: Blueprint, degrees: Degrees, device: Dev
     recompute = section.selective_ac_option if section.mode == "selective" else section.mode
     if section.mode == "memory_budget":
         recompute = f"budget {section.memory_budget}"
-    plan = with_defaults(ParallelizeConfigDefaults, recipe.parallelize)
+    plan = recipe.parallelize
     stored, reduce = BYTES[training.dtype], BYTES[training.mixed_precision_reduce]
     state, extra, extra_all = _optimizer(recipe.optimizer, stored, device)
     return Workload(
@@ -247,13 +241,13 @@ def assumed(recipe: Recipe, blueprint: Blueprint) -> list[str]:
     found = []
     if blueprint.left_out:
         found.append(f"computed without the converters ({', '.join(blueprint.left_out)})")
-    if with_defaults(OptimizerConfigDefaults, recipe.optimizer).state_bytes(4) is None:
+    if recipe.optimizer.state_bytes(4) is None:
         name = component_info(recipe.optimizer).name
         found.append(
             f"the optimizer {name} does not declare its state: two fp32 numbers per parameter are assumed"
         )
     if not needs_dataset(recipe.loop):
-        needs_reference = with_defaults(LossConfigDefaults, recipe.loss).needs_reference
+        needs_reference = recipe.loss.needs_reference
         copy = " and the reference model" if needs_reference else ""
         found.append(
             f"a step of the loop {component_info(recipe.loop).name} is assumed to be one micro-batch "
@@ -268,7 +262,7 @@ def assumed(recipe: Recipe, blueprint: Blueprint) -> list[str]:
 def _optimizer(config: Any, stored: int, device: Device) -> tuple[float, float, bool]:
     """Return the optimizer's bytes of state per parameter element, the temporaries of a step, and whether
     these are per element of all parameters."""
-    declared = with_defaults(OptimizerConfigDefaults, config).state_bytes(stored)
+    declared = config.state_bytes(stored)
     state = MOMENTS * 4.0 if declared is None else declared
     if not _is(config, "adamw"):
         return state, 0.0, False

@@ -2,7 +2,7 @@
 
 Every builder is called as `build(config, **runtime)`, where `runtime` are the keyword arguments of the
 kind's Protocol; it gets nothing else from the recipe. Required members are in the Protocols; optional
-members are declared in classes of defaults, which `titancli.registry.defaults.with_defaults` reads.
+members are declared in classes of defaults: `titancli.build` fills in those that a component lacks.
 
 Import the names from here. The files: `model`, `hf` (its Hugging Face form), `data`, `transforms`
 (converters, parallelize), `training` (losses, optimizers, schedules), `run` (loops, launchers, loggers),

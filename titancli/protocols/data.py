@@ -12,7 +12,33 @@ if TYPE_CHECKING:
     from titancli.protocols.batch import Batch
 
 
-class Tokenizer(Protocol):
+class TokenizerDefaults(Protocol):
+    """Optional members of a tokenizer, with their defaults."""
+
+    bos_id: int | None = None
+    adds_bos: bool = False
+    """True if a text to continue starts with BOS."""
+    fingerprint: str | None = None
+    """A text that changes when the ids change; None: derived from its class, vocabulary size, end marker
+    and files."""
+    chat_fingerprint: str | None = None
+    """The same for the ids of `chat`."""
+    chat_with_mask: Callable[..., tuple[list[int], list[bool]]] | None = None
+    """Needed to train on assistant messages: `chat_with_mask(messages, *, first=0) -> (ids, mask)`, the
+    ids of `chat`, and which of them belong to assistant turns among `messages[first:]`, including the end
+    marker. With an additional argument `trailing_newline: bool = False` it can include the line break
+    that the template adds after the marker."""
+
+    def token_id(self, token: str) -> int | None:
+        """Return the id of a token by its name, special ones included; None: there is none."""
+        return None
+
+    def encode_arrays(self, texts: list[str]) -> list[np.ndarray] | None:
+        """Return the result of `encode_batch` as arrays; None: only `encode_batch` is available."""
+        return None
+
+
+class Tokenizer(TokenizerDefaults, Protocol):
     """Converts text to ids and back.
 
     Optional members are in `TokenizerDefaults`. A conversation that a chat template rejects raises
@@ -44,38 +70,26 @@ class Tokenizer(Protocol):
         ...
 
 
-class TokenizerDefaults:
-    """Optional members of a tokenizer, with their defaults."""
-
-    bos_id: int | None = None
-    adds_bos: bool = False
-    """True if a text to continue starts with BOS."""
-    fingerprint: str | None = None
-    """A text that changes when the ids change; None: derived from its class, vocabulary size, end marker
-    and files."""
-    chat_fingerprint: str | None = None
-    """The same for the ids of `chat`."""
-    chat_with_mask: Callable[..., tuple[list[int], list[bool]]] | None = None
-    """Needed to train on assistant messages: `chat_with_mask(messages, *, first=0) -> (ids, mask)`, the
-    ids of `chat`, and which of them belong to assistant turns among `messages[first:]`, including the end
-    marker. With an additional argument `trailing_newline: bool = False` it can include the line break
-    that the template adds after the marker."""
-
-    def token_id(self, token: str) -> int | None:
-        """Return the id of a token by its name, special ones included; None: there is none."""
-        return None
-
-    def encode_arrays(self, texts: list[str]) -> list[np.ndarray] | None:
-        """Return the result of `encode_batch` as arrays; None: only `encode_batch` is available."""
-        return None
-
-
 class TokenizerBuilder(Protocol):
     def __call__(self, config: Any) -> Tokenizer: ...
 
 
-class Dataset(Protocol):
-    """A finite or infinite stream of this rank's batches, on the CPU, all of the same shape."""
+class DatasetDefaults(Protocol):
+    """Optional members of a dataset, with their defaults."""
+
+    def skip(self, rows: int) -> int | None:
+        """Skip `rows` rows of all ranks without making them, and return how many there were; None if the
+        dataset cannot, and the rows are read instead. It may be called between two batches of an
+        iteration, which then continues behind them. Worker processes need it."""
+        return None
+
+
+class Dataset(DatasetDefaults, Protocol):
+    """A finite or infinite stream of this rank's batches, on the CPU, all of the same shape.
+
+    Where it has an attribute `rows_per_step`, that is set, before the first batch of a training run, to the
+    rows of one optimizer step on all ranks.
+    """
 
     def __iter__(self) -> Iterator[Batch]: ...
 
@@ -90,19 +104,6 @@ class Dataset(Protocol):
         Raises:
             TitanError: the data is not the data that the state was saved on.
         """
-
-
-class DatasetDefaults:
-    """Optional members of a dataset, with their defaults."""
-
-    rows_per_step: int | None = None
-    """Set, before the first batch of a training run, to the rows of one optimizer step on all ranks."""
-
-    def skip(self, rows: int) -> int | None:
-        """Skip `rows` rows of all ranks without making them, and return how many there were; None if the
-        dataset cannot, and the rows are read instead. It may be called between two batches of an
-        iteration, which then continues behind them. Worker processes need it."""
-        return None
 
 
 class DatasetBuilder(Protocol):

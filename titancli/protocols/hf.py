@@ -9,7 +9,34 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class HFForm(Protocol):
+class HFFormDefaults(Protocol):
+    """Optional members of a Hugging Face form, with their defaults."""
+
+    library: ClassVar[str] = "transformers"
+    """"diffusers" for a folder that is not transformers': other names of files, and a class in place of
+    `model_type`."""
+    loses_biases: bool = False
+    """True if its folders cannot hold the biases that balance experts."""
+
+    def copy_of(self, hf_name: str) -> str | None:
+        """Return the Hugging Face tensor that an ignored one must be equal to."""
+        return None
+
+    def why_missing(self, hf_names: Collection[str]) -> str | None:
+        """Return what to do if a folder has all tensors but these; None: nothing is known."""
+        return None
+
+    def known_as(self, hf_name: str) -> str:
+        """Return the form's own name for a tensor that has another name in some folders."""
+        return hf_name
+
+    def whole(self, hf_names: Collection[str]) -> dict[str, Any]:
+        """Return further keys of `[model]`, with which a folder of these tensors is read without leaving out
+        any."""
+        return {}
+
+
+class HFForm(HFFormDefaults, Protocol):
     """The Hugging Face form of a model: what `hf=` of `@component` returns for a config.
 
     Transforms work on one tensor at a time, so that memory use is limited by the largest tensor. Optional
@@ -37,33 +64,6 @@ class HFForm(Protocol):
     def config_json(self) -> dict[str, Any]:
         """Return the `config.json` for transformers, without `dtype`, `bos_token_id`, `eos_token_id`."""
         ...
-
-
-class HFFormDefaults:
-    """Optional members of a Hugging Face form, with their defaults."""
-
-    library: ClassVar[str] = "transformers"
-    """"diffusers" for a folder that is not transformers': other names of files, and a class in place of
-    `model_type`."""
-    loses_biases: bool = False
-    """True if its folders cannot hold the biases that balance experts."""
-
-    def copy_of(self, hf_name: str) -> str | None:
-        """Return the Hugging Face tensor that an ignored one must be equal to."""
-        return None
-
-    def why_missing(self, hf_names: Collection[str]) -> str | None:
-        """Return what to do if a folder has all tensors but these; None: nothing is known."""
-        return None
-
-    def known_as(self, hf_name: str) -> str:
-        """Return the form's own name for a tensor that has another name in some folders."""
-        return hf_name
-
-    def whole(self, hf_names: Collection[str]) -> dict[str, Any]:
-        """Return further keys of `[model]`, with which a folder of these tensors is read without leaving out
-        any."""
-        return {}
 
 
 class HFBuilder(Protocol):

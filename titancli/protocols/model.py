@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
+from titancli.registry.defaults import ModelConfigDefaults
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
@@ -19,7 +21,51 @@ experts; `modulation` makes scales and shifts from a condition; `other` is every
 convolutions, …)."""
 
 
-class Model(Protocol):
+class ModelDefaults(Protocol):
+    """Optional members of a model, with their defaults."""
+
+    token_inputs: tuple[str, ...] = ("tokens",)
+    """The inputs that make up a row, one after the other, each along its `sequence_dim`: their lengths
+    are counted as tokens."""
+    parameter_device: torch.device | None = None
+    """Set by a parallelize plan whose parameters are on another device than the computation; None: the
+    same device."""
+    row_cut: RowCut | None = None
+    """Set by a parallelize plan: how rows are sharded over the ranks of mesh.cp."""
+    config: Any = ModelConfigDefaults()
+    """The config that the model was built from; by default one whose sizes are not known."""
+    mesh_faults: Mapping[str, str] = {}
+    """By degree of [mesh], why the model cannot be sharded by it; a run with such a degree is refused."""
+    roles: Mapping[str, Role] = {}
+    """Maps patterns of parameter names (fnmatch) to roles, where these do not follow from the modules: for
+    what is a linear layer and yet no matrix of hidden states, as a router, or the reverse. See
+    `titancli.models.roles.roles_of`."""
+    new_cache: Callable[[], Cache] | None = None
+    """For a model that can generate: returns an empty cache. `forward(tokens, cache=cache.extend(rows,
+    counts, device))` appends tokens to rows of it, and returns the logits of the last token of each, [R, V];
+    tokens, [1, N], are those of the first of the rows, then those of the second, …"""
+
+    stage: Callable[..., Any] | None = None
+    """For a model whose children are not its stages: `stage(names)`, the part that has these modules, named
+    `layers.0` and on and as in `stage_ends`."""
+    stage_ends: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+    """With `stage`: the names of what comes before the blocks, and after them."""
+
+    def token_counts(self) -> dict[str, Tensor]:
+        """Return how many tokens each expert has trained on here since the last step, by layer; for a
+        model with state that depends on these counts and not on gradients. It keeps that state in
+        persistent buffers."""
+        return {}
+
+    def forget_token_counts(self) -> None:
+        """Reset the token counts."""
+
+    def after_step(self, counts: dict[str, Tensor]) -> None:
+        """Update the state after each optimizer step, with the counts summed over all ranks that had
+        different tokens."""
+
+
+class Model(ModelDefaults, Protocol):
     """An `nn.Module` that declares how it can be split; the `decoder` plan applies it.
 
     `forward(**inputs)` returns the raw output; with `batch=` and `loss=` it returns what `output(hidden,
@@ -65,52 +111,9 @@ class Model(Protocol):
         ...
 
 
-class ModelDefaults:
-    """Optional members of a model, with their defaults."""
-
-    token_inputs: tuple[str, ...] = ("tokens",)
-    """The inputs that make up a row, one after the other, each along its `sequence_dim`: their lengths
-    are counted as tokens."""
-    parameter_device: torch.device | None = None
-    """Set by a parallelize plan whose parameters are on another device than the computation; None: the
-    same device."""
-    row_cut: RowCut | None = None
-    """Set by a parallelize plan: how rows are sharded over the ranks of mesh.cp."""
-    config: Any = None
-    """The config that the model was built from."""
-    mesh_faults: Mapping[str, str] = {}
-    """By degree of [mesh], why the model cannot be sharded by it; a run with such a degree is refused."""
-    roles: Mapping[str, Role] = {}
-    """Maps patterns of parameter names (fnmatch) to roles, where these do not follow from the modules: for
-    what is a linear layer and yet no matrix of hidden states, as a router, or the reverse. See
-    `titancli.models.roles.roles_of`."""
-    new_cache: Callable[[], Cache] | None = None
-    """For a model that can generate: returns an empty cache. `forward(tokens, cache=cache.extend(rows,
-    counts, device))` appends tokens to rows of it, and returns the logits of the last token of each, [R, V];
-    tokens, [1, N], are those of the first of the rows, then those of the second, …"""
-
-    stage: Callable[..., Any] | None = None
-    """For a model whose children are not its stages: `stage(names)`, the part that has these modules, named
-    `layers.0` and on and as in `stage_ends`."""
-    stage_ends: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
-    """With `stage`: the names of what comes before the blocks, and after them."""
-
-    def token_counts(self) -> dict[str, Tensor]:
-        """Return how many tokens each expert has trained on here since the last step, by layer; for a
-        model with state that depends on these counts and not on gradients. It keeps that state in
-        persistent buffers."""
-        return {}
-
-    def forget_token_counts(self) -> None:
-        """Reset the token counts."""
-
-    def after_step(self, counts: dict[str, Tensor]) -> None:
-        """Update the state after each optimizer step, with the counts summed over all ranks that had
-        different tokens."""
-
-
 class ModuleDefaults:
-    """Optional members of the modules of a model, with their defaults."""
+    """Optional members of the modules of a model, with their defaults. They are not filled in: most modules
+    are torch's own."""
 
     core_attention: Callable[..., Tensor] | None = None
     """For an attention: `core_attention(q, k, v, mask, causal=True)`, which context parallelism replaces."""
@@ -143,7 +146,14 @@ class ModuleDefaults:
         return {}
 
 
-class Cache(Protocol):
+class CacheDefaults(Protocol):
+    """Optional members of a cache, with their defaults."""
+
+    apart: bool = False
+    """Whether rows must begin in one call and grow together, so that others begin when they have ended."""
+
+
+class Cache(CacheDefaults, Protocol):
     """The state that a model keeps of rows of tokens; they begin and end independently of each other."""
 
     def begin(self) -> int:
@@ -160,13 +170,6 @@ class Cache(Protocol):
     def extend(self, rows: Sequence[int], counts: Sequence[int], device: torch.device) -> Any:
         """Return what `forward` is passed to append so many tokens to each of these rows: any number to a
         row that is empty, one to others. After a forward that raised, the cache is not used again."""
-
-
-class CacheDefaults:
-    """Optional members of a cache, with their defaults."""
-
-    apart: bool = False
-    """Whether rows must begin in one call and grow together, so that others begin when they have ended."""
 
 
 class ModelConfig(Protocol):

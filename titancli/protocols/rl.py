@@ -12,7 +12,14 @@ if TYPE_CHECKING:
     from titancli.protocols.samples import Completion, Prompt
 
 
-class Task(Protocol):
+class TaskDefaults(Protocol):
+    """Optional members of a task."""
+
+    count: int | None = None
+    """Number of different prompts, numbered from 0, before they repeat; None: unlimited."""
+
+
+class Task(TaskDefaults, Protocol):
     """Provides prompts by number: a number always gives the same prompt, on every rank and after a
     resume."""
 
@@ -22,13 +29,6 @@ class Task(Protocol):
     def prompt(self, number: int) -> Prompt:
         """Return the prompt with this number, 0, 1, … without end."""
         ...
-
-
-class TaskDefaults:
-    """Optional members of a task."""
-
-    count: int | None = None
-    """Number of different prompts, numbered from 0, before they repeat; None: unlimited."""
 
 
 class TaskBuilder(Protocol):

@@ -14,19 +14,7 @@ if TYPE_CHECKING:
     from titancli.protocols.result import LossResult
 
 
-class Loss(Protocol):
-    """Computes a sum and the weight to divide it by; see `titancli.protocols.result`.
-
-    Optional members are in `LossDefaults`.
-    """
-
-    output: Literal["logprobs", "model"]
-    """The first argument of the loss: log p(targets) [B, S] fp32, or the model's raw output (logits)."""
-
-    def __call__(self, out: Tensor, batch: Batch) -> LossResult: ...
-
-
-class LossDefaults:
+class LossDefaults(Protocol):
     """Optional members of a loss, with their defaults."""
 
     needs: Sequence[str] | Mapping[str, Literal["B", "BS"]] = ()
@@ -48,12 +36,25 @@ class LossDefaults:
 
     def check_batch(self, batch: Batch) -> None:
         """Check a batch before anything is computed; raises a TitanError if it cannot be used."""
+        return
 
     def token_weights(self, batch: Batch) -> Tensor | None:
         """Return the weights w [B, S] if the loss is −Σ w·log p, else None. The gradients are then
         computed in forward, in chunks, and the loss is called with log-probs without gradient, for its
         weight and metrics."""
         return None
+
+
+class Loss(LossDefaults, Protocol):
+    """Computes a sum and the weight to divide it by; see `titancli.protocols.result`.
+
+    Optional members are in `LossDefaults`.
+    """
+
+    output: Literal["logprobs", "model"]
+    """The first argument of the loss: log p(targets) [B, S] fp32, or the model's raw output (logits)."""
+
+    def __call__(self, out: Tensor, batch: Batch) -> LossResult: ...
 
 
 class LossBuilder(Protocol):
@@ -101,6 +102,5 @@ class Schedule(Protocol):
 
 class ScheduleBuilder(Protocol):
     def __call__(self, config: Any, *, steps: int) -> Schedule:
-        """Build the schedule; `steps` is its length: `total_steps` of the config, or training.steps. The
-        config derives from `titancli.optimizers.ScheduleConfig`."""
+        """Build the schedule; `steps` is its length: `total_steps` of the config, or training.steps."""
         ...

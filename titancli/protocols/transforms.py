@@ -15,7 +15,23 @@ if TYPE_CHECKING:
     from titancli.recipe.schema import ActivationCheckpoint, Compile
 
 
-class Converter(Protocol):
+class ConverterDefaults(Protocol):
+    """Members of a converter that adds its own parameters; None for any other converter."""
+
+    owns: Callable[[str], bool] | None = None
+    """Return whether a parameter with this name was added: only these are saved, all others belong to the
+    base."""
+    facts: Mapping[str, Any] | None = None
+    """Plain data about them that is stored in checkpoints."""
+    initialise: Callable[..., None] | None = None
+    """`initialise(model, generator_for)` initializes them."""
+    merged: Callable[..., Iterator[tuple[str, Tensor]]] | None = None
+    """`merged(named_tensors)`: yields the plain model's tensors, with the added parameters merged in."""
+    disabled: Callable[..., Any] | None = None
+    """`disabled(parts)`: a context in which the model computes as its base."""
+
+
+class Converter(ConverterDefaults, Protocol):
     """Changes a model, on one device, before it is sharded.
 
     A converter that adds its own parameters (adapters) also has the members of `ConverterDefaults`. A module
@@ -33,22 +49,6 @@ class Converter(Protocol):
         """Return a parameter without the converter's own tensor class, in the same memory: checkpoints
         are loaded into it as well as saved from it. `tensor` is a DTensor if the parameter is sharded."""
         ...
-
-
-class ConverterDefaults:
-    """Members of a converter that adds its own parameters; None for any other converter."""
-
-    owns: Callable[[str], bool] | None = None
-    """Return whether a parameter with this name was added: only these are saved, all others belong to the
-    base."""
-    facts: Mapping[str, Any] | None = None
-    """Plain data about them that is stored in checkpoints."""
-    initialise: Callable[..., None] | None = None
-    """`initialise(model, generator_for)` initializes them."""
-    merged: Callable[..., Iterator[tuple[str, Tensor]]] | None = None
-    """`merged(named_tensors)`: yields the plain model's tensors, with the added parameters merged in."""
-    disabled: Callable[..., Any] | None = None
-    """`disabled(parts)`: a context in which the model computes as its base."""
 
 
 class ConverterBuilder(Protocol):

@@ -20,7 +20,6 @@ from titancli.recipe.resolve import VALIDATION, Resolved
 from titancli.recipe.schema import Recipe, needs_dataset, needs_tokenizer, recipe_slots
 from titancli.recipe.toml import KeyPath, Node, dotted
 from titancli.registry.component import is_config
-from titancli.registry.defaults import ConfigDefaults, with_defaults
 from titancli.registry.fields import Type, fields_of, required_fields
 
 if TYPE_CHECKING:
@@ -140,7 +139,7 @@ def _unknown_key(
     cls = resolved.classes.get(table)
     known = list(fields_of(cls)) if cls else []
     if cls is not None and is_config(cls):
-        known += ["type", "flavor"] if with_defaults(ConfigDefaults, cls).flavors else ["type"]
+        known += ["type", "flavor"] if cls.flavors else ["type"]
     if cls is not None and is_config(cls) and key == "name":
         hint: str | None = "a component is selected by its type: set type = …"
     else:

@@ -15,14 +15,6 @@ from titancli.recipe.problems import Problems, did_you_mean, nearest_name
 from titancli.recipe.schema import Recipe, needs_dataset, needs_tokenizer
 from titancli.recipe.toml import KeyPath, Node, dotted, match_key
 from titancli.registry.component import component_info, configs, is_config
-from titancli.registry.defaults import (
-    ConfigDefaults,
-    DatasetConfigDefaults,
-    LoopConfigDefaults,
-    OptimizerConfigDefaults,
-    ScheduleConfigDefaults,
-    with_defaults,
-)
 
 if TYPE_CHECKING:
     from titancli.registry.lookup import Registry
@@ -72,7 +64,7 @@ def _core_checks(recipe: Recipe) -> Iterator[Finding]:
         message = f"the dataset {component_info(recipe.dataset).name} does not use a tokenizer"
         yield ("tokenizer",), message, "remove [tokenizer]"
     if recipe.dataset is not None and not needs_dataset(recipe.loop):
-        trains = with_defaults(LoopConfigDefaults, recipe.loop).trains
+        trains = recipe.loop.trains
         instead = "gets its prompts from loop.task and" if trains else "evaluates [validation.datasets] and"
         message = f"the loop {component_info(recipe.loop).name} {instead} uses no dataset"
         yield ("dataset",), message, "remove [dataset]"
@@ -95,7 +87,7 @@ def _dataloader(recipe: Recipe) -> Iterator[Finding]:
         return
     if recipe.dataset is None:
         yield path, "the loop uses no dataset, so there is nothing for workers to prepare", "remove it"
-    elif not with_defaults(DatasetConfigDefaults, recipe.dataset).skips_rows:
+    elif not recipe.dataset.skips_rows:
         name = component_info(recipe.dataset).name
         message = f"the dataset {name} tokenizes all rows before a row, so each worker would prepare all"
         keys = (key for key in ("cache_tokens", "length_index") if hasattr(recipe.dataset, key))
@@ -107,12 +99,11 @@ def _validation(recipe: Recipe) -> Iterator[Finding]:
     section = recipe.validation
     for name, dataset in section.datasets.items():
         path = ("validation", "datasets", name)
-        own = with_defaults(DatasetConfigDefaults, dataset)
         if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name, re.ASCII):
             message = f"{name!r} cannot be the name of a metric and of a file"
             hint = "use letters, digits, '_', '-' and '.', starting with a letter or digit"
             yield path, message, hint
-        if own.repeat and section.steps is None:
+        if dataset.repeat and section.steps is None:
             message = "an evaluation would never end: set it to false, or set validation.steps"
             yield (*path, "repeat"), message, None
 
@@ -208,7 +199,7 @@ def component_checks(recipe: Recipe) -> Iterator[Finding]:
     """Yield the findings of the configs' own `check(recipe)` methods."""
     for path, config in components(recipe):
         try:
-            for key, message in with_defaults(ConfigDefaults, config).check(recipe):
+            for key, message in config.check(recipe):
                 yield (*path, *_path(key)), message, None
         except TitanError:
             raise
@@ -262,15 +253,11 @@ TORCHTITAN = {"dataloader": "data", "lr_scheduler": "step", "train_state": "step
 
 def remarks(recipe: Recipe) -> list[str]:
     """Return remarks as sentences; none of them stops a command."""
-    schedule = with_defaults(ScheduleConfigDefaults, recipe.lr_scheduler)
-    return [*schedule.remarks(recipe.schedule_steps), *_rounding(recipe)]
+    return [*recipe.lr_scheduler.remarks(recipe.schedule_steps), *_rounding(recipe)]
 
 
 def _rounding(recipe: Recipe) -> Iterator[str]:
-    if (
-        recipe.training.dtype == "bfloat16"
-        and not with_defaults(OptimizerConfigDefaults, recipe.optimizer).rounds_stochastically
-    ):
+    if recipe.training.dtype == "bfloat16" and not recipe.optimizer.rounds_stochastically:
         name = component_info(recipe.optimizer).name
         yield (
             f'training.dtype is "bfloat16", and the optimizer {name} does not declare that it rounds '

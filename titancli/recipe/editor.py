@@ -16,7 +16,7 @@ from titancli.errors import PluginError
 from titancli.recipe.schema import Recipe, default_type, needs_dataset, needs_tokenizer
 from titancli.recipe.toml import inline
 from titancli.registry.component import component_info
-from titancli.registry.defaults import ConfigDefaults, with_defaults
+from titancli.registry.defaults import ConfigDefaults
 from titancli.registry.fields import SLOT, Field, Type, fields_of, required_fields, summary
 from titancli.registry.kinds import KINDS
 
@@ -110,10 +110,12 @@ def _relaxed(schema: Any) -> Any:
     return {**relaxed, "anyOf": arms} if arms else relaxed
 
 
-def _component(name: str, cls: type, table: dict[str, Any], registry: Registry) -> dict[str, Any]:
+def _component(
+    name: str, cls: type[ConfigDefaults], table: dict[str, Any], registry: Registry
+) -> dict[str, Any]:
     """Return the schema of a component's table."""
     added: dict[str, Any] = {"type": {"description": summary(cls), "enum": _names(name, cls, registry)}}
-    if flavors := with_defaults(ConfigDefaults, cls).flavors:
+    if flavors := cls.flavors:
         added["flavor"] = {
             "description": "A named set of values; keys beside it override them.",
             "enum": list(flavors),
@@ -145,7 +147,7 @@ def _slot_schema(kind: str, registry: Registry) -> tuple[dict[str, Any], dict[st
         named = {"required": ["type"], "properties": {"type": {"enum": called}}}
         tables.append({"if": named, "then": {"$ref": f"#/$defs/{_definition(name, cls)}"}})
         whole: dict[str, Any] = {}
-        if required and with_defaults(ConfigDefaults, cls).flavors:
+        if required and cls.flavors:
             whole = {"anyOf": [{"required": ["flavor"]}, {"required": required}]}
         elif required:
             whole = {"required": required}
@@ -258,7 +260,7 @@ def _slot(kind: str, data: Any, registry: Registry, key: str) -> Iterator[tuple[
         return  # the recipe itself will say so
     if cls is None:
         return
-    if flavors := with_defaults(ConfigDefaults, cls).flavors:
+    if flavors := cls.flavors:
         yield f"{key}.flavor", list(flavors)
     yield from _fields(cls, data if isinstance(data, dict) else {}, registry, f"{key}.")
 

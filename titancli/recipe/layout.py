@@ -18,7 +18,6 @@ from titancli.layout.stages import AFTER, BEFORE, SCHEDULES, StageError, check_m
 from titancli.recipe.schema import Mesh, Recipe
 from titancli.recipe.toml import KeyPath
 from titancli.registry.component import component_info
-from titancli.registry.defaults import ModelConfigDefaults, ParallelizeConfigDefaults, with_defaults
 from titancli.torch_version import SPLIT_BACKWARD, lacks, torch_version
 
 Finding = tuple[KeyPath, str, str | None]
@@ -46,7 +45,7 @@ def check_layout(recipe: Recipe) -> Iterator[Finding]:
 
 def _impossible(recipe: Recipe) -> Iterator[tuple[KeyPath, Finding]]:
     """Yield degrees that the model does not support at all: those not in its config's `mesh_degrees`."""
-    degrees = with_defaults(ModelConfigDefaults, recipe.model).mesh_degrees
+    degrees = recipe.model.mesh_degrees
     if degrees is None:
         return
     name = component_info(recipe.model).name
@@ -87,7 +86,7 @@ def _batch(recipe: Recipe) -> Iterator[Finding]:
 
 
 def _tensor(recipe: Recipe) -> Iterator[Finding]:
-    model = with_defaults(ModelConfigDefaults, recipe.model)
+    model = recipe.model
     names = ("n_heads", "n_kv_heads", "hidden_dim", "vocab_size")
     sizes = {name: size for name in names if isinstance(size := getattr(model, name), int)}
     cp, seq_len = recipe.mesh.cp, recipe.training.seq_len
@@ -97,7 +96,7 @@ def _tensor(recipe: Recipe) -> Iterator[Finding]:
 
 
 def _context(recipe: Recipe) -> Iterator[Finding]:
-    how = with_defaults(ParallelizeConfigDefaults, recipe.parallelize).context_parallel
+    how = recipe.parallelize.context_parallel
     tp = max(recipe.mesh.tp, 1)
     seq_len = recipe.training.seq_len
     if how != "ulysses":
@@ -110,7 +109,7 @@ def _context(recipe: Recipe) -> Iterator[Finding]:
         return
     sizes = {"training.seq_len": seq_len}
     for name in ("n_heads", "n_kv_heads"):
-        heads = getattr(with_defaults(ModelConfigDefaults, recipe.model), name)
+        heads = getattr(recipe.model, name)
         if isinstance(heads, int) and heads % tp == 0:
             sizes[name if tp == 1 else f"{name} / mesh.tp"] = heads // tp
     yield from _divides(recipe, "cp", sizes)
@@ -126,11 +125,11 @@ def _divides(recipe: Recipe, name: str, sizes: dict[str, int]) -> Iterator[Findi
 
 
 def _experts(recipe: Recipe) -> Iterator[Finding]:
-    if recipe.debug.moe_force_load_balance and not with_defaults(ModelConfigDefaults, recipe.model).n_experts:
+    if recipe.debug.moe_force_load_balance and not recipe.model.n_experts:
         message = "moe_force_load_balance: the model has no experts"
         yield ("debug", "moe_force_load_balance"), message, "set it to false"
     mesh = recipe.mesh
-    experts = with_defaults(ModelConfigDefaults, recipe.model).n_experts
+    experts = recipe.model.n_experts
     if mesh.ep > 1 and experts is None:
         yield ("mesh", "ep"), f"mesh.ep = {mesh.ep}: the model has no experts", "set ep = 1"
         return
@@ -143,7 +142,7 @@ def _experts(recipe: Recipe) -> Iterator[Finding]:
 
 
 def _pipeline(recipe: Recipe) -> Iterator[Finding]:
-    model = with_defaults(ModelConfigDefaults, recipe.model)
+    model = recipe.model
     n_layers, (before, after) = model.n_layers, model.stage_ends or (BEFORE, AFTER)
     section, pp = recipe.pipeline, recipe.mesh.pp
     stages = None
@@ -186,7 +185,7 @@ def _rows(recipe: Recipe) -> int | None:
 
 def _beside_a_pipeline(recipe: Recipe) -> Iterator[Finding]:
     """Yield settings that exclude pipeline stages, or the schedule."""
-    if with_defaults(ModelConfigDefaults, recipe.model).tied:
+    if recipe.model.tied:
         message = (
             "tied weights cannot be split into pipeline stages: the first and last stage would "
             "share a parameter"
@@ -207,7 +206,7 @@ def _beside_a_pipeline(recipe: Recipe) -> Iterator[Finding]:
             f"install torch {SPLIT_BACKWARD.since} or newer, or use {instead}",
         )
         return
-    if with_defaults(ParallelizeConfigDefaults, recipe.parallelize).reshard_after_forward == "always":
+    if recipe.parallelize.reshard_after_forward == "always":
         message = f"{schedule} would lose the gradients of parameters that are freed after forward"
         yield ("parallelize", "reshard_after_forward"), message, 'use "default" or "never"'
     others = ", ".join(name for name, kind in SCHEDULES.items() if not kind.splits_backward)

@@ -22,7 +22,6 @@ from titancli.recipe.resolve import resolve
 from titancli.recipe.schema import Recipe
 from titancli.recipe.toml import DEFAULT, KeyPath, Node, Origin, Source, dotted, from_python, leaves
 from titancli.registry.component import is_config
-from titancli.registry.defaults import ModelConfigDefaults, with_defaults
 from titancli.registry.first_party import install_command
 from titancli.registry.kinds import BUILTIN
 from titancli.runs import LOCK_SEAL
@@ -332,11 +331,10 @@ def _locked_model(lock: Node | None, weights: str) -> Node | None:
 def readers_of(model_type: str, registry: Registry) -> dict[str, Any]:
     """Return the models, by full name, that read a config.json of this `model_type`: titan's own, else those
     of plugins."""
-    found = {name: with_defaults(ModelConfigDefaults, cls) for name, cls in registry.components("model")}
     readers = {
-        name: own
-        for name, own in found.items()
-        if model_type in own.model_types and own.from_config_json is not None
+        name: cls
+        for name, cls in registry.components("model")
+        if model_type in cls.model_types and cls.from_config_json is not None
     }
     own = {name: reader for name, reader in readers.items() if name.startswith(f"{BUILTIN}/")}
     return own or readers

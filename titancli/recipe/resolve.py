@@ -18,7 +18,7 @@ from titancli.recipe.problems import Problems, nearest
 from titancli.recipe.read import taken_as_text
 from titancli.recipe.schema import Recipe, default_type, recipe_slots
 from titancli.recipe.toml import DEFAULT, KeyPath, Node, Origin, dotted, from_python
-from titancli.registry.defaults import ConfigDefaults, with_defaults
+from titancli.registry.defaults import ConfigDefaults
 from titancli.registry.fields import Type, fields_of
 from titancli.registry.kinds import BUILTIN
 
@@ -33,7 +33,7 @@ class Resolved:
     """A recipe's data, ready to bind."""
 
     root: Node
-    classes: dict[KeyPath, type] = dataclasses.field(default_factory=dict)
+    classes: dict[KeyPath, Any] = dataclasses.field(default_factory=dict)
     """The config class of every table that has one."""
     types: dict[KeyPath, Type] = dataclasses.field(default_factory=dict)
     """The type of every value of a known key."""
@@ -181,9 +181,9 @@ class _Resolver:
         message = error.message.partition("\n")[0]
         self.problems.add(code, message, given.origin.location(), taken_as_text(given) or error.hint)
 
-    def _with_flavor(self, cls: type, name: str, node: Node, path: KeyPath) -> Node:
+    def _with_flavor(self, cls: type[ConfigDefaults], name: str, node: Node, path: KeyPath) -> Node:
         """Return the table merged over its flavor's values."""
-        flavors = with_defaults(ConfigDefaults, cls).flavors
+        flavors = cls.flavors
         given = node.value["flavor"]
         if not isinstance(given.value, str) or given.value not in flavors:
             self._bad_flavor(name, given, list(flavors), path)

@@ -16,7 +16,6 @@ from titancli.errors import RecipeError
 from titancli.layout.degrees import Degrees, Mesh
 from titancli.layout.stages import Pipeline
 from titancli.registry.component import section
-from titancli.registry.defaults import DatasetConfigDefaults, LoopConfigDefaults, with_defaults
 from titancli.registry.fields import Component, Slot, fields_of
 from titancli.registry.kinds import KINDS
 
@@ -357,11 +356,13 @@ def default_type(section: str) -> str | None:
 
 
 def needs_tokenizer(dataset: Any) -> bool:
-    """Return whether a dataset's config, or its class, wants a tokenizer: all do, unless they declare it."""
-    return with_defaults(DatasetConfigDefaults, dataset).needs_tokenizer
+    """Return whether a dataset's config, or its class, wants a tokenizer: all do, unless they declare it, and
+    so does one that is not known (None)."""
+    return dataset is None or dataset.needs_tokenizer
 
 
 def needs_dataset(loop: Any) -> bool:
-    """Return whether a loop's config, or its class, wants a dataset: all do that train and have no `task`."""
-    trains = with_defaults(LoopConfigDefaults, loop).trains
+    """Return whether a loop's config, or its class, wants a dataset: all that train without a `task` do, and
+    so does one that is not known (None)."""
+    trains = loop is None or loop.trains
     return trains and "task" not in getattr(loop, "__dataclass_fields__", {})

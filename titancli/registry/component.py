@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, dataclass_transform
 
 from titancli.errors import PluginError
+from titancli.registry.defaults import CONFIGS, ConfigDefaults, fill_in, fill_in_class, is_filled_in
 from titancli.registry.fields import fields_of
+from titancli.registry.kinds import KINDS
 
 T = TypeVar("T")
 
@@ -38,6 +40,9 @@ class ComponentInfo:
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 def section(cls: type[T]) -> type[T]:
     """Make a class a strictly bound, frozen, keyword-only dataclass (a core section of a recipe)."""
+    for name in inspect.get_annotations(cls):
+        if name not in vars(cls) and is_filled_in(cls, name):
+            setattr(cls, name, dataclasses.field())  # else the default filled in would be the field's
     cls = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
     _own_fields_first(cls)
     cls.__pydantic_config__ = PYDANTIC  # type: ignore[attr-defined]
@@ -80,9 +85,9 @@ def component(
 
     Raises:
         PluginError: a bad name or target, a reserved or keyword field name, a field that may be None
-            without None as its default (TOML has no null), or a class without its kind's base class.
+            without None as its default (TOML has no null), or a field named as an optional
+            method is.
     """
-    from titancli.registry.kinds import KINDS
 
     def decorate(cls: type[T]) -> type[T]:
         where = f"component {kind}/{name} ({cls.__module__}.{cls.__qualname__})"
@@ -95,11 +100,9 @@ def component(
         for reference in filter(None, (target, hf)):
             if not re.match(r"[\w.]+:\w+\Z", reference):
                 raise PluginError(f"{where}: {reference!r} is not of the form 'module:callable'")
-        base = KINDS[kind].base
-        if base and base not in (f"{each.__module__}.{each.__qualname__}" for each in cls.__mro__):
-            raise PluginError(f"{where}: the config of a {kind} must derive from {base}")
         cls = section(cls)
         _check_fields(cls, where)
+        _complete(cls, kind)
         cls.__component__ = ComponentInfo(kind, name, target, hf, device)  # type: ignore[attr-defined]
         return cls
 
@@ -114,6 +117,11 @@ def _check_fields(cls: type, where: str) -> None:
             raise PluginError(f"{where}: the field name {name!r} is a Python keyword")
         if field.type.nullable and field.declared.default is not None:
             raise PluginError(f"{where}: {name} may be None, so its default must be None (TOML has no null)")
+
+
+def _complete(cls: type, kind: str) -> None:
+    for defaults in filter(None, (ConfigDefaults, CONFIGS.get(kind))):
+        fill_in_class(cls, defaults, fields_of(cls))
 
 
 def is_config(value: Any) -> bool:
@@ -154,12 +162,39 @@ def load_target(reference: str) -> Callable[..., Any]:
 
 
 def build(config: Any, **runtime: Any) -> Any:
-    """Import the config's target and call it as `build(config, **runtime)`."""
+    """Import the config's target, call it as `build(config, **runtime)`, and give what it returns the
+    optional members of its kind that it lacks.
+
+    Raises:
+        PluginError: the target cannot be imported, or what it returned cannot have these members.
+    """
     info = component_info(config)
-    built = load_target(info.target)(config, **runtime)
+    built = completed(info.kind, load_target(info.target)(config, **runtime))
     kept = BUILT.setdefault((type(built).__module__, type(built).__qualname__), set())
     kept.add((info.kind, info.name))
     return built
+
+
+def build_hf(config: Any) -> Any:
+    """Build the Hugging Face form of a model's config, with its optional members; None: it has none."""
+    target = component_info(config).hf
+    return None if target is None else _filled_in(load_target(target)(config), "HFFormDefaults")
+
+
+def completed(kind: str, built: Any) -> Any:
+    """Give an object of a kind the optional members that it lacks, as `build` does, and return it.
+
+    Raises:
+        PluginError: it has something else in place of a method, or can be given no attributes.
+    """
+    optional = KINDS[kind].optional
+    return built if optional is None else _filled_in(built, optional)
+
+
+def _filled_in(built: Any, defaults: str) -> Any:
+    return fill_in(
+        built, load_target(f"titancli.protocols:{defaults}")
+    )  # by name: they stand above the registry
 
 
 BUILT: dict[tuple[str, str], set[tuple[str, str]]] = {}

@@ -1,42 +1,92 @@
 """Optional members of components' configs, each with the default for configs without it.
 
-A class here is never inherited from: it declares names, types and defaults, for `with_defaults`. Those of the
-objects that components build are in `titancli.protocols`, beside their required members.
+A class here declares names, types and defaults. `@component` gives a config's class those that it lacks, so
+that whoever reads a config can use them all. Those of the objects that components build are in
+`titancli.protocols`, beside their required members; `titancli.build` fills them in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import functools
+from collections.abc import Collection, Iterable, Mapping
+from functools import partial
 from pathlib import Path
-from types import FunctionType, MethodType
-from typing import Any, ClassVar, TypeVar, cast
+from types import FunctionType
+from typing import Any, ClassVar
 
-T = TypeVar("T")
+from titancli.errors import PluginError
 
 
-def with_defaults(defaults: type[T], owner: Any) -> T:
-    """Return `owner` with a default for each member of `defaults` that it lacks.
+def fill_in(owner: Any, defaults: Any) -> Any:
+    """Give an object the members of `defaults` that it lacks, and return it.
 
-    A declared method comes from the owner only if it is callable there: a config may have a field of its
-    name.
+    Raises:
+        PluginError: it has something else in place of a method, or can be given no attributes.
     """
-    return cast(T, _WithDefaults(defaults, owner))
+    for name, default in members(defaults).items():
+        if not _has(owner, name):
+            # A default method needs no owner. Bound to it, it would keep a model alive until the garbage
+            # collector runs.
+            _set(owner, name, partial(default, None) if isinstance(default, FunctionType) else default)
+        elif isinstance(default, FunctionType) and not callable(getattr(owner, name)):
+            raise PluginError(
+                f"{name} of {_name(owner)} is a {type(getattr(owner, name)).__name__}, but must be a method",
+                hint=f"see {defaults.__module__}.{defaults.__name__}, or use another name",
+            )
+    return owner
 
 
-class _WithDefaults:
-    """Looks up members, which must be declared."""
+def fill_in_class(cls: type, defaults: type, fields: Collection[str]) -> None:
+    """Give a config's class the members of `defaults` that neither it nor its fields have.
 
-    __slots__ = ("_defaults", "_owner")
+    Raises:
+        PluginError: it has something else in place of a method.
+    """
+    for name, default in members(defaults).items():
+        method = isinstance(default, FunctionType)
+        if method and (name in fields or not callable(getattr(cls, name, default))):
+            raise PluginError(
+                f"{cls.__module__}.{cls.__qualname__}: {name} is the name of a method",
+                hint=f"see {defaults.__module__}.{defaults.__name__}, or use another name",
+            )
+        if name not in fields and not hasattr(cls, name):
+            setattr(cls, name, default)
+            cls.__filled_in__ = (*vars(cls).get("__filled_in__", ()), name)  # type: ignore[attr-defined]
 
-    def __init__(self, defaults: type, owner: Any) -> None:
-        self._defaults, self._owner = defaults, owner
 
-    def __getattr__(self, name: str) -> Any:
-        default = getattr(self._defaults, name)
-        value = getattr(self._owner, name, default)
-        if isinstance(default, FunctionType) and (value is default or not callable(value)):
-            return MethodType(default, self._owner)
-        return value
+def is_filled_in(cls: type, name: str) -> bool:
+    """Return whether a class has a member by `fill_in_class`, of its own or of its bases."""
+    owner = next((base for base in cls.__mro__ if name in vars(base)), None)
+    return owner is not None and name in vars(owner).get("__filled_in__", ())
+
+
+@functools.cache
+def members(defaults: type) -> dict[str, Any]:
+    """Return the members of a class of defaults, by name."""
+    return {name: value for name, value in vars(defaults).items() if not name.startswith("_")}
+
+
+def _set(owner: Any, name: str, value: Any) -> None:
+    """Set an attribute, of frozen objects too, and of those with `__slots__` in their class."""
+    for target, setter in ((owner, object.__setattr__), (type(owner), setattr)):
+        try:
+            setter(target, name, value)
+            return
+        except (AttributeError, TypeError):
+            continue
+    raise PluginError(
+        f"{_name(owner)} has no {name}, and cannot be given it",
+        hint="return an object of a class of your own",
+    )
+
+
+def _has(owner: Any, name: str) -> bool:
+    """Return whether an object has a member; a property is not read."""
+    return any(name in vars(base) for base in type(owner).__mro__) or hasattr(owner, name)
+
+
+def _name(owner: Any) -> str:
+    return str(getattr(owner, "__qualname__", type(owner).__qualname__))
 
 
 class ConfigDefaults:
@@ -146,7 +196,10 @@ class OptimizerConfigDefaults:
 
 
 class ScheduleConfigDefaults:
-    """Optional members of a schedule's config, which derives from `titancli.optimizers.ScheduleConfig`."""
+    """Optional members of a schedule's config."""
+
+    total_steps: int | None = None
+    """Length of the schedule; None: training.steps."""
 
     def remarks(self, steps: int) -> Iterable[str]:
         """Return warnings about a schedule of this many steps; they do not end a command."""
@@ -193,3 +246,17 @@ class RewardConfigDefaults:
 
     weight: float = 1.0
     """Factor of its rewards."""
+
+
+CONFIGS: Mapping[str, type] = {
+    "model": ModelConfigDefaults,
+    "loss": LossConfigDefaults,
+    "dataset": DatasetConfigDefaults,
+    "optimizer": OptimizerConfigDefaults,
+    "schedule": ScheduleConfigDefaults,
+    "parallelize": ParallelizeConfigDefaults,
+    "loop": LoopConfigDefaults,
+    "generator": GeneratorConfigDefaults,
+    "reward": RewardConfigDefaults,
+}
+"""The optional members of configs, beside those of any config, by kind."""

@@ -20,8 +20,8 @@ class Kind:
     summary: str
     default: str | None = None
     """The type a recipe gets that names none: titan's own of this name, whoever else has one."""
-    base: str | None = None
-    """The class that each of its configs derives from, by its full name."""
+    optional: str | None = None
+    """The class in `titancli.protocols` of the optional members of what is built; None: there are none."""
 
     @property
     def full_default(self) -> str | None:
@@ -32,24 +32,23 @@ class Kind:
 KINDS: dict[str, Kind] = {
     kind.name: kind
     for kind in (
-        Kind("model", "the model to train"),
-        Kind("tokenizer", "converts text to token ids and back"),
-        Kind("dataset", "the source of batches"),
-        Kind("converter", "changes a model before it is sharded (float8, LoRA)"),
-        Kind("parallelize", "how a model is distributed over devices", default="decoder"),
-        Kind("loss", "the objective to minimize", default="cross_entropy"),
-        Kind("optimizer", "how weights are updated", default="adamw"),
+        Kind("model", "the model to train", optional="ModelDefaults"),
+        Kind("tokenizer", "converts text to token ids and back", optional="TokenizerDefaults"),
+        Kind("dataset", "the source of batches", optional="DatasetDefaults"),
         Kind(
-            "schedule",
-            "the learning rate over the run",
-            default="wsd",
-            base="titancli.optimizers.ScheduleConfig",
+            "converter",
+            "changes a model before it is sharded (float8, LoRA)",
+            optional="ConverterDefaults",
         ),
+        Kind("parallelize", "how a model is distributed over devices", default="decoder"),
+        Kind("loss", "the objective to minimize", default="cross_entropy", optional="LossDefaults"),
+        Kind("optimizer", "how weights are updated", default="adamw"),
+        Kind("schedule", "the learning rate over the run", default="wsd"),
         Kind("logger", "receives the metrics and events of a run"),
         Kind("callback", "takes part in the steps of a run"),
         Kind("loop", "the training program", default="pretrain"),
         Kind("launcher", "starts the workers", default="local"),
-        Kind("task", "the source of prompts"),
+        Kind("task", "the source of prompts", optional="TaskDefaults"),
         Kind("generator", "generates completions"),
         Kind("reward", "scores a completion"),
         Kind("advantage", "rates a completion relative to the others of its prompt"),

@@ -44,7 +44,7 @@ class Registry:
 
     # -------------------------------------------------------------------------------------- components
 
-    def find(self, kind: str, name: str, *, first: Sequence[str] = ()) -> type:
+    def find(self, kind: str, name: str, *, first: Sequence[str] = ()) -> Any:
         """Return the config class of a component by its bare name, or by its full name `plugin/name`.
 
         Args:
@@ -101,7 +101,7 @@ class Registry:
         more = f", and {len(shown) - SHOWN} more: titan list-components {kind}" if len(shown) > SHOWN else ""
         return (", ".join(shown[:SHOWN]) or "none is installed") + more
 
-    def components(self, kind: str | None = None) -> list[tuple[str, type]]:
+    def components(self, kind: str | None = None) -> list[tuple[str, Any]]:
         """Return full name and config class of all components (of a kind), by kind and then by name."""
         found = [
             (list(KINDS).index(of_kind), f"{plugin.name}/{name}", config)

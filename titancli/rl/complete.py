@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from titancli.errors import TitanError
-from titancli.protocols import ModelDefaults
 from titancli.protocols.samples import Completion, SamplingParams
-from titancli.registry.defaults import ModelConfigDefaults, with_defaults
 from titancli.rl.decode import Row, check, decode
 from titancli.rl.writer import OnText, Writer
 
@@ -56,13 +54,13 @@ class Completing:
         self.params, self._tokenizer, self._on_text = params, tokenizer, on_text
         self.prompts = [_ids(number, prompt) for number, prompt in enumerate(prompts)]
         self._end_ids = frozenset(end_ids) | frozenset(params.stop_ids)
-        sizes = with_defaults(ModelConfigDefaults, with_defaults(ModelDefaults, model).config)
+        longest = model.config.max_seq_len
         self.rows: list[Row] = []
         self.counts = [len(own) for own in seeds]
         for number, (prompt, own) in enumerate(zip(self.prompts, seeds, strict=True)):
             room = params.max_tokens if limits is None else min(params.max_tokens, limits[number])
-            if sizes.max_seq_len is not None:  # a prompt that leaves no room is refused below
-                room = min(room, max(1, sizes.max_seq_len - len(prompt)))
+            if longest is not None:  # a prompt that leaves no room is refused below
+                room = min(room, max(1, longest - len(prompt)))
             self.rows += [Row(number, seed, room) for seed in own]
         check(model, self.prompts, self.rows)
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from titancli.errors import TitanError
 from titancli.models.blocks.packed import packed
-from titancli.protocols import CacheDefaults, ModelDefaults
+from titancli.protocols import CacheDefaults
 from titancli.protocols.samples import SamplingParams
-from titancli.registry.defaults import ModelConfigDefaults, with_defaults
+from titancli.registry.defaults import fill_in
 from titancli.rl.sampling import choose, uniforms
 
 OnToken = Callable[[int, int], bool]
@@ -130,8 +130,8 @@ class _Decoding:
     ) -> None:
         self._model, self._prompts, self._rows = model, prompts, rows
         self._device, self._batch_size = device, batch_size
-        self._cache = model.new_cache()
-        self._apart = with_defaults(CacheDefaults, self._cache).apart
+        self._cache = fill_in(model.new_cache(), CacheDefaults)
+        self._apart = self._cache.apart
         self._unread: dict[int, deque[int]] = {}
         for number, row in enumerate(rows):
             self._unread.setdefault(row.prompt, deque()).append(number)
@@ -220,8 +220,7 @@ def check(model: Any, prompts: Sequence[Sequence[int]], rows: Sequence[Row]) -> 
     Raises:
         TitanError: see `decode`.
     """
-    sizes = with_defaults(ModelConfigDefaults, with_defaults(ModelDefaults, model).config)
-    vocab_size, longest = sizes.vocab_size, sizes.max_seq_len
+    vocab_size, longest = model.config.vocab_size, model.config.max_seq_len
     for number, prompt in enumerate(prompts):
         if not len(prompt):
             raise TitanError(

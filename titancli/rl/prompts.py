@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 
 from titancli.data.packing import STATE_VERSION, refuse_other_data, tokenizer_identity
 from titancli.errors import TitanError
-from titancli.protocols import Task, TaskDefaults
+from titancli.protocols import Task
 from titancli.protocols.samples import Prompt
-from titancli.registry.defaults import with_defaults
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +49,7 @@ class PromptSource:
 
     def first(self, count: int) -> list[Asked]:
         """Return the first `count` prompts, whatever the position; each once, if there are fewer."""
-        last = with_defaults(TaskDefaults, self._task).count
+        last = self._task.count
         found: list[Asked] = []
         number = 0
         while len(found) < count:

@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 from titancli.protocols.samples import Completion, Prompt
 from titancli.registry.blame import blame
 from titancli.registry.component import build, component_info
-from titancli.registry.defaults import RewardConfigDefaults, with_defaults
 from titancli.rl import PATIENCE
 
 logger = logging.getLogger(__name__)
@@ -83,9 +82,7 @@ class Scorer:
             name = component_info(config).name
             count[name] += 1
             label = name if count[name] == 1 else f"{name}_{count[name]}"
-            self._rewards.append(
-                _Weighted(label, float(with_defaults(RewardConfigDefaults, config).weight), build(config))
-            )
+            self._rewards.append(_Weighted(label, float(config.weight), build(config)))
 
     @property
     def names(self) -> list[str]:

@@ -16,7 +16,6 @@ from titancli.recipe.load import Loaded
 from titancli.recipe.toml import dotted
 from titancli.registry import current
 from titancli.registry.component import component_info, load_target
-from titancli.registry.defaults import ConfigDefaults, with_defaults
 
 
 def check_world(loaded: Loaded, world: int) -> tuple[Degrees, int]:
@@ -94,7 +93,7 @@ def check_devices(loaded: Loaded, gpus: int) -> None:
         if info.device == "cuda":
             message = f"the {info.kind} {info.name} needs a GPU, but none is visible"
             problems += _problem(loaded, dotted((*path, "type")), message, None).problems
-        for key, reason in with_defaults(ConfigDefaults, config).needs_gpu():
+        for key, reason in config.needs_gpu():
             message = f"{reason}, but no GPU is visible"
             problems += _problem(loaded, dotted((*path, key)), message, "remove it").problems
     if problems:
@@ -171,5 +170,5 @@ def import_components(loaded: Loaded) -> None:
     if problems:
         raise NotImportable(problems)
     for _, config in components(loaded.recipe):
-        with_defaults(ConfigDefaults, config).try_out()
+        config.try_out()
     schedule_of(loaded.recipe)

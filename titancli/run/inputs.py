@@ -16,7 +16,6 @@ from titancli.recipe.assets import Assets
 from titancli.recipe.find import url_of
 from titancli.recipe.schema import Recipe
 from titancli.registry.component import component_info, configs, is_config
-from titancli.registry.defaults import LoopConfigDefaults, with_defaults
 from titancli.registry.fields import fields_of
 from titancli.run.fit import check_weights
 
@@ -99,7 +98,7 @@ def _still_needed(recipe: Recipe, checkpoint: Path) -> str | None:
     # In a dry run the checkpoint may only exist in an object store.
     if checkpoint.is_dir() and (why := still_needs_weights(recipe, checkpoint)):
         return why
-    if with_defaults(LoopConfigDefaults, recipe.loop).needs_reference(recipe):
+    if recipe.loop.needs_reference(recipe):
         return f"the loop {component_info(recipe.loop).name} compares with the model that the run began with"
     return None
 

@@ -9,7 +9,6 @@ from titancli.checkpoint.start_from import start_from
 from titancli.recipe.find import url_of
 from titancli.recipe.schema import Recipe
 from titancli.registry.component import component_info
-from titancli.registry.defaults import LoopConfigDefaults, with_defaults
 from titancli.run.fit import check_world
 from titancli.run.prepare import Plan
 
@@ -55,7 +54,7 @@ def _saves(recipe: Recipe) -> str:
 
 
 def _evaluates(recipe: Recipe) -> str:
-    section, loop = recipe.validation, with_defaults(LoopConfigDefaults, recipe.loop)
+    section, loop = recipe.validation, recipe.loop
     found = [f"{' and '.join(section.datasets)} every {section.freq:,}"] if section.datasets else []
     if loop.eval_task is not None and loop.eval_freq:
         found.append(f"{component_info(loop.eval_task).name} every {loop.eval_freq:,}")

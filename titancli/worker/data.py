@@ -21,12 +21,6 @@ from titancli.errors import EnvironmentProblem, TitanError
 from titancli.loops.validation import Validation
 from titancli.losses.cross_entropy import CrossEntropy
 from titancli.registry.component import build
-from titancli.registry.defaults import (
-    LoopConfigDefaults,
-    LossConfigDefaults,
-    ModelConfigDefaults,
-    with_defaults,
-)
 from titancli.rl.prompts import PromptSource
 
 if TYPE_CHECKING:
@@ -46,7 +40,7 @@ def check_vocabulary(recipe: Recipe, tokenizer: Any) -> None:
     Raises:
         EnvironmentProblem: the tokenizer has more ids than the model's `vocab_size`.
     """
-    rows = with_defaults(ModelConfigDefaults, recipe.model).vocab_size
+    rows = recipe.model.vocab_size
     if rows is not None and tokenizer is not None and tokenizer.vocab_size > rows:
         raise EnvironmentProblem(
             f"the tokenizer has {tokenizer.vocab_size:,} ids, but the model's vocab_size is only {rows:,}",
@@ -67,7 +61,7 @@ def open_data(
     Raises:
         TitanError: the checkpoint has no position in the data, or one in other data.
     """
-    loop = with_defaults(LoopConfigDefaults, recipe.loop)
+    loop = recipe.loop
     if not loop.trains:
         if loop.checkpoint is not None:
             engine.load(loop.checkpoint, optimizer=False, verify=recipe.checkpoint.verify)
@@ -118,7 +112,7 @@ def open_validation(
             datasets[name] = open_dataset(recipe, tokenizer, engine, config, rows=section.local_batch_size)
         except TitanError as error:
             raise type(error)(f"validation.datasets.{name}: {error.message}", hint=error.hint) from error
-    of_samples = with_defaults(LossConfigDefaults, recipe.loss).learns_from_samples
+    of_samples = recipe.loss.learns_from_samples
     return Validation(section, datasets, engine, observers, loss=CrossEntropy() if of_samples else None)
 
 
@@ -203,7 +197,7 @@ def _source(recipe: Recipe, tokenizer: Any, engine: Engine) -> Source:
             dataset,
             device=engine.device,
             prefetch=depth,
-            vocab_size=with_defaults(ModelConfigDefaults, recipe.model).vocab_size,
+            vocab_size=recipe.model.vocab_size,
             rows=training.local_batch_size,
             workers=workers,
         )

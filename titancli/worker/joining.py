@@ -12,7 +12,6 @@ from titancli.distributed import process_group
 from titancli.distributed.together import require_same
 from titancli.process import Place, environment, leave_process_group, leaving_if_orphaned, loopback_only
 from titancli.provenance import file_hash, package_versions
-from titancli.registry.defaults import LoopConfigDefaults, with_defaults
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +36,7 @@ def join(
         store: a folder in which the ranks of one machine meet.
     """
     on_one_machine = store is not None or place.world == 1
-    if on_one_machine and not with_defaults(LoopConfigDefaults, recipe.loop).joins_other_runs:
+    if on_one_machine and not recipe.loop.joins_other_runs:
         stack.enter_context(environment(loopback_only()))
     device = process_group.choose_device(place.local_rank)
     process_group.start_flight_recorder(logs, recipe.comm.trace_buf_size)

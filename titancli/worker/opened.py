@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titancli.process import Place
-from titancli.registry.defaults import LoopConfigDefaults, with_defaults
 from titancli.runs import RunFolder
 
 if TYPE_CHECKING:
@@ -44,7 +43,7 @@ class Start:
 
     @property
     def trains(self) -> bool:
-        return with_defaults(LoopConfigDefaults, self.recipe.loop).trains
+        return self.recipe.loop.trains
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,6 @@ from titancli.process import (
 from titancli.provenance import code_hashes
 from titancli.recipe.find import url_of
 from titancli.registry.component import build
-from titancli.registry.defaults import LoopConfigDefaults, with_defaults
 from titancli.runs import Claim, RunFolder, timestamp
 from titancli.signals import ASKED_TO_STOP, EXIT_NODES_JOIN, NODES_JOIN, Stop, leave
 from titancli.worker.attempt import take_part
@@ -259,7 +258,7 @@ class Rank:
         check_vocabulary(recipe, tokenizer)
         if (first := start_from(recipe, start.checkpoint)).kind == "weights" and first.source is not None:
             logger.info("loading weights from %s", url_of(first.source) or first.source)
-        loop = with_defaults(LoopConfigDefaults, recipe.loop)
+        loop = recipe.loop
         checkpoint = start.checkpoint or loop.checkpoint
         engine = Engine.build(recipe, device=start.device, checkpoint=checkpoint, frozen=not loop.trains)
         self._engine = engine

@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from titancli.checkpoint import Checkpointer
 from titancli.errors import TitanError
-from titancli.registry.defaults import LoopConfigDefaults, with_defaults
 from titancli.runs import Claim, RunFolder
 from titancli.signals import NODES_JOIN
 
@@ -52,7 +51,7 @@ def open_copies(recipe: Recipe, folder: RunFolder, record: dict[str, Any], stack
     Raises:
         EnvironmentProblem: the memory of a node cannot be written.
     """
-    section, loop = recipe.checkpoint, with_defaults(LoopConfigDefaults, recipe.loop)
+    section, loop = recipe.checkpoint, recipe.loop
     if not (section.enable and section.peer_interval and loop.trains):
         return None
     from titancli.checkpoint.peers.copies import Copies

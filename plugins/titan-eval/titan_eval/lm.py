@@ -17,9 +17,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from titancli.distributed.together import Ranks
 from titancli.errors import TitanError
-from titancli.protocols import TokenizerDefaults
 from titancli.registry.component import build
-from titancli.registry.defaults import with_defaults
 from titancli.rl import Local
 
 if TYPE_CHECKING:
@@ -54,10 +52,9 @@ class TitanLM(TemplateLM):
             TitanError: BOS is requested, but the tokenizer has none.
         """
         super().__init__()
-        own = with_defaults(TokenizerDefaults, tokenizer)
         self._engine, self._tokenizer, self._rows = engine, tokenizer, batch_size
-        self._bos = own.bos_id
-        self._adds_bos = own.adds_bos if add_bos is None else add_bos
+        self._bos = tokenizer.bos_id
+        self._adds_bos = tokenizer.adds_bos if add_bos is None else add_bos
         if self._adds_bos and self._bos is None:
             raise TitanError("add_bos: the tokenizer has no BOS token", hint="remove it")
         self._device = engine.device

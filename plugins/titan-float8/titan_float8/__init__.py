@@ -7,7 +7,6 @@ from dataclasses import field
 from typing import TYPE_CHECKING, Literal
 
 from titancli import component, hookimpl
-from titancli.registry.defaults import ModelConfigDefaults, with_defaults
 
 if TYPE_CHECKING:
     from titancli import Recipe
@@ -36,7 +35,7 @@ class Float8Linear:
     no float8 (CPUs, and GPUs before compute capability 8.9)."""
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
-        width = with_defaults(ModelConfigDefaults, recipe.model).dim
+        width = recipe.model.dim
         if isinstance(width, int) and width % 16:
             yield (
                 "",

@@ -10,7 +10,6 @@ from annotated_types import Ge, Gt, Le, MinLen, MultipleOf
 
 from titancli import Command, component, hookimpl
 from titancli.registry.component import section
-from titancli.registry.defaults import DatasetConfigDefaults, with_defaults
 
 if TYPE_CHECKING:
     from titancli import Recipe
@@ -178,7 +177,7 @@ def _faults(recipe: Recipe) -> Iterator[tuple[str, str]]:
     dataset = recipe.dataset
     if type(recipe.loss).__module__.startswith("titancli."):
         yield "loss", 'flux returns velocities, not log-probabilities: set loss = "flow_matching"'
-    if with_defaults(DatasetConfigDefaults, dataset).needs_tokenizer:
+    if dataset is None or dataset.needs_tokenizer:
         yield "dataset", 'flux needs latents, but this dataset returns text: set type = "latents"'
     elif isinstance(dataset, Noised):
         if recipe.model.guidance_embed and dataset.guidance is None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from titan_flux import Flux
 from titancli import TitanError
 from titancli.errors import EnvironmentProblem
+from titancli.protocols import HFFormDefaults
 
 AROUND = {
     "embedding.image": "x_embedder",
@@ -62,7 +63,7 @@ FIXED = {"mlp_ratio": 4.0, "rope_theta": 10_000.0, "qkv_bias": True}
 """Values for which diffusers' class has no field."""
 
 
-class FluxHF:
+class FluxHF(HFFormDefaults):
     """diffusers' FluxTransformer2DModel, as in the folder `transformer` of the published FLUX.1."""
 
     library = "diffusers"

@@ -24,8 +24,8 @@ def test_each_family_becomes_small_with_all_kinds_of_layers(name: str, tmp_path:
     loaded = load_recipe(name)
     small = shrink(loaded, tmp_path).recipe
     assert small.training.mixed_precision_param == "float32" and not small.compile.enable
-    if (shape := getattr(loaded.recipe.model, "shape", None)) is not None:
-        blocks = [s.blocks for s in (shape(), small.model.shape())]
+    if (shape := loaded.recipe.model.shape()) is not None:
+        blocks = [s.blocks for s in (shape, small.model.shape())]
         kinds = [(len({repr(b) for b in each}), {type(b.feed_forward) for b in each}) for each in blocks]
         assert kinds[0] == kinds[1]
         assert size_of(small.model) < 1_000_000

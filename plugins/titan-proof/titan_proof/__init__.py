@@ -10,7 +10,6 @@ from annotated_types import Ge, Gt
 
 from titancli import Command, component, hookimpl
 from titancli.errors import UsageError
-from titancli.registry.defaults import LoopConfigDefaults, with_defaults
 
 if TYPE_CHECKING:
     from titancli import Recipe
@@ -47,7 +46,7 @@ class Probe:
             yield "overrides", error.message
         if any(isinstance(one, Probe) for one in recipe.callbacks[:-1]):
             yield "step", "the run ends with this step: probe must be the last of the callbacks"
-        if with_defaults(LoopConfigDefaults, recipe.loop).joins_other_runs:
+        if recipe.loop.joins_other_runs:
             yield (
                 "step",
                 "a step of several runs that train together cannot be replayed by one of them; titan prove "

@@ -133,7 +133,7 @@ def _member_faults(protocol: type, built: Any, optional: set[str]) -> Iterator[s
     methods = _methods(protocol)
     if optional >= methods.keys() and not any(hasattr(built, name) for name in methods):
         yield f"the result has none of {', '.join(methods)}"
-    for name in (*getattr(protocol, "__annotations__", {}), *methods):
+    for name in (*inspect.get_annotations(protocol), *methods):
         if not hasattr(built, name):
             if name not in optional:
                 yield f"the result has no {name}; see {protocol.__name__} in titancli.protocols"

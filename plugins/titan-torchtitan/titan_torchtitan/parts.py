@@ -12,7 +12,6 @@ from titan_torchtitan.job import Job
 from titancli.errors import PluginError
 from titancli.layout.stages import SCHEDULES
 from titancli.recipe import install_command
-from titancli.registry.defaults import ConfigDefaults, with_defaults
 
 if TYPE_CHECKING:
     from titancli.registry.lookup import Registry
@@ -76,8 +75,8 @@ def model(job: Job, registry: Registry) -> None:
         job.lose(
             "model.name", f"no installed plugin provides the model {name!r}; [model] needs one that does"
         )
-    elif plain not in with_defaults(ConfigDefaults, config).flavors:
-        known = ", ".join(with_defaults(ConfigDefaults, config).flavors)
+    elif plain not in config.flavors:
+        known = ", ".join(config.flavors)
         job.lose("model.flavor", f"{name} has no flavor {plain!r} (it has {known}); set the model's own keys")
 
 
@@ -186,7 +185,7 @@ def experts(job: Job, registry: Registry) -> None:
     config = _installed(registry, "model", model["type"])
     if config is None:
         return
-    flavor = with_defaults(ConfigDefaults, config).flavors.get(model["flavor"], {})
+    flavor = config.flavors.get(model["flavor"], {})
     if any(key in flavor for key in ("moe", "n_experts")):
         return
     why = "the model has no experts; torchtitan ignores it, too"
@@ -388,7 +387,7 @@ def _names(value: Any) -> list[str]:
     )
 
 
-def _installed(registry: Registry, kind: str, name: str) -> type | None:
+def _installed(registry: Registry, kind: str, name: str) -> Any:
     try:
         return registry.find(kind, name)
     except PluginError:

@@ -18,11 +18,12 @@ from titancli.errors import EnvironmentProblem
 from titancli.models.blocks.state import named_state
 from titancli.models.names import JOINED_EXPERTS
 from titancli.models.quantization import KEY
+from titancli.protocols import HFFormDefaults
 
 logger = logging.getLogger(__name__)
 
 
-class FolderForm:
+class FolderForm(HFFormDefaults):
     """The Hugging Face form of a model of transformers.
 
     It claims no model_type by default: a folder's own family takes precedence.

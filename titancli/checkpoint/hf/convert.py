@@ -38,10 +38,8 @@ from titancli.checkpoint.hf.which import (
 from titancli.checkpoint.reader import CheckpointReader
 from titancli.checkpoint.save import Draft
 from titancli.errors import EnvironmentProblem, TitanError
-from titancli.protocols import HFFormDefaults, TokenizerDefaults
 from titancli.recipe.toml import inline
 from titancli.registry.component import build
-from titancli.registry.defaults import with_defaults
 
 
 @dataclass(frozen=True)
@@ -106,7 +104,7 @@ def to_hf(
             quantise=how,
             max_shard=max_shard,
             eos_id=eos_id,
-            bos_id=with_defaults(TokenizerDefaults, built).bos_id,
+            bos_id=None if built is None else built.bos_id,
             kept=kept,
             progress=watch,
             say=say,
@@ -167,7 +165,7 @@ def _complete(
     what its recipe has, a conversion leaves nothing out that fits."""
     form = hf_form(model)
     reader = read_hf(src, form)
-    if further := with_defaults(HFFormDefaults, form).whole(reader.names()):
+    if further := form.whole(reader.names()):
         fuller = bind(type(model), config | further, str(src))
         found = read_hf(src, hf_form(fuller))
         try:

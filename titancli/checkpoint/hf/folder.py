@@ -32,8 +32,7 @@ from titancli.checkpoint.hf.virtual import blocks, everything
 from titancli.checkpoint.load import name_lists
 from titancli.errors import EnvironmentProblem, TitanError
 from titancli.models.quantization import DEQUANTISE, KEY, quantization_of
-from titancli.protocols import HFForm, HFFormDefaults
-from titancli.registry.defaults import with_defaults
+from titancli.protocols import HFForm
 
 PICKLED = ("*.bin", "*.pth", "*.pt", "*.ckpt")
 QUANTISED_DTYPES = {"I8", "U8", *PACKED_BITS, *(name for name in ITEM_SIZE if name.startswith("F8_"))}
@@ -267,7 +266,7 @@ class HFReader:
         missing = sorted(wanted - self._places.keys(), key=_natural)
         found = name_lists({"it lacks": missing, "the model lacks": unread, "shapes differ": wrong})
         if found:
-            why = with_defaults(HFFormDefaults, self.form).why_missing
+            why = self.form.why_missing
             raise EnvironmentProblem(
                 f"the weights in {self.folder} do not fit this model: {found}",
                 hint=why(missing) or "compare its config.json with the recipe's [model]",
@@ -287,7 +286,7 @@ class HFReader:
 
     def _refuse_untied(self, number: int, count: int) -> None:
         """What is left unread as a copy must be one: transformers uses it where it is not."""
-        copy_of = with_defaults(HFFormDefaults, self.form).copy_of
+        copy_of = self.form.copy_of
         for name in self._places:
             if (original := copy_of(name)) in self._places:
                 one, other = (self._places[key].virtual() for key in (name, original))
@@ -334,7 +333,7 @@ class HFReader:
                 found[key] = Stored(self.folder / name, entry)
         how = quantization_of(self._config())
         places: dict[str, Place] = {**found} if how is None else as_bf16(found, how)
-        known_as = with_defaults(HFFormDefaults, self.form).known_as
+        known_as = self.form.known_as
         return {known_as(key): place for key, place in places.items()}
 
     def _config(self) -> Mapping[str, Any]:

@@ -6,9 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from titancli.protocols import HFFormDefaults
-from titancli.registry.defaults import with_defaults
-
 
 @dataclass(frozen=True)
 class Library:
@@ -55,7 +52,7 @@ LIBRARIES = {
 
 def library_of(form: Any) -> Library:
     """The library that a Hugging Face form, or its class, is for: its `library`, or else transformers."""
-    return LIBRARIES[with_defaults(HFFormDefaults, form).library]
+    return LIBRARIES[form.library]
 
 
 def type_in(config_json: Mapping[str, Any]) -> str:

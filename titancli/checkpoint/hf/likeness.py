@@ -16,10 +16,8 @@ from typing import TYPE_CHECKING, Any
 from titancli.checkpoint.format.manifest import LOCK, is_checkpoint, read_manifest
 from titancli.checkpoint.hf.libraries import type_in
 from titancli.errors import EnvironmentProblem
-from titancli.protocols import HFBuilderDefaults
 from titancli.recipe.toml import inline
 from titancli.registry.component import component_info, load_target
-from titancli.registry.defaults import ConfigDefaults, ModelConfigDefaults, with_defaults
 from titancli.registry.fields import plain
 
 if TYPE_CHECKING:
@@ -42,6 +40,11 @@ class Difference:
         return f"{self.key} = {_shown(self.there)}" if self.there is not None else f"no {self.key}"
 
 
+def _explicit(config: Any) -> Any:
+    """Return a component's config, or a section of it, with what follows from other fields written out."""
+    return config.explicit() if hasattr(config, "explicit") else config
+
+
 def differences(here: Any, there: Any, key: str = "") -> Iterator[Difference]:
     """The fields in which two configs of one class are not alike.
 
@@ -49,9 +52,10 @@ def differences(here: Any, there: Any, key: str = "") -> Iterator[Difference]:
     from other fields written out.
     """
     if dataclasses.is_dataclass(here) and type(here) is type(there):
-        here, there = (with_defaults(ConfigDefaults, side).explicit() for side in (here, there))
+        here, there = (_explicit(side) for side in (here, there))
+        left_out = getattr(here, "without_effect", ())
         for field in dataclasses.fields(here):
-            if field.name not in with_defaults(ConfigDefaults, here).without_effect:
+            if field.name not in left_out:
                 values = getattr(here, field.name), getattr(there, field.name)
                 yield from differences(*values, f"{key}.{field.name}" if key else field.name)
     elif isinstance(here, dict) and isinstance(there, dict):
@@ -177,8 +181,8 @@ def _in_hf(path: Path, like: Any) -> Any:
 def reader_of(model: Any) -> Any:
     """What has `from_config_json` for a model's config or its class: the class itself, which needs no torch,
     or else its Hugging Face form, where torch is there already. None: nothing has."""
-    cls = model if isinstance(model, type) else type(model)
-    if with_defaults(ModelConfigDefaults, cls).from_config_json is not None:
+    cls: Any = model if isinstance(model, type) else type(model)
+    if cls.from_config_json is not None:
         return cls
     hf = component_info(cls).hf
     return load_target(hf) if hf and "torch" in sys.modules else None
@@ -186,10 +190,10 @@ def reader_of(model: Any) -> Any:
 
 def model_types(reader: Any) -> tuple[str, ...]:
     """The model_types that it reads; none: any."""
-    own = with_defaults(HFBuilderDefaults, reader)
-    if own.model_types is not None:
-        return own.model_types
-    return (own.model_type,) if isinstance(own.model_type, str) else ()
+    if (types := getattr(reader, "model_types", None)) is not None:
+        return types
+    one = getattr(reader, "model_type", None)
+    return (one,) if isinstance(one, str) else ()
 
 
 def _in_checkpoint(folder: Path, like: Any) -> Any:

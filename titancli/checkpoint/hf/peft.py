@@ -35,7 +35,6 @@ from titancli.checkpoint.hf.which import Say, find_checkpoint, hf_form, recipe_o
 from titancli.checkpoint.reader import CheckpointReader
 from titancli.converters.lora import adapters_of, weights_of
 from titancli.errors import EnvironmentProblem, UsageError
-from titancli.registry.defaults import ModelConfigDefaults, with_defaults
 
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
@@ -75,7 +74,7 @@ def to_peft(
     say(f"exporting {folder}")
     jobs = [_job(reader, weight, several, dtype) for weight, several in adapters.items()]
     everyone = [one for several in adapters.values() for one in several]
-    if with_defaults(ModelConfigDefaults, model).n_experts and (beside := beside_experts(everyone)):
+    if model.n_experts and (beside := beside_experts(everyone)):
         say(
             f"warning: in many models peft takes adapters of {beside[0]} and others beside experts for "
             f"adapters of the experts, and loads them wrongly: check with --verify, or merge with --to hf"

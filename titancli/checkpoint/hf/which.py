@@ -16,7 +16,7 @@ from titancli.checkpoint.load import name_lists
 from titancli.errors import EnvironmentProblem, PluginError, TitanError, UsageError
 from titancli.models.blocks.state import named_state
 from titancli.protocols import HFForm
-from titancli.registry.component import build, component_info, load_target
+from titancli.registry.component import build, build_hf, component_info
 from titancli.registry.kinds import BUILTIN
 
 Say = Callable[[str], None]
@@ -114,13 +114,12 @@ def hf_form(model: Any) -> HFForm:
     Raises:
         UsageError: it has none.
     """
-    info = component_info(model)
-    if info.hf is None:
+    if (form := build_hf(model)) is None:
         raise UsageError(
-            f"the model {info.name} has no Hugging Face form",
+            f"the model {component_info(model).name} has no Hugging Face form",
             hint="a component declares one with hf= (see titancli.protocols.HFForm)",
         )
-    return load_target(info.hf)(model)
+    return form
 
 
 def parameter_shapes(model: Any) -> dict[str, tuple[int, ...]]:

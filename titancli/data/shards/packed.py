@@ -19,8 +19,7 @@ from titancli.data.permutation import drawn, permuted
 from titancli.data.rows import Examples, Group, RowDataset
 from titancli.data.shards.reader import DocumentEnds, TokenFiles
 from titancli.errors import RecipeError
-from titancli.protocols import Tokenizer, TokenizerDefaults
-from titancli.registry.defaults import with_defaults
+from titancli.protocols import Tokenizer
 
 BLOCK = 1024
 """Documents whose lengths are looked up at once."""
@@ -159,7 +158,7 @@ def marker_ids(config: FillInTheMiddle, tokenizer: Tokenizer) -> tuple[int, int,
     found = []
     for name in ("prefix", "middle", "suffix"):
         token = getattr(config, name)
-        if (number := with_defaults(TokenizerDefaults, tokenizer).token_id(token)) is None:
+        if (number := tokenizer.token_id(token)) is None:
             raise RecipeError(
                 f"dataset.fim.{name} = {token!r}: the tokenizer has no such token",
                 hint="name the tokens that it was made with for filling in the middle",

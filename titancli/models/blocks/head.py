@@ -26,9 +26,7 @@ from titancli.losses.chunked import (
 )
 from titancli.models.blocks.mtp import further, targets_ahead
 from titancli.observe.metrics import report
-from titancli.protocols import LossDefaults
 from titancli.protocols.batch import IGNORE, MIX, Batch
-from titancli.registry.defaults import with_defaults
 
 if TYPE_CHECKING:
     from titancli.distributed.local import RowCut
@@ -82,20 +80,20 @@ class Output(nn.Linear):
             hidden = torch.cat((hidden, *ahead))
         if self.tensor_group is not None:
             hidden = gather(hidden, SEQUENCE, self.tensor_group)
-        temperature = 1.0 if loss is None else with_defaults(LossDefaults, loss).temperature
+        temperature = 1.0 if loss is None else loss.temperature
         hidden, weight = self._factors(hidden, self.scale / temperature)
         cap = self.cap if self.cap is None else self.cap / temperature
         if loss is None:
             return self._logits(hidden, weight, cap)
         if batch is None:
             raise TypeError("a loss needs its batch")
-        wants_entropy = with_defaults(LossDefaults, loss).entropy
+        wants_entropy = loss.entropy
         if loss.output == "model":
             logits = self._logits(hidden, weight, cap)
             if wants_entropy:
                 batch = _with_entropy(batch, entropy(logits, batch["targets"]))
             return loss(logits, batch)
-        weights = with_defaults(LossDefaults, loss).token_weights(batch)
+        weights = loss.token_weights(batch)
         if weights is not None:  # values without a target may be NaN, which survives a product with 0
             weights = weights.masked_fill(batch["targets"] < 0, 0.0)
         if weights is None or wants_entropy:
@@ -202,8 +200,7 @@ def report_by_dataset(log_probs: Tensor, batch: Batch) -> None:
 
 
 def _refuse_unweighted(loss: Any, batch: Any) -> None:
-    own = with_defaults(LossDefaults, loss)
-    if loss.output == "model" or own.entropy or own.token_weights(batch) is None:
+    if loss.output == "model" or loss.entropy or loss.token_weights(batch) is None:
         raise TitanError(
             f"model.n_mtp_layers: the loss {type(loss).__name__} is not a weighted sum over tokens, and only "
             f"such losses can be trained on tokens further ahead",

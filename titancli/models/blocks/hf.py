@@ -13,6 +13,7 @@ from torch import Tensor
 
 from titancli.errors import EnvironmentProblem
 from titancli.models.names import EXPERT_BIAS, GATE, MTP_COPIES, TOP, Pairs, Source, Swap
+from titancli.protocols import HFFormDefaults
 
 if TYPE_CHECKING:
     from titancli.models.sections import Sizes
@@ -21,7 +22,7 @@ logger = logging.getLogger(__name__)
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
-class DecoderHF:
+class DecoderHF(HFFormDefaults):
     """A model with transformers' parameter names; experts are stacked here and may be separate there.
 
     Folders that have no place for the experts' balancing biases lose them; where folders always have one, a
@@ -158,7 +159,7 @@ class DecoderHF:
     # ------------------------------------------------------------------------------------------- biases
 
     @property
-    def loses_biases(self) -> bool:
+    def loses_biases(self) -> bool:  # type: ignore[override]  # the default is an attribute
         """Return whether the folder cannot store the balancing biases of experts."""
         return EXPERT_BIAS not in self._layer
 

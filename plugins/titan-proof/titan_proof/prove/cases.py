@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from titan_proof.prove.shrink import ROWS
 from titancli import Recipe
 from titancli.layout.stages import SCHEDULES
-from titancli.registry.defaults import LossConfigDefaults, ModelConfigDefaults, with_defaults
 
 TITLES = {
     "dp_shard": "FSDP2 (mesh.dp_shard)",
@@ -125,8 +124,8 @@ def cases(recipe: Recipe, ranks: int, *, by_rows: bool = False) -> list[Case]:
     # inductor compiles C++, which takes minutes: only if the recipe requests it and there is a compiler.
     wanted = recipe.compile.enable and recipe.compile.backend == "inductor"
     backend = "inductor" if wanted and shutil.which("g++") else "aot_eager"
-    experts = bool(with_defaults(ModelConfigDefaults, recipe.model).n_experts)
-    pairs = with_defaults(LossConfigDefaults, recipe.loss).learns_from_pairs
+    experts = bool(recipe.model.n_experts)
+    pairs = recipe.loss.learns_from_pairs
 
     def case(*more: str, rows: int = ROWS, **mesh: int) -> Case:
         unit = 2 if pairs else 1
@@ -194,6 +193,6 @@ def cases(recipe: Recipe, ranks: int, *, by_rows: bool = False) -> list[Case]:
 def _layers(recipe: Recipe, stages: int) -> int | None:
     """Return how many layers a pipeline over this many ranks needs: a multiple of the small recipe's
     layers, which include every kind; None: they are enough, or not known."""
-    there = with_defaults(ModelConfigDefaults, recipe.model).n_layers
+    there = recipe.model.n_layers
     needed = stages * SCHEDULES[recipe.pipeline.schedule].usual_stages
     return None if not there or there >= needed else there * math.ceil(needed / there)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from titancli.errors import PluginError, RecipeError, TitanError, UsageError
 from titancli.recipe import Loaded, load_recipe
 from titancli.registry import current
 from titancli.registry.component import component_info, configs
-from titancli.registry.defaults import ConfigDefaults, ModelConfigDefaults, with_defaults
 from titancli.registry.kinds import BUILTIN, KINDS
 
 COMPUTES = {
@@ -96,7 +96,7 @@ def _alone(label: str, error: TitanError | None) -> PluginError:
     )
 
 
-def _candidates(config: type) -> Iterator[tuple[str | Path, list[str]]]:
+def _candidates(config: Any) -> Iterator[tuple[str | Path, list[str]]]:
     """Yield recipes, and the overrides that add the component to them, the best first."""
     kind, full = _kind(config), current().full_name(config)
     plugin = full.partition("/")[0]
@@ -107,7 +107,7 @@ def _candidates(config: type) -> Iterator[tuple[str | Path, list[str]]]:
         # A converter that adds weights beside a base needs a base, which a proof makes itself.
         yield BASE, [f"converters=[{{type = '{full}'}}]", "weights=./base"]
     else:
-        flavor = next(iter(with_defaults(ConfigDefaults, config).flavors), None)
+        flavor = next(iter(config.flavors), None)
         yield BASE, [f"{COMPUTES[kind]}={full}", *([f"{kind}.flavor={flavor}"] if flavor else [])]
 
 
@@ -121,7 +121,7 @@ def _recipes_with(config: type, plugin: str) -> list[Path]:
             except TitanError:
                 continue  # `check_plugin` and `titan validate` report its errors
             if config in computing(loaded):
-                experts = with_defaults(ModelConfigDefaults, loaded.recipe.model).n_experts
+                experts = loaded.recipe.model.n_experts
                 found.append((not file.stem.endswith("_debug"), not experts, file.stem, file))
     return [file for *_, file in sorted(found)]
 

@@ -18,14 +18,7 @@ from titancli import IGNORE, Batch, Engine, Recipe, build
 from titancli.distributed.local import offsets_of
 from titancli.distributed.together import Ranks
 from titancli.errors import TitanError
-from titancli.protocols import LossDefaults, ModelDefaults
 from titancli.recipe.schema import needs_dataset, needs_tokenizer
-from titancli.registry.defaults import (
-    DatasetConfigDefaults,
-    LossConfigDefaults,
-    ModelConfigDefaults,
-    with_defaults,
-)
 
 STEPS = 2
 Part = tuple[tuple[int, ...], tuple[slice, ...], Any]
@@ -199,7 +192,7 @@ def batches_of(recipe: Recipe, engine: Engine, rows: int) -> list[Batch]:
 
 def _tokens(recipe: Recipe, engine: Engine, rows: int, step: int) -> Batch:
     length = recipe.training.seq_len
-    vocabulary = with_defaults(ModelConfigDefaults, recipe.model).vocab_size
+    vocabulary = recipe.model.vocab_size
     if vocabulary is None:
         raise TitanError("the model's config has no `vocab_size`, so no tokens can be drawn for it")
     generator = torch.Generator().manual_seed(1000 * recipe.training.seed + step)
@@ -209,18 +202,18 @@ def _tokens(recipe: Recipe, engine: Engine, rows: int, step: int) -> Batch:
         targets[row, : length * (row % ROW_KINDS) // ROW_KINDS] = IGNORE
     places = torch.arange(length).expand(rows, length)
     batch = {"tokens": tokens[:, :-1].contiguous(), "targets": targets, "positions": places.contiguous()}
-    if needs_dataset(recipe.loop) and with_defaults(DatasetConfigDefaults, recipe.dataset).document_mask:
+    if recipe.dataset is not None and recipe.dataset.document_mask:
         starts = torch.rand(rows, length, generator=generator) < 0.2
         starts[:, 0] = True
         batch["document_ids"] = starts.cumsum(1).int()
         batch["positions"] = places - torch.where(starts, places, 0).cummax(1).values
-    needs = with_defaults(LossDefaults, engine.loss).needs
+    needs = engine.loss.needs
     for name in sorted(set(needs) - set(batch)):
         dims = needs[name] if isinstance(needs, Mapping) else "BS"
         drawn = torch.randn((rows, length)[: len(dims)], generator=generator)
         # Log-probabilities near those of the model: ratios to it must not overflow.
         batch[name] = -np.log(vocabulary) + 0.1 * drawn if "logprob" in name else drawn
-    pairs = with_defaults(LossConfigDefaults, recipe.loss).learns_from_pairs
+    pairs = recipe.loss.learns_from_pairs
     return Batch(batch, unit=2 if pairs else 1)
 
 
@@ -275,7 +268,7 @@ class Watch:
             yield
 
     def _watch_counts(self, model: Any, step: int, ends: ExitStack) -> None:
-        kept: Callable[..., None] = with_defaults(ModelDefaults, model).after_step
+        kept: Callable[..., None] = model.after_step
 
         def after_step(counts: dict[str, Tensor]) -> None:
             self.routes |= {
@@ -284,7 +277,7 @@ class Watch:
             kept(counts)
 
         model.after_step = after_step
-        ends.callback(lambda: model.__dict__.pop("after_step", None))
+        ends.callback(setattr, model, "after_step", kept)
 
     def _watch_forward(self, model: Any, step: int, ends: ExitStack) -> None:
         residual = {f"layers.{name}": layer for name, layer in model.layers.items()}

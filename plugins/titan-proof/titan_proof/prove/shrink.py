@@ -20,12 +20,6 @@ from titancli.layout.stages import SCHEDULES
 from titancli.recipe import DEFAULT, LOCK_HEADER, Loaded, Node, load_recipe, resolved_data
 from titancli.recipe.schema import needs_dataset, needs_tokenizer
 from titancli.registry import current
-from titancli.registry.defaults import (
-    ConfigDefaults,
-    LossConfigDefaults,
-    ModelConfigDefaults,
-    with_defaults,
-)
 
 ROWS, LENGTH, WIDTH, VOCABULARY, WINDOW = 8, 16, 64, 64, 6
 """Rows of a step, tokens of a row, width of the residual stream, rows of the embedding, and tokens of a
@@ -108,7 +102,7 @@ def _plain_settings(loaded: Loaded, device: str) -> tuple[dict[str, Any], list[s
     recipe, left_out = loaded.recipe, []
     data = {key: copy.deepcopy(value) for key, value in loaded.data.items() if key not in GONE}
     data["model"].pop("flavor", None)
-    small = with_defaults(ModelConfigDefaults, recipe.model).small()
+    small = recipe.model.small()
     if small is not None:
         data["model"] = _as_data(small)
     training = recipe.training
@@ -125,7 +119,7 @@ def _plain_settings(loaded: Loaded, device: str) -> tuple[dict[str, Any], list[s
         "seed": 0,
     }
     data["mesh"] = dict.fromkeys(("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep"), 1)
-    pairs = with_defaults(LossConfigDefaults, recipe.loss).learns_from_pairs
+    pairs = recipe.loss.learns_from_pairs
     data["pipeline"] = {
         "schedule": recipe.pipeline.schedule,
         "microbatch_size": 2 if pairs else 1,
@@ -142,7 +136,7 @@ def _plain_settings(loaded: Loaded, device: str) -> tuple[dict[str, Any], list[s
         data["loop"] = {"type": "titan/pretrain"}
         data["dataset"] = {"type": "titan/python_stdlib"}
     _steady(data["optimizer"])
-    needs_gpu = with_defaults(ConfigDefaults, recipe.parallelize).needs_gpu()
+    needs_gpu = recipe.parallelize.needs_gpu()
     for key, why in needs_gpu if device == "cpu" else ():
         data["parallelize"][key] = False
         left_out.append(f"parallelize.{key}: {why}")
@@ -167,7 +161,7 @@ def _steady(optimizer: dict[str, Any]) -> None:
 
 def _moves(recipe: Recipe, small: Recipe) -> Iterator[list[dict[str, int]]]:
     """Yield changes of [model]; the first valid one of each list is made."""
-    model = with_defaults(ModelConfigDefaults, small.model)
+    model = small.model
     yield from ([{key: most}] for key, most in SINGLE.items())
     heads, kv_heads = model.n_heads, model.n_kv_heads
     if heads:
@@ -221,7 +215,7 @@ def _apply(model: dict[str, Any], move: Mapping[str, int]) -> bool:
 
 def _kinds(recipe: Recipe) -> int | None:
     """Return how many kinds of blocks the model has; None if it does not say."""
-    shape = with_defaults(ModelConfigDefaults, recipe.model).shape()
+    shape = recipe.model.shape()
     return None if shape is None else len({repr(block) for block in shape.blocks})
 
 

@@ -20,8 +20,6 @@ from titancli import Engine, Recipe
 from titancli.checkpoint import export_hf, open_weights
 from titancli.errors import TitanError
 from titancli.models.blocks.moe import moe_layers
-from titancli.protocols import HFFormDefaults
-from titancli.registry.defaults import with_defaults
 
 GROWN = 5.0
 """The factor by which matrices are enlarged for generation: at the start of training attention is nearly
@@ -46,7 +44,7 @@ def exported(recipe: Recipe, sizes: Sequence[int], folder: Path) -> dict[str, An
             raise Refusal(error) from error
         adapted = engine.adapters is not None
         second = _after_a_step(engine, recipe, sizes)
-        if with_defaults(HFFormDefaults, engine.hf_form).loses_biases:  # and warns: they begin at zero again
+        if engine.hf_form.loses_biases:  # and warns: they begin at zero again
             _clear_biases(engine)
         saved = folder / "step-1"
         engine.save(saved)

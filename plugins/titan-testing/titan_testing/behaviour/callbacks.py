@@ -25,7 +25,7 @@ def steps(subject: Subject) -> Iterator[str]:
         tokenizer=build(ByteTokenizer()),
     )
     try:
-        callback = subject.target(subject.config, engine=engine, run=run)
+        callback = subject.build(engine=engine, run=run)
         engine.hooks.add(callback)
         for number in range(2):
             before = float(engine.guard.skipped) if engine.guard else 0.0

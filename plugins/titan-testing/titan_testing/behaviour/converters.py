@@ -20,9 +20,7 @@ from titan_testing.behaviour.engines import (
 from titan_testing.behaviour.ranks import Job, later
 from titan_testing.behaviour.subject import Check, Subject, first_difference
 from titancli.layout.degrees import Degrees
-from titancli.protocols import ConverterDefaults
 from titancli.registry.component import build
-from titancli.registry.defaults import with_defaults
 
 RECOMPUTED = ("full", "selective")
 RANKS = 0.25
@@ -48,9 +46,9 @@ def names(subject: Subject) -> Iterator[str]:
     before = {name: tuple(p.shape) for name, p in model.named_parameters()}
     owns = lambda name: False  # noqa: E731
     if subject.kind == "converter":
-        converter = subject.target(subject.config, mesh=Degrees(), compile=False)
+        converter = subject.build(mesh=Degrees(), compile=False)
         converter.convert(model)
-        owns = with_defaults(ConverterDefaults, converter).owns or owns
+        owns = converter.owns or owns
         after = {name: tuple(p.shape) for name, p in model.named_parameters()}
     else:
         with engine_of(**parts(subject)) as engine:

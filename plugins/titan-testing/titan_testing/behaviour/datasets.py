@@ -23,8 +23,7 @@ ROWS, SEED = 4, 7
 def made(subject: Subject, *, dp_rank: int = 0, dp_size: int = 1, state: Any = None) -> Any:
     """Build a rank's dataset; all ranks together have ROWS rows."""
     tokenizer = build(ByteTokenizer()) if needs_tokenizer(subject.config) else None
-    dataset = subject.target(
-        subject.config,
+    dataset = subject.build(
         tokenizer=tokenizer,
         seq_len=subject.seq_len,
         rows=ROWS // dp_size,

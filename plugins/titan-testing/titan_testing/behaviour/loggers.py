@@ -36,7 +36,7 @@ def a_run(subject: Subject) -> Iterator[str]:
     another."""
     for number in range(2):
         for is_main in (True, False):
-            logger = subject.target(subject.config, run_folder=subject.folder, is_main=is_main)
+            logger = subject.build(run_folder=subject.folder, is_main=is_main)
             call_all(logger, subject.folder, 1 + number * len(STEPS))
     return
     yield

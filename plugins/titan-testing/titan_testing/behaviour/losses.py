@@ -14,8 +14,6 @@ from titan_testing.behaviour.subject import Check, Example, Subject, first_diffe
 from titancli import IGNORE, Batch, LossResult
 from titancli.engine import RESERVED, checked
 from titancli.errors import TitanError
-from titancli.protocols import LossDefaults
-from titancli.registry.defaults import LossConfigDefaults, with_defaults
 
 KNOWN = {
     "weights": ("BS", 0.1, 1.0),
@@ -32,10 +30,10 @@ def example(subject: Subject, rows: int = 4) -> Example:
     """Return the author's example, or random tokens with the inputs that the loss needs."""
     if subject.example is not None:
         return subject.example(rows)
-    loss = subject.target(subject.config)
+    loss = subject.build()
     batch = dict(batch_of(rows=rows))
     generator = torch.Generator().manual_seed(1)
-    needs = with_defaults(LossDefaults, loss).needs
+    needs = loss.needs
     shapes = dict(needs) if isinstance(needs, Mapping) else {}
     for name in sorted({*needs, "weights"} - batch.keys()):
         if name not in KNOWN and name not in shapes:
@@ -50,10 +48,10 @@ def example(subject: Subject, rows: int = 4) -> Example:
     out = torch.randn(rows, LENGTH, VOCABULARY, generator=generator)
     if loss.output == "logprobs":
         out = log_probs(out, batch["targets"])
-    if with_defaults(LossDefaults, loss).entropy:
+    if loss.entropy:
         batch["entropy"] = torch.rand(rows, LENGTH, generator=generator)
     return Example(
-        Batch(batch, unit=2 if with_defaults(LossConfigDefaults, subject.config).learns_from_pairs else 1),
+        Batch(batch, unit=2 if subject.config.learns_from_pairs else 1),
         out=out,
     )
 
@@ -78,7 +76,7 @@ def _numbers(result: LossResult) -> dict[str, Tensor]:
 
 def backward(subject: Subject) -> Iterator[str]:
     """Check that the gradient and numbers are finite, and the same on a second call."""
-    loss, given = subject.target(subject.config), example(subject)
+    loss, given = subject.build(), example(subject)
     assert given.out is not None
     result, gradient = called(loss, given.out, given.batch)
     numbers = _numbers(result)
@@ -96,7 +94,7 @@ def backward(subject: Subject) -> Iterator[str]:
 
 def metrics(subject: Subject) -> Iterator[str]:
     """Check that metrics have valid names, the same for every batch."""
-    loss, given = subject.target(subject.config), example(subject)
+    loss, given = subject.build(), example(subject)
     assert given.out is not None
     names = list(loss(given.out, given.batch).metrics)
     for name in names:
@@ -119,7 +117,7 @@ def metrics(subject: Subject) -> Iterator[str]:
 def accumulation(subject: Subject) -> Iterator[str]:
     """Check that two micro-batches equal one batch: sums, weights and metrics add up, and gradients are
     the same."""
-    loss, given = subject.target(subject.config), example(subject)
+    loss, given = subject.build(), example(subject)
     assert given.out is not None
     half = given.batch.rows // 2
     result, gradient = called(loss, given.out, given.batch)
@@ -145,7 +143,7 @@ def accumulation(subject: Subject) -> Iterator[str]:
 
 def nothing_left(subject: Subject) -> Iterator[str]:
     """Check that rows without a target count for nothing, as on a rank whose data have ended."""
-    loss, given = subject.target(subject.config), example(subject)
+    loss, given = subject.build(), example(subject)
     assert given.out is not None
     if "targets" not in given.batch:
         return
@@ -161,10 +159,10 @@ def nothing_left(subject: Subject) -> Iterator[str]:
 def chunks(subject: Subject) -> Iterator[str]:
     """Check that `token_weights`, with which the engine computes the gradient in chunks, reproduce the
     loss."""
-    loss = subject.target(subject.config)
+    loss = subject.build()
     given = example(subject)
     assert given.out is not None
-    weights = with_defaults(LossDefaults, loss).token_weights(given.batch)
+    weights = loss.token_weights(given.batch)
     if weights is None:
         return
     result, gradient = called(loss, given.out, given.batch)

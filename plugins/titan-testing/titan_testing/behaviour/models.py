@@ -12,7 +12,6 @@ from titan_testing.behaviour.ranks import Job, later
 from titan_testing.behaviour.subject import Check, Example, Subject, first_difference
 from titancli import Batch
 from titancli.errors import TitanError
-from titancli.registry.defaults import ModelConfigDefaults, with_defaults
 
 LARGEST = 20_000_000
 """Maximum number of parameters of a model tested here."""
@@ -31,13 +30,13 @@ def example(subject: Subject, seed: int = 0) -> Example:
     if subject.example is not None:
         return subject.example(ROWS)
     with torch.device("meta"):
-        model = subject.target(subject.config, seq_len=LENGTH)
+        model = subject.build(seq_len=LENGTH)
     if "tokens" not in model.inputs:
         raise TitanError(
             f"it takes {', '.join(model.inputs)}, but the kit only knows tokens: pass "
             f'examples={{"{subject.label}": rows -> Example(batch, loss=...)}}'
         )
-    vocabulary = with_defaults(ModelConfigDefaults, subject.config).vocab_size or model.output.weight.shape[0]
+    vocabulary = subject.config.vocab_size or model.output.weight.shape[0]
     return Example(batch_of(vocabulary, seed))
 
 
@@ -52,7 +51,7 @@ def size(subject: Subject) -> Iterator[str]:
 
 def _parameters(subject: Subject) -> int:
     with torch.device("meta"):
-        model = subject.target(subject.config, seq_len=LENGTH)
+        model = subject.build(seq_len=LENGTH)
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -102,7 +101,7 @@ def recomputation(subject: Subject) -> Iterator[str]:
 def documents(subject: Subject) -> Iterator[str]:
     """Check that two documents in a row do not see each other."""
     with torch.device("meta"):
-        model = subject.target(subject.config, seq_len=LENGTH)
+        model = subject.build(seq_len=LENGTH)
     if subject.example is not None or "document_ids" not in model.inputs or _parameters(subject) > LARGEST:
         return
     half = LENGTH // 2
@@ -137,7 +136,7 @@ def layouts(subject: Subject) -> Iterator[str]:
         experts = bool(engine.model.experts)
     finally:
         engine.close()
-    degrees = with_defaults(ModelConfigDefaults, subject.config).mesh_degrees
+    degrees = subject.config.mesh_degrees
     chosen = {
         name: mesh
         for name, mesh in LAYOUTS.items()

@@ -13,11 +13,9 @@ from torch import Tensor
 from titan_testing.behaviour.engines import engine_of, gradients, small_model, step, weights
 from titan_testing.behaviour.subject import Check, Subject, first_difference
 from titancli.data import ByteTokenizer
-from titancli.protocols import TaskDefaults
 from titancli.protocols.batch import IGNORE, Batch
 from titancli.protocols.samples import Completion, Prompt, Sample
 from titancli.registry.component import build
-from titancli.registry.defaults import with_defaults
 from titancli.registry.plugins import own_traceback
 from titancli.rl.prompts import PromptSource
 from titancli.rl.scoring import NoNumber, number_of
@@ -33,10 +31,10 @@ LOG_PROBABILITIES = 0.05
 
 def prompts(subject: Subject) -> Iterator[str]:
     """Check that each index has a prompt with tokens; `count` must be the number of distinct ones."""
-    task = subject.target(subject.config, seed=SEED)
+    task = subject.build(seed=SEED)
     source = PromptSource(task, build(ByteTokenizer()), longest=1 << 20)
     source.take(len(NUMBERS))  # raises if it is not a prompt
-    count = with_defaults(TaskDefaults, task).count
+    count = task.count
     if count is not None and (type(count) is not int or count < 1):
         yield f"count is {count!r}, but must be the number of prompts, or None"
     elif count is not None and count <= 100:
@@ -57,7 +55,7 @@ def _alike(one: Any, other: Any) -> bool:
 def task_again(subject: Subject) -> Iterator[str]:
     """Check that an index always has the same prompt: on a second call, in another order, in another
     instance."""
-    one, other = (subject.target(subject.config, seed=SEED) for _ in range(2))
+    one, other = (subject.build(seed=SEED) for _ in range(2))
     first = {number: copy.deepcopy(one.prompt(number)) for number in NUMBERS}
     for number in sorted(NUMBERS):
         if not _alike(one.prompt(number), first[number]):
@@ -74,7 +72,7 @@ def task_again(subject: Subject) -> Iterator[str]:
 def identity(subject: Subject) -> Iterator[str]:
     """Check that the identity is plain JSON, the same in a second instance, and different if the prompts
     are."""
-    tasks = [subject.target(subject.config, seed=seed) for seed in (SEED, SEED, SEED + 1)]
+    tasks = [subject.build(seed=seed) for seed in (SEED, SEED, SEED + 1)]
     before = copy.deepcopy(dict(tasks[0].identity))
     made = [[task.prompt(number) for number in range(8)] for task in tasks]
     if json.loads(json.dumps(before)) != before:
@@ -120,7 +118,7 @@ def _rated(reward: Any, pairs: Sequence[tuple[Prompt, Completion]]) -> list[floa
 def numbers(subject: Subject) -> Iterator[str]:
     """Check that rewards are finite numbers, and that not every call fails."""
     try:
-        found = _rated(subject.target(subject.config), rated_pairs(subject))
+        found = _rated(subject.build(), rated_pairs(subject))
     except NoNumber as error:
         yield str(error)
         return
@@ -136,11 +134,11 @@ def reward_again(subject: Subject) -> Iterator[str]:
     """Check that a completion always has the same reward: on a second call, in another order, in another
     instance."""
     pairs = rated_pairs(subject)
-    reward = subject.target(subject.config)
+    reward = subject.build()
     first = _rated(reward, pairs)
     for what, found in (
         ("on a second call in another order", _rated(reward, pairs[::-1])[::-1]),
-        ("in a second instance, as on another rank", _rated(subject.target(subject.config), pairs)),
+        ("in a second instance, as on another rank", _rated(subject.build(), pairs)),
     ):
         for (prompt, completion), one, other in zip(pairs, first, found, strict=True):
             if one != other and not (isinstance(one, str) and isinstance(other, str)):
@@ -152,7 +150,7 @@ def reward_inputs(subject: Subject) -> Iterator[str]:
     """Check that a reward changes neither the prompt nor the completion."""
     pairs = rated_pairs(subject)
     before = copy.deepcopy(pairs)
-    _rated(subject.target(subject.config), pairs)
+    _rated(subject.build(), pairs)
     if not _alike(pairs, before):
         yield "it changes the prompt or the completion, which others read: work on copies"
 
@@ -176,7 +174,7 @@ def groups() -> list[tuple[Tensor, Tensor]]:
 
 
 def _advantages(subject: Subject, rewards: Tensor, counted: Tensor) -> Tensor:
-    return subject.target(subject.config)(rewards.clone(), counted.clone())
+    return subject.build()(rewards.clone(), counted.clone())
 
 
 def shape(subject: Subject) -> Iterator[str]:
@@ -216,7 +214,7 @@ def alone(subject: Subject) -> Iterator[str]:
 
 def advantage_again(subject: Subject) -> Iterator[str]:
     """Check that advantages are reproducible, also in a second instance, and that rewards are not changed."""
-    advantage = subject.target(subject.config)
+    advantage = subject.build()
     for rewards, counted in groups():
         given = rewards.clone(), counted.clone()
         first = advantage(*given).clone()
@@ -245,7 +243,7 @@ class Trial:
         self.engine = engine_of(dataclasses.replace(small_model(), vocab_size=VOCABULARY))
         try:
             tokenizer = build(ByteTokenizer())
-            self.generator = subject.target(subject.config, engine=self.engine, tokenizer=tokenizer)
+            self.generator = subject.build(engine=self.engine, tokenizer=tokenizer)
             self.generator.update(self.engine.version)
         except BaseException:
             self.engine.close()

@@ -13,7 +13,7 @@ LENGTHS = (1, 7, 1000)
 def factors(subject: Subject) -> Iterator[str]:
     """Check that factors are finite numbers of at least 0 over runs of several lengths, and after the end."""
     for steps in LENGTHS:
-        schedule = subject.target(subject.config, steps=steps)
+        schedule = subject.build(steps=steps)
         for step in (*range(steps), 2 * steps):
             value = schedule(step)
             number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -25,7 +25,7 @@ def factors(subject: Subject) -> Iterator[str]:
 def again(subject: Subject) -> Iterator[str]:
     """Check that a step always has the same factor: on a second call, in another order, in another
     instance."""
-    one, other = (subject.target(subject.config, steps=LENGTHS[-1]) for _ in range(2))
+    one, other = (subject.build(steps=LENGTHS[-1]) for _ in range(2))
     first = [one(step) for step in range(LENGTHS[-1])]
     for step in reversed(range(LENGTHS[-1])):
         if one(step) != first[step] or other(step) != first[step]:

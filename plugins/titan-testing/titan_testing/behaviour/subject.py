@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from titancli.registry.component import completed
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -38,6 +40,10 @@ class Subject:
     """Makes an `Example` with this many rows, always the same; for a reward, prompts and completions."""
     seq_len: int = 16
     """Length of a dataset's rows."""
+
+    def build(self, **runtime: Any) -> Any:
+        """Build the component as a run does."""
+        return completed(self.kind, self.target(self.config, **runtime))
 
 
 Check = Callable[[Subject], Iterator[str]]

@@ -7,8 +7,6 @@ from typing import Any
 
 from titan_testing.behaviour.subject import Check, Subject
 from titancli.errors import TitanError
-from titancli.protocols import TokenizerDefaults
-from titancli.registry.defaults import with_defaults
 
 TEXTS = ["", "a", "The end.", "def f(x):\n    return x + 1\n", "naïve Ἀχιλῆος 東京 🙂", "  two  spaces \t"]
 TALK = [
@@ -22,7 +20,7 @@ TALK = [
 def ids(subject: Subject) -> Iterator[str]:
     """Check that all ids, including the end marker, are below vocab_size, and that no text yields an end
     marker."""
-    tokenizer = subject.target(subject.config)
+    tokenizer = subject.build()
     size, end = tokenizer.vocab_size, tokenizer.eos_id
     if not 0 <= end < size:
         yield f"eos_id is {end}, but vocab_size is {size}"
@@ -38,7 +36,7 @@ def ids(subject: Subject) -> Iterator[str]:
 
 def round_trip(subject: Subject) -> Iterator[str]:
     """Check that decoded text survives a round trip, and that the end marker is dropped."""
-    tokenizer = subject.target(subject.config)
+    tokenizer = subject.build()
     for text in TEXTS:
         once = tokenizer.decode(tokenizer.encode(text))
         if not isinstance(once, str) or (text.isascii() and text.strip() and not once.strip()):
@@ -54,10 +52,10 @@ def round_trip(subject: Subject) -> Iterator[str]:
 
 def many(subject: Subject) -> Iterator[str]:
     """Check that a batch of texts gives the same ids as its texts one by one, in every form."""
-    tokenizer = subject.target(subject.config)
+    tokenizer = subject.build()
     wanted = [list(tokenizer.encode(text)) for text in TEXTS]
     forms = {"encode_batch": tokenizer.encode_batch}
-    if hasattr(tokenizer, "encode_arrays"):
+    if tokenizer.encode_arrays(TEXTS) is not None:
         forms["encode_arrays"] = tokenizer.encode_arrays
     for name, encode in forms.items():
         found = [[int(i) for i in row] for row in encode(TEXTS)]
@@ -71,7 +69,7 @@ def again(subject: Subject) -> Iterator[str]:
     """Check that a second instance has the same ids and the same identity."""
     from titancli.data.packing import tokenizer_identity
 
-    one, other = subject.target(subject.config), subject.target(subject.config)
+    one, other = subject.build(), subject.build()
     if tokenizer_identity(one) != tokenizer_identity(other):
         yield "a second instance has a different fingerprint: a resume would be rejected"
     if [one.encode(text) for text in TEXTS] != [other.encode(text) for text in TEXTS]:
@@ -81,7 +79,7 @@ def again(subject: Subject) -> Iterator[str]:
 def chat(subject: Subject) -> Iterator[str]:
     """Check that a conversation has ids, or a TitanError reports a missing template; and that masks match
     the ids."""
-    tokenizer = subject.target(subject.config)
+    tokenizer = subject.build()
     try:
         found = tokenizer.chat(TALK)
     except TitanError:
@@ -89,7 +87,7 @@ def chat(subject: Subject) -> Iterator[str]:
     if wrong := [i for i in found if not 0 <= i < tokenizer.vocab_size]:
         yield f"chat gives {wrong[0]}, but vocab_size is {tokenizer.vocab_size}"
     prompt = tokenizer.chat(TALK[:3], add_generation_prompt=True)
-    if with_defaults(TokenizerDefaults, tokenizer).chat_with_mask is not None:
+    if tokenizer.chat_with_mask is not None:
         yield from _mask(tokenizer, found, prompt)
 
 
