@@ -282,7 +282,7 @@ def test_who_was_taken_for_gone_writes_no_manifest(
         (self.parent.parent / mark_name("step-2", RUN)).unlink()
 
     monkeypatch.setattr(RemotePath, "put", taken)
-    with pytest.raises(TitanError, match="is gone, or another's: another process"):
+    with pytest.raises(TitanError, match="is gone, or was replaced: another process"):
         upload(tmp_path / "step-2", at(url) / "step-2")
     assert not steps(at(url))
 

@@ -18,7 +18,7 @@ from titancli.distributed.together import Ranks
 from titancli.engine import recipes
 from titancli.engine.optimizer_state import counters_of, optimizer_tensors
 from titancli.engine.step import PART
-from titancli.engine.weights import saved_parameters, told_adapters
+from titancli.engine.weights import adapter_facts, saved_parameters
 
 if TYPE_CHECKING:
     from titancli.checkpoint.format.manifest import Verify
@@ -97,7 +97,7 @@ def _load_state(
     """Fill the engine's tensors from a checkpoint and set its counters."""
 
     def look() -> tuple[dict[str, bytes], dict[str, Any]]:
-        told_adapters(engine.adapters, folder, base=engine.base)
+        adapter_facts(engine.adapters, folder, base=engine.base)
         return kept_of(folder), _states_of(engine, folder, exclude) if optimizer else {}
 
     kept, states = Ranks(patient_group()).local(f"reading {folder}", look)

@@ -36,7 +36,7 @@ from titancli.engine.sampling import refuse_layout, sampled, whole_model
 from titancli.engine.skip_step import step_with
 from titancli.engine.status import EngineSettings, Watched
 from titancli.engine.step import Hooks, Metrics, Step
-from titancli.engine.sums import marked, quotient, summed
+from titancli.engine.sums import poisoned, quotient, summed
 from titancli.engine.training import accumulate, refuse_another
 from titancli.engine.weights import NamedTensor, Target, push
 from titancli.errors import TitanError
@@ -221,7 +221,7 @@ class Engine(EngineCore):
                     numbers = {"loss": result.sum, "weight": result.weight, **result.metrics}
                     for name, value in numbers.items():
                         sums[name] = sums.get(name, 0.0) + value.float()
-                totals = summed(marked(call.in_order(sums), poison), self.mesh.dp_group)
+                totals = summed(poisoned(call.in_order(sums), poison), self.mesh.dp_group)
             weight = totals.pop("weight")
             averages = {name: quotient(value, weight) for name, value in totals.items()}
             return {**averages, "weight": weight}

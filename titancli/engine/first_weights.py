@@ -22,7 +22,7 @@ from titancli.checkpoint.start_from import StartFrom, start_from, still_needs_we
 from titancli.distributed.process_group import patient_group
 from titancli.distributed.together import Ranks
 from titancli.engine.rng import generator_for
-from titancli.engine.weights import Known, adapters_of, all_known, base_parameters, told_adapters
+from titancli.engine.weights import Known, adapter_facts, adapters_of, all_known, base_parameters
 from titancli.errors import EnvironmentProblem, RecipeError
 from titancli.parallel.alone import as_stored
 from titancli.recipe.schema import Recipe
@@ -149,7 +149,7 @@ def load_weights(
     def look() -> tuple[Path, dict[str, Any] | None, Path]:
         if not start.is_here:  # a run whose start needed none of it, and whose reference does
             start.fetch(logger.info)
-        told = told_adapters(adapters, folder := start.folder)
+        told = adapter_facts(adapters, folder := start.folder)
         return folder, told, folder if told is None else require_base(told, folder)
 
     ranks = Ranks(patient_group())

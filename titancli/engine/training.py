@@ -10,7 +10,7 @@ from torch import Tensor
 
 from titancli.engine.rng import Stream
 from titancli.engine.step import Backward, Metrics, Step
-from titancli.engine.sums import largest, marked, quotient, summed
+from titancli.engine.sums import largest, poisoned, quotient, summed
 from titancli.errors import TitanError
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def accumulate(
         backward = _backward(engine, step, placed, loss, is_first=is_first)
         with engine.hooks.around_backward(backward, engine.turn.lent), step.stream.drawn():
             found = engine.runner.forward_backward(placed, loss)
-        sums = marked(call.in_order({**found, **told}), poison)
+        sums = poisoned(call.in_order({**found, **told}), poison)
         worst = largest(quotient(sums["loss"], sums["weight"]), engine.mesh.dp_group)
         totals = summed(sums, engine.mesh.dp_group)
         weight = totals.pop("weight")

@@ -141,7 +141,7 @@ def whole_tensors(
 # ----------------------------------------------------------------------------------------------- adapters
 
 
-def told_adapters(
+def adapter_facts(
     adapters: Any, folder: Path, *, base: dict[str, str] | None = None
 ) -> dict[str, Any] | None:
     """Return what a checkpoint says about its adapters; None if it has none, or is not a checkpoint.

@@ -1,7 +1,8 @@
-"""Which rank writes which piece of which tensor: planned from a few rows a rank, and kept for the next save.
+"""Plan which rank writes which piece of which tensor. The plan is made from a few rows per rank, and kept for
+the next save.
 
-A rank tells its boxes, and of each only a checksum of the names of the tensors that have it. So rank 0 plans
-for thousands of ranks in seconds, and once it has, the ranks tell one checksum each.
+A rank sends its boxes, each with only a checksum of the names of its tensors. So rank 0 plans for thousands
+of ranks in seconds; for later saves, each rank sends a single checksum.
 """
 
 from __future__ import annotations
@@ -24,25 +25,26 @@ from titancli.distributed.together import Ranks
 from titancli.errors import TitanError
 
 SHARED = 1 << 24
-"""Bytes that replicas write one of them alone: a load then opens the files of few ranks for small tensors."""
+"""Bytes up to which a single replica writes all: a load then opens the files of few ranks for small
+tensors."""
 
 
 class Box(NamedTuple):
-    """What a rank holds of the tensors that lie alike."""
+    """A rank's part of tensors with the same dtype, shape and layout."""
 
     dtype: str
     shape: tuple[int, ...]
-    """Of the whole tensors."""
+    """The shape of the whole tensors."""
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
-        """Of one tensor's part."""
+        """The size of one tensor's part."""
         return math.prod(self.sizes) * ITEM_SIZE[self.dtype]
 
 
-Told = list[tuple[Box, str]]
+NamedBoxes = list[tuple[Box, str]]
 """A rank's boxes, each with the checksum of its tensors' names."""
 Names = dict[str, tuple[str, ...]]
 """Names of tensors by their checksum."""
@@ -51,12 +53,12 @@ Task = tuple[int, tuple[str, ...] | tuple[int, int]]
 
 
 class _Holding(NamedTuple):
-    """What a rank holds."""
+    """The parts of tensors that a rank holds."""
 
-    told: Told
+    boxes: NamedBoxes
     names: Names
     checksum: str
-    """Of what is told."""
+    """The checksum of `boxes`."""
 
     @classmethod
     def of(cls, items: Sequence[WriteItem]) -> _Holding:
@@ -65,76 +67,78 @@ class _Holding(NamedTuple):
             box = _box(item)
             if math.prod(box.sizes) or not math.prod(box.shape):
                 boxes.setdefault(box, []).append(item.index.fqn)
-        told: Told = []
+        named: NamedBoxes = []
         names: Names = {}
         for box, tensors in boxes.items():
             checksum = xxhash.xxh3_128("\0".join(sorted(tensors)).encode()).hexdigest()
             names[checksum] = tuple(sorted(tensors))
-            told.append((box, checksum))
-        return cls(told, names, xxhash.xxh3_128(repr(told).encode()).hexdigest())
+            named.append((box, checksum))
+        return cls(named, names, xxhash.xxh3_128(repr(named).encode()).hexdigest())
 
 
 class SavePlan:
-    """What each rank writes, agreed on by all of them; see `agree`."""
+    """The part that each rank writes, agreed on by all of them; see `agree`."""
 
     def __init__(self) -> None:
         self.groups: list[Group] = []
-        """On rank 0: what the index says."""
+        """The contents of the index, on rank 0."""
         self.needed = 0
-        """On rank 0: bytes of data."""
+        """Bytes of data, on rank 0."""
         self._mine: set[tuple[str, tuple[int, ...]]] = set()
-        self._told: str | None = None
-        """A checksum of what this rank has told; None: nothing was agreed on."""
+        self._agreed_on: str | None = None
+        """The checksum of what this rank held when the plan was made; None if there is no plan."""
         self._name = ""
-        """The same on all ranks that have agreed."""
+        """A random name of the plan, the same on all ranks that have agreed."""
 
     def agree(self, doing: str, items: Sequence[WriteItem], ranks: Ranks) -> list[WriteItem]:
         """Return those of this rank's items that it writes; collective.
 
         Raises:
-            TitanError: on all ranks, if an item of one of them is no tensor, or they contradict each other.
+            TitanError: on all ranks, if an item of one of them is not a tensor, or they contradict each
+                other.
         """
         mine: list[_Holding] = []
 
-        def tell() -> str | None:
+        def current_plan() -> str | None:
             mine.append(_Holding.of(items))
-            return self._name if mine[0].checksum == self._told else None
+            return self._name if mine[0].checksum == self._agreed_on else None
 
-        plans = ranks.each(doing, tell)
+        plans = ranks.each(doing, current_plan)
         if plans[0] is None or len({*plans}) > 1:
-            self._told = None
+            self._agreed_on = None
             self._plan(doing, mine[0], ranks)
         return [item for item in items if (item.index.fqn, _box(item).offsets) in self._mine]
 
     def _plan(self, doing: str, mine: _Holding, ranks: Ranks) -> None:
-        """Have rank 0 divide what the ranks hold. The names behind a checksum are sent by the first rank that
-        has it: most ranks have the same."""
+        """Let rank 0 divide the parts that ranks hold. The first rank with a checksum sends its names:
+        most ranks have the same."""
         names = mine.names
-        everyones: list[Told] = []
+        everyones: list[NamedBoxes] = []
 
-        def senders(found: list[Told]) -> list[int]:
+        def senders(found: list[NamedBoxes]) -> list[int]:
             everyones.extend(found)
             first: dict[str, int] = {}
-            for rank, told in enumerate(found):
-                for _, checksum in told:
+            for rank, boxes in enumerate(found):
+                for _, checksum in boxes:
                     first.setdefault(checksum, rank)
             return sorted({*first.values()})
 
-        for sender in ranks.reduce(doing, lambda: mine.told, senders):
+        for sender in ranks.reduce(doing, lambda: mine.boxes, senders):
             names = {**ranks.broadcast(names, sender), **names}
 
-        def divide() -> tuple[str, list[str]]:  # each rank reads its own tasks alone
+        def divide() -> tuple[str, list[str]]:  # each rank reads only its own tasks
             return secrets.token_hex(8), [json.dumps(tasks) for tasks in self._divide(everyones, names)]
 
         self._name, tasks = ranks.one(doing, divide)
-        self._mine = set(_mine(json.loads(tasks[ranks.rank]), mine.told, names))
-        self._told = mine.checksum
+        self._mine = set(_mine(json.loads(tasks[ranks.rank]), mine.boxes, names))
+        self._agreed_on = mine.checksum
 
-    def _divide(self, everyones: list[Told], names: Names) -> list[list[Task]]:
-        """On rank 0: what each rank writes, replicas each a part of it. The index follows from it."""
+    def _divide(self, everyones: list[NamedBoxes], names: Names) -> list[list[Task]]:
+        """Return each rank's tasks, in which replicas share the work, and make the index of them. Rank 0
+        only."""
         holders: dict[Box, list[tuple[int, int, str]]] = {}
-        for rank, told in enumerate(everyones):
-            for number, (box, checksum) in enumerate(told):
+        for rank, boxes in enumerate(everyones):
+            for number, (box, checksum) in enumerate(boxes):
                 holders.setdefault(box, []).append((rank, number, checksum))
         classes: dict[frozenset[str], list[tuple[tuple[str, ...], frozenset[str]]]] = {}
         cells: dict[tuple[str, tuple[int, ...], tuple[str, ...]], list[Cell]] = {}
@@ -177,7 +181,7 @@ def _box(item: WriteItem) -> Box:
 
 
 def _classes(sets: frozenset[str], names: Names) -> Iterable[tuple[tuple[str, ...], frozenset[str]]]:
-    """Tensors of one box, by the ranks that have them: usually all of them, or else disjoint ones."""
+    """Yield tensors of one box, by the ranks that have them: usually all ranks, or else disjoint ones."""
     lists: dict[str, list[str]] = {}
     for checksum in sorted(sets):
         for name in names[checksum]:
@@ -189,9 +193,9 @@ def _classes(sets: frozenset[str], names: Names) -> Iterable[tuple[tuple[str, ..
         yield tuple(tensors), frozenset(those)
 
 
-def _mine(tasks: list[Task], told: Told, names: Names) -> Iterable[tuple[str, tuple[int, ...]]]:
+def _mine(tasks: list[Task], boxes: NamedBoxes, names: Names) -> Iterable[tuple[str, tuple[int, ...]]]:
     for number, chosen in tasks:
-        box, checksum = told[number]
+        box, checksum = boxes[number]
         if chosen and isinstance(chosen[0], int):
             chosen = names[checksum][slice(*chosen)]
         for name in chosen:
@@ -199,10 +203,10 @@ def _mine(tasks: list[Task], told: Told, names: Names) -> Iterable[tuple[str, tu
 
 
 def _check(groups: dict[tuple[str, tuple[int, ...], tuple[str, ...]], list[Cell]]) -> None:
-    """Ensure that each tensor is there once and whole.
+    """Check that each tensor is stored once, and whole.
 
     Raises:
-        TitanError: the ranks have different ideas of one.
+        TitanError: the ranks disagree about one.
     """
     lists: dict[str, list[int]] = {}
     keys = list(groups)

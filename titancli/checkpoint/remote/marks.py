@@ -1,7 +1,8 @@
-"""Objects that say who is changing what in a store, and what is half there if nobody ends it. Torch-free.
+"""Objects in a store that say who is changing what, and what may be incomplete if the change never ends.
+Torch-free.
 
-Beside `step-N`, while it is uploaded or deleted, lies `.step-N.tmp-RUN-upload`: a line that is another one
-every few seconds, and the manifest of what is changed. Who does not renew it any longer is gone.
+While `step-N` is uploaded or deleted, `.step-N.tmp-RUN-upload` exists beside it: a line that changes every
+few seconds, and the manifest of the checkpoint. A process that no longer renews its mark is gone.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ logger = logging.getLogger(__name__)
 RENEWED = 10.0
 """Seconds between two renewals of a mark."""
 GONE = 60.0
-"""Seconds after which one that was not renewed is of somebody who is gone."""
+"""Seconds without a renewal after which the owner of a mark counts as gone."""
 
 _NAME = re.compile(r"\.(step-\d{1,18})\.tmp-[0-9a-f]{8}-upload\Z")
 
@@ -42,7 +43,7 @@ def mark_name(name: str, run_id: str) -> str:
 
 
 class Mark:
-    """A mark of one's own, which a thread renews."""
+    """A mark of this process, which a thread renews."""
 
     def __init__(self, path: RemotePath, manifest: Manifest) -> None:
         self._path, self._manifest, self._token = path, manifest_bytes(manifest), secrets.token_hex(8)
@@ -52,14 +53,15 @@ class Mark:
         self._thread.start()
 
     def check(self) -> None:
-        """Ensure that nobody has taken this mark for one that was left behind, a later attempt of the run
-        for one.
+        """Check that no other process has taken over this mark, such as a later attempt of the run.
 
         Raises:
-            TitanError: somebody has.
+            TitanError: one has.
         """
         if not self._is_own():
-            raise TitanError(f"{self._path} is gone, or another's: another process changes what lies there")
+            raise TitanError(
+                f"{self._path} is gone, or was replaced: another process is changing these files"
+            )
 
     def remove(self) -> None:
         self._ended.set()
@@ -67,7 +69,7 @@ class Mark:
         self._path.unlink()
 
     def leave(self) -> None:
-        """Renew it no longer: what it stands for was not done."""
+        """Stop renewing the mark and leave it: the change was not completed."""
         self._ended.set()
 
     def _is_own(self) -> bool:
@@ -82,16 +84,16 @@ class Mark:
         while not self._ended.wait(RENEWED):
             try:
                 if not self._is_own():
-                    return  # `check` says so
+                    return  # `check` reports it
                 self._write()
-            except (TitanError, OSError) as error:  # the store fails: who uploads will hear of it, too
+            except (TitanError, OSError) as error:  # the upload will notice too that the store fails
                 logger.debug("%s was not renewed: %s", self._path, error)
 
 
 @contextmanager
 def marked(place: RemotePath, manifest: Manifest) -> Iterator[Mark]:
-    """Mark that `place` is being changed, for as long as it is. Where that fails, the mark stays and says
-    what may be half there.
+    """Mark `place` as being changed inside the block. If the block fails, the mark stays and says what may be
+    incomplete.
 
     Raises:
         TitanError: another run is changing it.
@@ -110,8 +112,8 @@ def marked(place: RemotePath, manifest: Manifest) -> Iterator[Mark]:
 
 
 def of_others(parent: RemotePath, run_id: str, name: str) -> set[str]:
-    """Return the names, of `name` alone, of the checkpoints that other runs are changing at this moment. The
-    mark of one that is gone is deleted, after it has been watched for as long as `GONE`."""
+    """Return `name` if another run is changing this checkpoint at the moment, else nothing. A mark that is
+    not renewed within `GONE` is deleted."""
     found = set()
     for path in list(parent.iterdir()):
         match = _NAME.match(path.name)
@@ -137,7 +139,8 @@ def _is_renewed(path: RemotePath) -> bool:
 
 
 def left_behind(parent: RemotePath, run_id: str) -> Iterator[tuple[RemotePath, Manifest | None]]:
-    """The marks that earlier attempts of a run have left, and what each says is half there."""
+    """Yield the marks that earlier attempts of a run have left, each with its manifest: what may be
+    incomplete."""
     for path in list(parent.iterdir()):
         match = _NAME.match(path.name)
         if match and path.name == mark_name(match[1], run_id):
