@@ -539,6 +539,10 @@ def of_the_batch(rewards: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
     return centred(rewards, counted) / rewards[counted].std()
 
 
+def of_the_first(rewards: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
+    return torch.where(counted, rewards - torch.where(counted[0], rewards[0], 0.0).mean(), 0.0)
+
+
 @pytest.mark.parametrize(
     ("advantage", "fault"),
     [
@@ -547,7 +551,8 @@ def of_the_batch(rewards: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
         (lambda r, c: r - r.mean(1, keepdim=True), "[shape] it is not 0 for samples that do not count"),
         (lambda r, c: centred(r, c)[:, :1], "[shape] it returns [6, 1], not a tensor"),
         (lambda r, c: centred(r, c) / r.std(1, keepdim=True), "[shape] it is not finite for rewards [0.5"),
-        (of_the_batch, "[prompts] a prompt alone has the advantages"),
+        (of_the_batch, ""),
+        (of_the_first, "[prompts] the advantages of a prompt change with its place in the step"),
         (lambda r, c: c * (r - r.max(1, keepdim=True).values), "[prompts] rewards of samples that do not"),
         (lambda r, c: centred(r, c) * torch.rand(()), "[again] a second call with the same rewards"),
         (

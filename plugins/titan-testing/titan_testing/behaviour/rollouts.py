@@ -193,19 +193,18 @@ def shape(subject: Subject) -> Iterator[str]:
             yield "it is not 0 for samples that do not count"
 
 
-def alone(subject: Subject) -> Iterator[str]:
-    """Check that a prompt's advantages depend only on its own counted samples: each rank has other
+def order(subject: Subject) -> Iterator[str]:
+    """Check that advantages follow from the counted samples of a step, in whatever order ranks have its
     prompts."""
     for rewards, counted in groups():
         whole = _advantages(subject, rewards, counted)
-        for row in range(len(rewards)):
-            own = _advantages(subject, rewards[row : row + 1], counted[row : row + 1])
-            if not torch.allclose(own[0], whole[row], rtol=1e-4, atol=1e-6, equal_nan=True):  # allow fp32
-                yield (
-                    f"a prompt alone has the advantages {own[0].tolist()}, and {whole[row].tolist()} among "
-                    f"others: ranks have different prompts, so each must be rated by itself"
-                )
-                return
+        turned = _advantages(subject, rewards.flip(0), counted.flip(0)).flip(0)
+        if not torch.allclose(turned, whole, rtol=1e-4, atol=1e-6, equal_nan=True):  # allow fp32
+            yield (
+                "the advantages of a prompt change with its place in the step, which depends on the number "
+                "of ranks"
+            )
+            return
         other = torch.where(counted, rewards, rewards + 9.0)
         if not torch.equal(_advantages(subject, other, counted)[counted], whole[counted]):
             yield "rewards of samples that do not count change the advantages of those that do"
@@ -355,7 +354,7 @@ def _gradients(trial: Trial, batch: Any) -> dict[str, Tensor]:
 CHECKS: dict[str, dict[str, Check]] = {
     "task": {"prompts": prompts, "again": task_again, "identity": identity},
     "reward": {"numbers": numbers, "again": reward_again, "inputs": reward_inputs},
-    "advantage": {"shape": shape, "prompts": alone, "again": advantage_again},
+    "advantage": {"shape": shape, "prompts": order, "again": advantage_again},
     "generator": {
         "completions": completions,
         "again": generator_again,
