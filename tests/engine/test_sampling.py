@@ -119,6 +119,7 @@ def against_a_plain_model() -> tuple[Any, Any, list[str]]:
             lambda: engine.forward_backward(batch),
             lambda: engine.model,
             lambda: engine.sampling().__enter__(),
+            lambda: engine.sample([[1]]),
             lambda: dict(engine.weights()),
         ):
             try:
@@ -136,7 +137,7 @@ def against_a_plain_model() -> tuple[Any, Any, list[str]]:
 def test_it_is_the_model_itself(ranks: Any) -> None:
     ((made, expected, messages),) = ranks(1, against_a_plain_model)
     assert made == expected
-    assert len(messages) == 5
+    assert len(messages) == 6
     assert all("`with engine.sampling()`; leave that block first" in message for message in messages)
 
 
