@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 from titancli.observe.machine import machine
 from titancli.provenance import PATCH_NAME, file_hash, kept_source, provenance
 from titancli.run.code_drift import (
-    NO_EFFECT,
     Difference,
     Effect,
     changed,
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from titancli.recipe.schema import Recipe
 
 __all__ = [
-    "NO_EFFECT",
     "PATCH_NAME",
     "Change",
     "Difference",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge
 
@@ -84,6 +84,7 @@ Degree = Annotated[int, Ge(1)] | Literal[-1]
 class Mesh:
     """Degrees of parallelism. One of them may be -1, which stands for all remaining ranks."""
 
+    effect: ClassVar = "speed"
     pp: Degree = 1
     """Pipeline-parallel degree."""
     dp_replicate: Degree = 1

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt
 
@@ -62,6 +62,7 @@ ScheduleName = Literal[
 class Pipeline:
     """Pipeline parallelism (mesh.pp): how the model is split into stages, and the schedule."""
 
+    effect: ClassVar = "speed"
     schedule: ScheduleName = "1F1B"
     """Pipeline schedule. The last five run several stages per rank; the last three split the backward
     pass."""

@@ -6,9 +6,11 @@ A section or a field stands here only if it does something.
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le
 
@@ -16,7 +18,7 @@ from titancli.errors import RecipeError
 from titancli.layout.degrees import Degrees, Mesh
 from titancli.layout.stages import Pipeline
 from titancli.registry.component import section
-from titancli.registry.fields import Component, Slot, fields_of
+from titancli.registry.fields import Component, Effect, Slot, fields_of
 from titancli.registry.kinds import KINDS
 
 BFLOAT16: Literal["bfloat16"] = str(b"bfloat16", "ascii")  # type: ignore[assignment]
@@ -28,6 +30,7 @@ so that `is` distinguishes the default from the same text in a recipe."""
 class Requires:
     """Versions that this recipe requires."""
 
+    effect: ClassVar = "running"
     titan: str | None = None
     """Version specifier for titan itself, e.g. `">=0.1"`."""
     plugins: list[str] = field(default_factory=list)
@@ -38,6 +41,7 @@ class Requires:
 class DataLoader:
     """How batches are prepared ahead of their use. None of this changes which rows a run sees."""
 
+    effect: ClassVar = "running"
     num_workers: Annotated[int, Ge(0)] = 0
     """Processes on each data-parallel rank that prepare batches; 0: a thread of the rank does. Each prepares
     every num_workers-th batch, so the dataset must be one that can skip rows without preparing them."""
@@ -49,11 +53,12 @@ class DataLoader:
 class Training:
     """Length of the run, batch sizes, gradient clipping and precision."""
 
+    effect: ClassVar = "numbers"
     steps: Annotated[int, Gt(0)]
     """Total number of optimizer steps, including those before a resume."""
     seq_len: Annotated[int, Gt(0)] = 2048
     """Sequence length, in tokens."""
-    local_batch_size: Annotated[int, Gt(0)] = 8
+    local_batch_size: Annotated[int, Gt(0), Effect("speed")] = 8
     """Sequences per micro-batch on each data-parallel rank."""
     global_batch_size: Annotated[int, Gt(0)] | None = None
     """Sequences per optimizer step over all ranks; None: one micro-batch per rank. The number of gradient
@@ -68,7 +73,7 @@ class Training:
     """Dtype of parameters and activations in forward and backward."""
     mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the gradient reduction over ranks."""
-    gc_freq: Annotated[int, Gt(0)] = 50
+    gc_freq: Annotated[int, Gt(0), Effect("running")] = 50
     """Steps between two runs of Python's garbage collector, which is off in between."""
     seed: Annotated[int, Ge(0), Le(2**63 - 1)] = 0
     """Random seed for initialization, data order and all other random numbers."""
@@ -79,6 +84,7 @@ class Training:
 class ActivationCheckpoint:
     """Activation checkpointing: recompute activations in backward instead of storing them."""
 
+    effect: ClassVar = "speed"
     mode: Literal["none", "full", "selective", "memory_budget"] = "selective"
     """`"memory_budget"` leaves the choice to the compiler and needs compile.enable."""
     selective_ac_option: str = "op"
@@ -93,6 +99,7 @@ class ActivationCheckpoint:
 class Compile:
     """torch.compile, block by block."""
 
+    effect: ClassVar = "speed"
     enable: bool = False
     """Compile each block of the model."""
     components: list[Literal["model", "loss"]] | None = None
@@ -115,6 +122,7 @@ class Compile:
 class Checkpoint:
     """Checkpoints of a run, saved in its folder `checkpoints/`."""
 
+    effect: ClassVar = "running"
     enable: bool = True
     """Save checkpoints."""
     interval: Annotated[int, Gt(0)] = 500
@@ -149,10 +157,10 @@ class Checkpoint:
     """Also save after the first step, so that storage problems show up early."""
     create_seed_checkpoint: bool = False
     """Save the initial state as step-0 and exit without training."""
-    initial_load_model_only: bool = True
+    initial_load_model_only: Annotated[bool, Effect("numbers")] = True
     """If false, a new run loads the full training state of the checkpoint in `weights`, not only the
     model."""
-    exclude_from_loading: list[str] = field(default_factory=list)
+    exclude_from_loading: Annotated[list[str], Effect("numbers")] = field(default_factory=list)
     """Parts of a checkpoint not to load: `"optimizer"`, `"data"`, `"step"`, `"guard"`, `"callbacks"`, or
     tensors, as in `"model.output.*"`. Applies only once: a checkpoint that was saved under the same list is
     loaded in full."""
@@ -171,6 +179,7 @@ class Checkpoint:
 class Stability:
     """Skip bad steps, and find devices that compute wrong numbers."""
 
+    effect: ClassVar = "numbers"
     skip_nonfinite: bool = True
     """Skip a step whose loss or gradient norm is NaN or infinite. (A step whose loss has no weight, as where
     no token is a target, is always skipped.)"""
@@ -185,7 +194,7 @@ class Stability:
     max_skips: Annotated[int, Gt(0)] = 10
     """End the run after this many consecutive skipped steps, with a checkpoint of the weights before them; in
     a script, `optim_step` raises an error."""
-    recheck_every: Annotated[int, Ge(0)] = 0
+    recheck_every: Annotated[int, Ge(0), Effect("running")] = 0
     """Interval, in steps, at which gradients are computed twice and compared bit by bit, to find a device
     that computes wrong numbers: the run then ends before the step is applied, with an error that names rank,
     host, device and tensor. Such a step takes about twice as long; other results are unchanged. On a GPU it
@@ -196,6 +205,7 @@ class Stability:
 class Validation:
     """Evaluation on held-out data: loss and perplexity of each dataset, in every loop."""
 
+    effect: ClassVar = "watching"
     datasets: dict[str, Annotated[Component, Slot("dataset")]] = field(default_factory=dict)
     """Datasets by name, as in `[validation.datasets.books]`: any of them, with `repeat = false` by default.
     Metrics are called `validation/NAME/loss`; without a dataset, nothing is evaluated."""
@@ -213,6 +223,7 @@ class Validation:
 class Metrics:
     """Logging of metrics."""
 
+    effect: ClassVar = "watching"
     log_freq: Annotated[int, Gt(0)] = 10
     """Steps between two log entries."""
 
@@ -222,6 +233,7 @@ class Profiling:
     """Traces of torch's profiler, and memory snapshots, on a schedule. `titan profile RUN` records traces of
     a run under way without it."""
 
+    effect: ClassVar = "watching"
     enable_profiling: bool = False
     """Record traces."""
     save_traces_folder: Annotated[str, "folder"] = "profile_traces"
@@ -244,6 +256,7 @@ class Profiling:
 class Comm:
     """Timeouts of collectives, and the flight recorder."""
 
+    effect: ClassVar = "running"
     init_timeout_seconds: Annotated[int, Gt(0)] = 300
     """Timeout until the first step has completed."""
     train_timeout_seconds: Annotated[int, Gt(0)] = 100
@@ -256,7 +269,8 @@ class Comm:
 class Debug:
     """Settings for reproducible runs and for measurements."""
 
-    digests: bool = True
+    effect: ClassVar = "numbers"
+    digests: Annotated[bool, Effect("watching")] = True
     """Keep a digest of each step in the run folder: loss, gradient norm, hashes of rows, gradients and
     weights."""
     deterministic: bool = False
@@ -269,20 +283,20 @@ class Debug:
 class Recipe:
     """A complete run, as data."""
 
-    recipe: Literal[1] = 1
+    recipe: Annotated[Literal[1], Effect("running")] = 1
     """Format version."""
-    name: Annotated[str, "name"] = "run"
+    name: Annotated[str, "name", Effect("watching")] = "run"
     """Prefix of the run folder's name."""
-    description: str = ""
-    weights: Path | None = None
+    description: Annotated[str, Effect("watching")] = ""
+    weights: Annotated[Path | None, Effect("numbers")] = None
     """Initial weights: a Hugging Face folder, a titan checkpoint, a checkpoint's URL, or a repository of the
     Hugging Face Hub (`"hf://OWNER/NAME"`). Without a [model] section, the model is read from the Hugging Face
     folder."""
-    assets: str | None = None
+    assets: Annotated[str | None, Effect("running")] = None
     """Hugging Face repository (`"owner/name"`) of the tokenizer and of initial weights, which
     `titan download RECIPE` downloads to `tokenizer.path`."""
     requires: Requires = field(default_factory=Requires)
-    env: dict[str, str] = field(default_factory=dict)
+    env: Annotated[dict[str, str], Effect("numbers")] = field(default_factory=dict)
     """Environment variables of the workers, e.g. `NCCL_DEBUG = "INFO"`. Names that look like secrets are
     rejected, because the lock file stores the values."""
     model: Annotated[Component, Slot("model")]
@@ -346,6 +360,31 @@ def recipe_slots() -> dict[str, Slot]:
         if slot := known.type.slot or (element and element.slot):
             found[name] = slot
     return found
+
+
+def effect_of(key: str, configs: Mapping[str, type] = MappingProxyType({})) -> str:
+    """Return what another value of a recipe's dotted key changes: see `titancli.registry.fields.Effect`.
+
+    Args:
+        configs: the classes of components by section, where their own fields and sections count; without its
+            class, all keys of a component count as its kind does.
+    """
+    section, *rest = key.split(".")
+    slot = recipe_slots().get(section)
+    config: type | None = configs.get(section) if slot else Recipe
+    effect = getattr(config, "effect", None) or (KINDS[slot.kind].effect if slot else "numbers")
+    for name in rest if slot else (section, *rest):
+        known = fields_of(config).get(name) if config else None
+        if known is None:
+            break
+        effect = known.type.effect or effect
+        config = next(iter(known.type.tables), None)
+    return effect
+
+
+def sections_with(*effects: str) -> list[str]:
+    """Return the sections of a recipe, and its keys outside of them, that have one of these effects."""
+    return [name for name in fields_of(Recipe) if effect_of(name) in effects]
 
 
 def default_type(section: str) -> str | None:

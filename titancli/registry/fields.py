@@ -16,7 +16,7 @@ import types
 import typing
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 Component = Any
 """The type of a slot: `Annotated[Component, Slot("optimizer")]`. Its value is a bound config."""
@@ -50,6 +50,20 @@ class Slot:
 class LocalPath:
     """Mark a string that is a path on this machine if it is absolute, and a name (on the Hub) otherwise:
     `Annotated[str, LocalPath()]`. A run needs the path to exist, as for a field of type `Path`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Effect:
+    """Says what a field changes, `Annotated[int, Effect("running")]`; without it, what its section does (its
+    `effect`, a class variable) or else the section around it.
+
+    - `"numbers"`: what a run computes.
+    - `"speed"`: how fast, and the order of additions, and so the last bits.
+    - `"running"`: what a run needs around its steps, such as versions, checkpoints and timeouts.
+    - `"watching"`: what is shown and recorded of it.
+    """
+
+    name: Literal["numbers", "speed", "running", "watching"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +110,12 @@ class Type:
     def tables(self) -> list[type]:
         """Return the config classes, except those in a list or dict."""
         return [arm for arm in self.alternatives if isinstance(arm, type) and dataclasses.is_dataclass(arm)]
+
+    @property
+    def effect(self) -> str | None:
+        """Return the effect that the type is marked with, or that its section declares; None: neither."""
+        marks = (mark.name for _, marks in _arms(self.hint) for mark in marks if isinstance(mark, Effect))
+        return next(marks, None) or next((getattr(table, "effect", None) for table in self.tables), None)
 
     def element(self, key: str | int) -> Type | None:
         """Return the type of one element of a list, tuple or dict; None for anything else."""

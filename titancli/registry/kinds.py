@@ -7,6 +7,7 @@ return, is in `titancli.protocols`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 BUILTIN = "titan"
 """The plugin that titan itself is."""
@@ -20,6 +21,8 @@ class Kind:
     summary: str
     default: str | None = None
     """The type a recipe gets that names none: titan's own of this name, whoever else has one."""
+    effect: Literal["numbers", "speed", "running", "watching"] = "numbers"
+    """What another component of it changes, as `titancli.registry.fields.Effect` does."""
     optional: str | None = None
     """The class in `titancli.protocols` of the optional members of what is built; None: there are none."""
 
@@ -40,14 +43,14 @@ KINDS: dict[str, Kind] = {
             "changes a model before it is sharded (float8, LoRA)",
             optional="ConverterDefaults",
         ),
-        Kind("parallelize", "how a model is distributed over devices", default="decoder"),
+        Kind("parallelize", "how a model is distributed over devices", default="decoder", effect="speed"),
         Kind("loss", "the objective to minimize", default="cross_entropy", optional="LossDefaults"),
         Kind("optimizer", "how weights are updated", default="adamw"),
         Kind("schedule", "the learning rate over the run", default="wsd"),
-        Kind("logger", "receives the metrics and events of a run"),
+        Kind("logger", "receives the metrics and events of a run", effect="watching"),
         Kind("callback", "takes part in the steps of a run"),
         Kind("loop", "the training program", default="pretrain"),
-        Kind("launcher", "starts the workers", default="local"),
+        Kind("launcher", "starts the workers", default="local", effect="running"),
         Kind("task", "the source of prompts", optional="TaskDefaults"),
         Kind("generator", "generates completions"),
         Kind("reward", "scores a completion"),

@@ -7,23 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from titancli.recipe.schema import sections_with
 from titancli.run.drift import Change
 
 Effect = Literal["results", "rounding", "none"]
 """The effect of a difference: on results; on the order of additions, and so on the last bits; none."""
 
-NO_EFFECT: tuple[str, ...] = (
-    "name",
-    "description",
-    "recipe",
-    "requires",
-    "assets",
-    "launcher",
-    "loggers",
-    "metrics",
-)
-NO_EFFECT += ("profiling", "comm", "validation")
-"""Sections of a recipe that do not affect training results."""
 PACKAGES = ("titancli", "torch", "numpy", "transformers", "datasets")
 """Packages that may affect results; a plugin's package does if the recipe uses it."""
 
@@ -72,7 +61,7 @@ def used_plugins(recipe: Mapping[str, Any]) -> set[str]:
             for item in value:
                 yield from types(item)
 
-    training = {name: part for name, part in recipe.items() if name not in NO_EFFECT}
+    training = {name: recipe[name] for name in sections_with("numbers", "speed") if name in recipe}
     return {"titan", *(name.partition("/")[0] for name in types(training) if "/" in name)}
 
 

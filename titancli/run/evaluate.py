@@ -24,6 +24,7 @@ from titancli.observe.events import plain
 from titancli.recipe import Loaded, load_recipe, lock_text
 from titancli.recipe.assets import hub_hint
 from titancli.recipe.find import LOCK_HEADER
+from titancli.recipe.schema import sections_with
 from titancli.run.inputs import require_inputs
 from titancli.run.prepare import Plan
 from titancli.run.start import count_processes, start
@@ -34,8 +35,9 @@ from titancli.version import __version__
 T = TypeVar("T")
 LONGEST = 2048
 """Maximum tokens of a row with a Hugging Face folder, unless its context is shorter."""
-IRRELEVANT_SECTIONS = ("dataset", "loop", "launcher", "loggers", "mesh", "profiling", "validation", "name")
-"""Sections of a run's recipe that do not affect an evaluation, since results do not depend on the layout."""
+OF_TRAINING = ("dataset", "loop", "launcher", "mesh")
+"""Sections of a run's recipe that do not affect an evaluation, beside those that only watch: results do not
+depend on the layout."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,8 +160,9 @@ def recipe_of(
 
     if source.checkpoint is not None:
         loop = {**loop, "checkpoint": str(source.checkpoint)}
-    data = {key: value for key, value in source.recipe.items() if key not in IRRELEVANT_SECTIONS}
-    # The run's batch need not fit the ranks of the evaluation.
+    left_out = (*OF_TRAINING, *sections_with("watching"))
+    data = {key: value for key, value in source.recipe.items() if key not in left_out}
+    # The run's batch need not fit the ranks that evaluate.
     training = {k: v for k, v in data["training"].items() if k != "global_batch_size"}
     data |= {"name": "eval", "loop": loop, "validation": validation or {}, "training": training}
     with tempfile.TemporaryDirectory(prefix="titan-") as folder:

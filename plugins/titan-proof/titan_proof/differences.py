@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from titancli.commands.recorded import (
-    NO_EFFECT,
     Difference,
     Effect,
     changed,
@@ -16,16 +16,16 @@ from titancli.commands.recorded import (
     software_changes,
     used_plugins,
 )
+from titancli.errors import PluginError
+from titancli.recipe.schema import effect_of, recipe_slots
+from titancli.registry import current
 
 if TYPE_CHECKING:
     from titan_proof.reproduction import Reproduction  # it reads digests, with NumPy
 
-NO_EFFECT_KEYS = ("training.gc_freq", "stability.recheck_every", "debug.digests")
-LAYOUT = ("mesh", "pipeline", "parallelize", "activation_checkpoint", "compile")
-"""Sections that change only the order of additions."""
+EFFECTS: dict[str, Effect] = {"numbers": "results", "speed": "rounding"}
 COMPARED_AS_A_WHOLE = ("training.steps", "lr_scheduler.total_steps", "training.global_batch_size")
 """Keys that are compared by their effect, the schedule and the global batch, and not one by one."""
-BATCH = ("training.local_batch_size", "training.global_batch_size")
 THREADS = ("OMP_", "MKL_NUM", "OPENBLAS_NUM", "KMP_")
 QUIET = ("HF_", "TRANSFORMERS_", "DATASETS_", "NCCL_DEBUG", "TOKENIZERS_", "MALLOC_")
 """Beginnings of environment variables that change only rounding (`THREADS`), or nothing (`QUIET`)."""
@@ -85,26 +85,34 @@ def _recipe(before: Reproduction, after: Reproduction) -> Iterator[Difference]:
     same_data = before.made_by.get("data") is not None and (
         before.made_by.get("data") == after.made_by.get("data")
     )
+    configs = _configs(one)
     for change in changes(one, other):
         if change.key in COMPARED_AS_A_WHOLE:
             continue
-        effect, section = _effect_of_key(change.key), change.key.split(".")[0]
+        effect, section = _effect_of_key(change.key, configs), change.key.split(".")[0]
         if same_data and section in ("dataset", "tokenizer") and _are_paths(change.before, change.after):
             effect = "none"  # the same contents in another place
         kind = "layout" if effect == "rounding" and section != "env" else "recipe"
         yield Difference(kind, change.key, change.before, change.after, effect)
 
 
-def _effect_of_key(key: str) -> Effect:
+def _configs(recipe: Mapping[str, Any]) -> dict[str, type]:
+    """Return the classes of a recipe's components that are installed here, by section."""
+    found = {}
+    for section, slot in recipe_slots().items():
+        table = recipe.get(section)
+        if isinstance(table, dict):
+            with suppress(PluginError):
+                found[section] = current().find(slot.kind, table["type"])
+    return found
+
+
+def _effect_of_key(key: str, configs: Mapping[str, type]) -> Effect:
     """Return what a changed value of a recipe's key affects."""
     section, _, rest = key.partition(".")
-    if section in NO_EFFECT or key in NO_EFFECT_KEYS:
-        return "none"
-    if section == "checkpoint":
-        return "results" if rest.startswith("exclude_from_loading") else "none"
     if section == "env":
         return _effect_of_variable(rest)
-    return "rounding" if section in LAYOUT or key in BATCH else "results"
+    return EFFECTS.get(effect_of(key, configs), "none")
 
 
 def _schedule(recipe: Mapping[str, Any]) -> Any:
@@ -201,7 +209,9 @@ def _resumed(run: Reproduction) -> Iterator[Difference]:
         for words in attempt["drift"]:
             key, _, values = words.partition(": ")
             before, _, after = values.partition(" -> ")
-            yield Difference("resumed", f"{steps}, {key}", before, after, _effect_of_key(key))
+            yield Difference(
+                "resumed", f"{steps}, {key}", before, after, _effect_of_key(key, _configs(run.data))
+            )
         for one in differences(
             replace(newest, made_by={**newest.made_by, **_without_drift(attempt)}), newest
         ):

@@ -27,14 +27,13 @@ from titancli.errors import EnvironmentProblem, TitanError, UsageError
 from titancli.files import read_json
 from titancli.observe.events import plain, read_events
 from titancli.recipe import LOCK_HEADER, Loaded, load_recipe
+from titancli.recipe.schema import sections_with
 from titancli.runs import STEP_NAME, RunFolder
 
 RESULT = "replay.result.json"
 """The file, in the folder of the replay, with the findings of the ranks."""
 PROBE = "titan-proof/probe"
 """The callback that looks at the step."""
-LEFT_OUT = ("launcher", "loggers", "profiling", "validation")
-"""Sections of the run's recipe that do not affect a step."""
 FAR = 1000
 """The number of steps that may be repeated without `--from-scratch`."""
 VARIABLE = ("optimizer", "lr_scheduler", "loss", "stability", "activation_checkpoint", "compile", "debug")
@@ -164,7 +163,8 @@ def load(
     import tomli
     import tomli_w
 
-    data = {key: value for key, value in tomli.loads(source.recipe).items() if key not in LEFT_OUT}
+    left_out = ("launcher", *sections_with("watching"))
+    data = {key: value for key, value in tomli.loads(source.recipe).items() if key not in left_out}
     kept = ("exclude_from_loading", "model_differs", "verify", "initial_load_model_only")
     section = {key: value for key, value in data.get("checkpoint", {}).items() if key in kept}
     data["checkpoint"] = {**section, "enable": False}

@@ -18,7 +18,7 @@ from titancli import Recipe
 from titancli.errors import RecipeError
 from titancli.layout.stages import SCHEDULES
 from titancli.recipe import DEFAULT, LOCK_HEADER, Loaded, Node, load_recipe, resolved_data
-from titancli.recipe.schema import needs_dataset, needs_tokenizer
+from titancli.recipe.schema import needs_dataset, needs_tokenizer, sections_with
 from titancli.registry import current
 
 ROWS, LENGTH, WIDTH, VOCABULARY, WINDOW = 8, 16, 64, 64, 6
@@ -40,8 +40,8 @@ SINGLE = {
     "yarn.original_max_position": 8,
 }
 """Upper limits of sizes that do not depend on others."""
-GONE = ("weights", "assets", "env", "loggers", "profiling", "debug", "validation", "metrics", "checkpoint")
-"""Sections that do not affect a step."""
+GONE = ("weights", "env", "debug")
+"""Sections that do not affect a step on one rank in float32, beside those of running and watching."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,8 @@ def _plain_settings(loaded: Loaded, device: str) -> tuple[dict[str, Any], list[s
     """Return the recipe's data for one rank, in float32, without schedule, recomputation or compile; and
     what is not covered."""
     recipe, left_out = loaded.recipe, []
-    data = {key: copy.deepcopy(value) for key, value in loaded.data.items() if key not in GONE}
+    gone = (*GONE, *sections_with("running", "watching"))
+    data = {key: copy.deepcopy(value) for key, value in loaded.data.items() if key not in gone}
     data["model"].pop("flavor", None)
     small = recipe.model.small()
     if small is not None:
