@@ -6,7 +6,7 @@ import itertools
 import re
 import shlex
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from titancli.launch import LaunchRequest
     from titancli.recipe.schema import Recipe
     from titancli.run.prepare import Plan
+    from titancli.run.request import Ranks, Request
     from titancli.runs import RunFolder
 
 
@@ -152,67 +153,67 @@ def command(
     `titan recipe show RECIPE` prints every key of a recipe with its value, `titan show SECTION` (training,
     checkpoint, …) and `titan show KIND/NAME` (optimizer/adamw, …) what each means.
     """
-    from titancli.launch import LaunchRequest
-    from titancli.recipe.check import remarks
-    from titancli.registry import current
-    from titancli.run.prepare import Request, make_plan
-    from titancli.run.start import count_processes
+    from titancli.run.request import Ranks, Request
     from titancli.runs import ChangedMeanwhile
 
     recipe, overrides = one_recipe(arguments, "train")
     check_flags(run_dir, resume, step, allow_drift, from_scratch, nnodes[1])
-    env = environment_of(variables)
     files = list(common.plugin_files)
-    wanted = Request(
+    request = Request(
         recipe, overrides, unset, run_dir, resume, step, allow_drift, from_scratch, files, dry_run, note
     )
-
-    def train() -> int:
-        plan = make_plan(wanted)
-        request = LaunchRequest(
-            run_folder=plan.folder.path,
-            lock_file=plan.folder.recipe_lock,
-            checkpoint=plan.checkpoint,
-            plugin_files=files,
-            nproc=count_processes(plan, nproc, may_exceed=dry_run),
-            nnodes=nnodes[1],
-            min_nodes=nnodes[0],
-            rdzv=rdzv,
-            json_events=as_json,
-            traceback=common.traceback,
-            env={**plan.loaded.recipe.env, **env},
-        )
-        for line in remarks(plan.loaded.recipe):
-            note(f"note: {line}")
-        for name in current().unneeded_torch(plan.loaded.recipe):
-            note(
-                f"note: the plugin {name}, which this recipe does not use, imports torch and may change the "
-                f"run: `titan plugin show {name}` says what it changes, -p no:{name} leaves it out"
-            )
-        if newer := untested():
-            note(f"note: {newer}")
-        return _show(plan, request) if dry_run else _train(plan, request, nproc, env)
-
+    ranks = Ranks(
+        plugin_files=files,
+        nproc=nproc,
+        env=environment_of(variables),
+        nnodes=nnodes[1],
+        min_nodes=nnodes[0],
+        rdzv=rdzv,
+        json_events=as_json,
+        traceback=common.traceback,
+    )
     try:
-        return train()
+        return _train(request, ranks)
     except ChangedMeanwhile as error:  # for one, the attempt before has just saved and ended
         note(f"{error.message}: planning again")
-        return train()
+        return _train(request, ranks)
 
 
-def _train(plan: Plan, request: LaunchRequest, nproc: int | str | None, env: dict[str, str]) -> int:
-    """Print notes about the plan, and run it; see `_run`."""
-    from titancli.run.start import other_batch
+def _train(request: Request, ranks: Ranks) -> int:
+    """Plan the run, and start it, or show what would be started."""
+    from titancli.run.prepare import make_plan
+    from titancli.run.start import launch_request, other_batch
 
+    plan = make_plan(request)
+    launch = launch_request(plan, ranks, may_exceed=request.dry_run)
+    for line in _remarks(plan.loaded.recipe):
+        note(f"note: {line}")
+    if request.dry_run:
+        return _show(plan, launch)
     for line in plan.notes:
         note(line)
     for change in plan.drift:
         note(f"changed: {change}")
     if plan.finished:
         return _say_finished(plan)
-    if (rows := other_batch(plan, request.world)) is not None:
+    if (rows := other_batch(plan, launch.world)) is not None:
         note(f"changed: {rows}")
-    return _run(plan, request, nproc, env)
+    return _run(plan, launch, ranks)
+
+
+def _remarks(recipe: Recipe) -> Iterator[str]:
+    """Yield what the user should know of a recipe, and of what is installed, before it runs."""
+    from titancli.recipe.check import remarks
+    from titancli.registry import current
+
+    yield from remarks(recipe)
+    for name in current().unneeded_torch(recipe):
+        yield (
+            f"the plugin {name}, which this recipe does not use, imports torch and may change the "
+            f"run: `titan plugin show {name}` says what it changes, -p no:{name} leaves it out"
+        )
+    if newer := untested():
+        yield newer
 
 
 def one_recipe(arguments: tuple[str, ...], command: str) -> tuple[str, list[str]]:
@@ -258,28 +259,20 @@ def check_flags(
         raise UsageError("--from-scratch needs --resume, without --step")
 
 
-def _run(plan: Plan, request: LaunchRequest, nproc: int | str | None, env: dict[str, str]) -> int:
-    """Start the run, wait for its end, and print what to do next.
-
-    Args:
-        nproc, env: as on the command line, for the commands printed.
-    """
+def _run(plan: Plan, request: LaunchRequest, ranks: Ranks) -> int:
+    """Start the run, wait for its end, and print what to do next."""
     from titancli.run.outlook import outlook
-    from titancli.run.start import start
+    from titancli.run.start import prepared
 
-    folders: list[RunFolder] = []
-
-    def announce(folder: RunFolder) -> None:
-        folders.append(folder)
-        note(f"run folder: {short_path(folder.path)}")
+    with prepared(plan, request) as run:
+        note(f"run folder: {short_path(run.folder.path)}")
         for line in outlook(plan, request.world):
             note(line)
-
-    code = start(plan, request, announce=announce)
+        code = run.launch()
     if code in (EXIT_STOPPED, EXIT_INTERRUPTED):
         # All is saved, and the code says so: an impatient Ctrl-C from now on must not change it.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _say_next(folders[0], plan.loaded.recipe, nproc, env, request)
+    _say_next(run.folder, plan.loaded.recipe, request, ranks)
     return code
 
 
@@ -323,17 +316,15 @@ def environment_of(variables: tuple[str, ...]) -> dict[str, str]:
     return env
 
 
-def _say_next(
-    folder: RunFolder, recipe: Recipe, nproc: int | str | None, env: dict[str, str], request: LaunchRequest
-) -> None:
+def _say_next(folder: RunFolder, recipe: Recipe, request: LaunchRequest, ranks: Ranks) -> None:
     """Print up to three commands to type next, after a run that ended normally."""
     outcome = folder.outcome()
     if outcome is None or outcome["why"] not in ("finished", "data_ended", "stopped", "interrupted"):
         return
     run = shlex.quote(short_path(folder.path))
     plugins = "".join(f" -p {shlex.quote(str(file))}" for file in request.plugin_files)
-    flags = plugins + "".join(f" --env {shlex.quote(f'{name}={value}')}" for name, value in env.items())
-    flags += f" --nproc {nproc}" if nproc is not None else ""
+    flags = plugins + "".join(f" --env {shlex.quote(f'{name}={value}')}" for name, value in ranks.env.items())
+    flags += f" --nproc {ranks.nproc}" if ranks.nproc is not None else ""
     flags += f" --nnodes {request.nodes}" if request.nnodes > 1 else ""
     flags += f" --rdzv {request.rdzv}" if request.rdzv else ""
     ended = {"data_ended": "reached the end of the data", "interrupted": "stopped"}.get(

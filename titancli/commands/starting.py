@@ -2,14 +2,17 @@
 
 from titancli.cli.train import Nodes, check_flags, environment_of, one_recipe, start_options
 from titancli.launch import LaunchRequest
+from titancli.run.drift import changes
 from titancli.run.fit import check_world, check_worlds
-from titancli.run.prepare import Plan, Request, changes, make_plan
-from titancli.run.start import count_processes, start
+from titancli.run.prepare import Plan, make_plan
+from titancli.run.request import Ranks, Request
+from titancli.run.start import count_processes, launch_request, prepared
 
 __all__ = [
     "LaunchRequest",
     "Nodes",
     "Plan",
+    "Ranks",
     "Request",
     "changes",
     "check_flags",
@@ -17,8 +20,9 @@ __all__ = [
     "check_worlds",
     "count_processes",
     "environment_of",
+    "launch_request",
     "make_plan",
     "one_recipe",
-    "start",
+    "prepared",
     "start_options",
 ]

@@ -18,7 +18,6 @@ from titancli.checkpoint.format.manifest import LOCK, is_checkpoint, newest_good
 from titancli.data.files import find_files
 from titancli.data.formats import formats_of
 from titancli.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, EnvironmentProblem, UsageError
-from titancli.launch import LaunchRequest
 from titancli.launchers.devices import visible_gpus
 from titancli.observe.events import plain
 from titancli.recipe import Loaded, load_recipe, lock_text
@@ -27,7 +26,8 @@ from titancli.recipe.find import LOCK_HEADER
 from titancli.recipe.schema import sections_with
 from titancli.run.inputs import require_inputs
 from titancli.run.prepare import Plan
-from titancli.run.start import count_processes, start
+from titancli.run.request import Ranks
+from titancli.run.start import launch_request, prepared
 from titancli.runs import RunFolder, timestamp, write_atomically
 from titancli.signals import STOPPING
 from titancli.version import __version__
@@ -251,19 +251,10 @@ def launch(
     words = STOPPING.set(at_signal)
     try:
         plan = Plan(folder=folder, loaded=loaded, lock_text=lock_text(loaded), new=True)
-        request = LaunchRequest(
-            run_folder=folder.path,
-            lock_file=folder.recipe_lock,
-            checkpoint=checkpoint,
-            plugin_files=list(plugin_files),
-            nproc=count_processes(plan, nproc),
-            nnodes=1,
-            rdzv=None,
-            json_events=False,
-            traceback=traceback,
-            env={**loaded.recipe.env, **(env or {})},
-        )
-        code = start(plan, request, announce=lambda folder: None)
+        ranks = Ranks(plugin_files=plugin_files, nproc=nproc, env=env or {}, traceback=traceback)
+        request = launch_request(plan, ranks)
+        with prepared(plan, dataclasses.replace(request, checkpoint=checkpoint)) as run:
+            code = run.launch()
     except UsageError:  # no logs are needed to understand it
         shutil.rmtree(folder.path.parent, ignore_errors=True)
         raise

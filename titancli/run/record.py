@@ -8,13 +8,25 @@ from typing import TYPE_CHECKING, Any
 
 from titancli.checkpoint import read_manifest
 from titancli.checkpoint.format.manifest import last_serial
-from titancli.provenance import provenance
+from titancli.provenance import keep_sources, provenance
 from titancli.run.code_drift import code_changes
-from titancli.runs import timestamp
+from titancli.runs import RunFolder, timestamp
 
 if TYPE_CHECKING:
     from titancli.launch import LaunchRequest
     from titancli.run.prepare import Plan
+
+
+def write_attempt(folder: RunFolder, plan: Plan, request: LaunchRequest) -> dict[str, Any]:
+    """Add an attempt to `run.json` in a folder, keep the sources of its plugin files there, and return it.
+
+    Raises:
+        EnvironmentProblem: the folder cannot be written.
+    """
+    attempt = new_attempt(plan, request)
+    folder.write_record(new_record(plan, attempt))
+    keep_sources(folder.path, attempt)
+    return attempt
 
 
 def new_record(plan: Plan, attempt: dict[str, Any]) -> dict[str, Any]:

@@ -6,19 +6,21 @@ writes its files into a folder of its own, and rank 0 makes the run folder from 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 
 from titancli.errors import EnvironmentProblem
 from titancli.launch import LaunchRequest
 from titancli.launchers import Local
 from titancli.launchers.devices import visible_gpus
 from titancli.process import environment, no_room, own_folder
-from titancli.provenance import keep_sources
 from titancli.registry.component import component_info, load_target
 from titancli.run.fit import check_devices, check_world, check_worlds
-from titancli.run.prepare import Plan, history
-from titancli.run.record import new_attempt, new_record
+from titancli.run.prepare import Plan
+from titancli.run.record import write_attempt
+from titancli.run.request import Ranks, history
 from titancli.runs import ATTEMPT, LOCK_NAME, ChangedMeanwhile, RunFolder
 from titancli.torch_version import check_torch
 
@@ -61,58 +63,98 @@ def other_batch(plan: Plan, world: int) -> str | None:
     return None if had == rows else f"rows of a step: {had} -> {rows} ({why})"
 
 
-def start(plan: Plan, request: LaunchRequest, *, announce: Callable[[RunFolder], None]) -> int:
-    """Run the plan to its end and return the command's exit code. `announce` is called with the folder first.
+def launch_request(plan: Plan, ranks: Ranks, *, may_exceed: bool = False) -> LaunchRequest:
+    """Return the request to the launcher of a plan.
+
+    Args:
+        may_exceed: see `count_processes`.
+
+    Raises:
+        EnvironmentProblem: there are not as many GPUs here.
+    """
+    return LaunchRequest(
+        run_folder=plan.folder.path,
+        lock_file=plan.folder.recipe_lock,
+        checkpoint=plan.checkpoint,
+        plugin_files=list(ranks.plugin_files),
+        nproc=count_processes(plan, ranks.nproc, may_exceed=may_exceed),
+        nnodes=ranks.nnodes,
+        min_nodes=ranks.min_nodes,
+        rdzv=ranks.rdzv,
+        json_events=ranks.json_events,
+        traceback=ranks.traceback,
+        env={**plan.loaded.recipe.env, **ranks.env},
+    )
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A run that can be launched."""
+
+    folder: RunFolder
+    """On several nodes rank 0 may still have to make it."""
+    launch: Callable[[], int]
+    """Run it to its end and return the command's exit code. Raises a TitanError if the run failed for a
+    reason that a user can fix."""
+
+
+@contextmanager
+def prepared(plan: Plan, request: LaunchRequest) -> Iterator[Ready]:
+    """Check the plan, make and hold the run folder inside the block, and yield the run.
 
     Raises:
         ChangedMeanwhile: another attempt has worked in the folder since the plan was made.
-        TitanError: the recipe does not fit the processes, the folder is in use or cannot be written, or the
-            run failed for a reason that a user can fix.
+        TitanError: the recipe does not fit the processes, or the folder is in use or cannot be written.
     """
+    _check(plan, request)
+    config = plan.loaded.recipe.launcher
+    with environment(request.env):
+        launch = load_target(component_info(config).target)
+        with (_own_files if request.nnodes > 1 else _run_files)(plan, request) as (folder, ready):
+            yield Ready(folder, partial(launch, config, request=ready))
+
+
+def _check(plan: Plan, request: LaunchRequest) -> None:
     check_torch()
     check_devices(plan.loaded, visible_gpus())
     check_worlds(plan.loaded, request.nproc, request.min_nodes, request.nnodes)
-    with environment(request.env):
-        return _launch(plan, request, announce)
-
-
-def _launch(plan: Plan, request: LaunchRequest, announce: Callable[[RunFolder], None]) -> int:
     launcher = plan.loaded.recipe.launcher
-    launch = load_target(component_info(launcher).target)
     if request.min_nodes is not None and not isinstance(launcher, Local):
         raise EnvironmentProblem(
             f"the launcher {component_info(launcher).name} runs on a fixed number of nodes",
             hint=f"use --nnodes {request.nnodes}",
         )
-    if request.nnodes > 1:
-        # Compare attempts alone: checkpoints may change while other nodes download them from a store.
-        if plan.seen is not None and plan.seen[0] != history(plan.folder)[0]:
-            raise ChangedMeanwhile(plan.folder)
-        announce(plan.folder)
-        with own_folder() as own:
-            lock_file = own / LOCK_NAME
-            attempt = new_attempt(plan, request)
-            try:
-                lock_file.write_text(plan.lock_text, encoding="utf-8")
-            except OSError as error:
-                raise no_room(own, error) from error
-            RunFolder(own).write_record(new_record(plan, attempt))
-            keep_sources(own, attempt)
-            with environment({ATTEMPT: ""}):  # not that of a run inside which this command is started
-                return launch(launcher, request=replace(request, lock_file=lock_file))
+
+
+@contextmanager
+def _own_files(plan: Plan, request: LaunchRequest) -> Iterator[tuple[RunFolder, LaunchRequest]]:
+    """Write this node's files into a folder of its own."""
+    # Compare attempts alone: checkpoints may change while other nodes download them from a store.
+    if plan.seen is not None and plan.seen[0] != history(plan.folder)[0]:
+        raise ChangedMeanwhile(plan.folder)
+    with own_folder() as own:
+        lock_file = own / LOCK_NAME
+        try:
+            lock_file.write_text(plan.lock_text, encoding="utf-8")
+        except OSError as error:
+            raise no_room(own, error) from error
+        write_attempt(RunFolder(own), plan, request)
+        with environment({ATTEMPT: ""}):  # not that of a run inside which this command is started
+            yield plan.folder, replace(request, lock_file=lock_file)
+
+
+@contextmanager
+def _run_files(plan: Plan, request: LaunchRequest) -> Iterator[tuple[RunFolder, LaunchRequest]]:
+    """Make the run folder, hold it, and write its files."""
     folder = make_folder(plan)
     hold = folder.hold()
     try:
         if plan.seen not in (None, history(folder)):
             raise ChangedMeanwhile(folder)
-        announce(folder)
         folder.write_recipe_lock(plan.lock_text)
-        attempt = new_attempt(plan, request)
-        folder.write_record(new_record(plan, attempt))
-        keep_sources(folder.path, attempt)
-        ready = replace(request, run_folder=folder.path, lock_file=folder.recipe_lock)
-        with environment({ATTEMPT: attempt["token"]}):
-            return launch(launcher, request=ready)
+        token = write_attempt(folder, plan, request)["token"]
+        with environment({ATTEMPT: token}):
+            yield folder, replace(request, run_folder=folder.path, lock_file=folder.recipe_lock)
     finally:
         hold.release()
 

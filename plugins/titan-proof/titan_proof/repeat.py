@@ -58,7 +58,7 @@ def repeat(
         _skeleton(source, checkpoint, origin.recipe, folder)
     made = _plan(run, start, step, folder, plugin_files, say)
     wanted = reproduce.request(run, made, None, plugin_files, traceback=traceback)
-    code, error = reproduce.launch(made, replace(wanted, checkpoint=made.checkpoint), lambda folder: None)
+    code, error = reproduce.launch(made, wanted, lambda folder: None)
     if error is not None:
         raise error
     again = read_digests(folder).get(step)

@@ -13,7 +13,16 @@ from typing import Any
 from titan_proof.reproduction import Reproduction
 from titancli import __version__
 from titancli.commands.recorded import data_identity, machine, provenance
-from titancli.commands.starting import LaunchRequest, Plan, Request, count_processes, make_plan, start
+from titancli.commands.starting import (
+    LaunchRequest,
+    Plan,
+    Ranks,
+    Request,
+    count_processes,
+    launch_request,
+    make_plan,
+    prepared,
+)
 from titancli.errors import EnvironmentProblem, PluginError, RecipeError, TitanError, UsageError
 from titancli.launchers.devices import visible_gpus
 from titancli.recipe import ALLOWED, lock_text
@@ -146,18 +155,9 @@ def request(
             f"the run was made on {run.launch['nnodes']} nodes of {run.launch['nproc']} ranks",
             hint="--nproc N reproduces it on N ranks of this machine, in another layout",
         )
-    return LaunchRequest(
-        run_folder=made.folder.path,
-        lock_file=made.folder.recipe_lock,
-        checkpoint=None,
-        plugin_files=list(plugin_files),
-        nproc=count_processes(made, nproc or run.launch.get("nproc")),
-        nnodes=1,
-        rdzv=None,
-        json_events=False,
-        traceback=traceback,
-        env={**made.loaded.recipe.env, **environment(run)},
-    )
+    nproc = nproc or run.launch.get("nproc")
+    env = environment(run)
+    return launch_request(made, Ranks(plugin_files=plugin_files, nproc=nproc, env=env, traceback=traceback))
 
 
 def environment(run: Reproduction) -> dict[str, str]:
@@ -183,16 +183,14 @@ def launch(
     Raises:
         TitanError: it could not be started.
     """
-    folders: list[RunFolder] = []
-
-    def announced(folder: RunFolder) -> None:
-        folders.append(folder)
-        announce(folder)
-
+    folder = None
     try:
-        return start(made, wanted, announce=announced), None
+        with prepared(made, wanted) as run:
+            folder = run.folder
+            announce(folder)
+            return run.launch(), None
     except TitanError as error:
-        if not folders or folders[0].outcome() is None:
+        if folder is None or folder.outcome() is None:
             raise
         return error.exit_code, error
 
