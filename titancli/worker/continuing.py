@@ -1,4 +1,4 @@
-"""Choose the checkpoint from which the ranks of a run continue. Torch-free except for `not_lost`."""
+"""Choose the checkpoint from which the ranks of a run continue. Torch-free at the top."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from titancli.checkpoint.format.files import waiting_for_late_files
 from titancli.checkpoint.format.manifest import names_and_sizes, newest_good, none_newer
-from titancli.distributed import shared_folder
 from titancli.process import Place
 from titancli.runs import Claim, RunFolder
 from titancli.worker import remote
@@ -54,6 +53,8 @@ class Continuing:
         Raises:
             TitanError: no checkpoint can be used, or the store does not answer.
         """
+        from titancli.distributed import shared_folder
+
         attempt = self.record()["attempts"][-1]
         if not (self.restart or self.plan_is_stale or damaged):
             if attempt.get("from_scratch") and (aside := self.folder.set_checkpoints_aside()) is not None:
