@@ -37,7 +37,7 @@ from titancli.engine.skip_step import step_with
 from titancli.engine.status import EngineSettings, Watched
 from titancli.engine.step import Hooks, Metrics, Step
 from titancli.engine.sums import poisoned, quotient, summed
-from titancli.engine.training import accumulate, refuse_another
+from titancli.engine.training import accumulating, refuse_another
 from titancli.engine.weights import NamedTensor, Target, push
 from titancli.errors import TitanError
 from titancli.observe.phases import phase
@@ -337,7 +337,9 @@ class Engine(EngineCore):
                 refuse_another(self)
                 loss, own, poison = self._taken(call, given, loss)
                 placed = [batch.to(self.device) for batch in own]
-            return accumulate(self, call, placed, loss, poison)
+            with accumulating(self, call, placed, loss, poison) as added:
+                added.sums = self.runner.forward_backward(placed, loss)
+            return added.metrics
 
     def optim_step(self, lr: float | None = None) -> Metrics:
         """Divide the gradients by the total weight of the loss, clip them, step, and advance the

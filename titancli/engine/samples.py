@@ -24,7 +24,7 @@ from titancli.engine.packing import (
     pack,
 )
 from titancli.engine.sample_losses import Kept, OfSamples, sample_loss
-from titancli.engine.training import accumulate, refuse_another
+from titancli.engine.training import accumulating, refuse_another
 from titancli.errors import TitanError
 from titancli.protocols.result import Result
 from titancli.protocols.samples import Sample
@@ -102,10 +102,11 @@ def forward_backward(engine: EngineCore, samples: Sequence[Sample], loss: Any, h
                 shares = engine.dp_size if how.shared else 1
                 return kept.differentiate(leaves, given, packed, shares)
 
-        metrics = accumulate(engine, call, placed, kept, None, first=of_all)
+        with accumulating(engine, call, placed, kept, None, first=of_all) as added:
+            added.sums = engine.runner.forward_backward(placed, kept)
         with call.shared():
             found = _by_sample(engine, packed, how, *_everywhere(engine, kept))
-        return Result(metrics, found[0], found[1] if len(found) > 1 else None)
+        return Result(added.metrics, found[0], found[1] if len(found) > 1 else None)
 
 
 # --------------------------------------------------------------------------------------------- helpers

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,7 +37,17 @@ def refuse_another(engine: EngineCore) -> None:
         )
 
 
-def accumulate(
+class Pass:
+    """A pass through the model that adds gradients."""
+
+    sums: Sums
+    """The sums of the runner; set by the caller."""
+    metrics: Metrics
+    """The result of the verb; set at the end of the block."""
+
+
+@contextmanager
+def accumulating(
     engine: EngineCore,
     call: Call,
     placed: Sequence[Batch],
@@ -44,8 +55,9 @@ def accumulate(
     poison: Tensor | None,
     *,
     first: Callable[[Step], Sums] | None = None,
-) -> Metrics:
-    """Add the gradients of batches on the device; see `Engine.forward_backward`.
+) -> Iterator[Pass]:
+    """Have the block add the gradients of batches on the device, by the engine's runner, and leave its sums; see
+    `Engine.forward_backward`.
 
     Args:
         poison: see `titancli.engine.inputs.checked_batches`.
@@ -57,11 +69,11 @@ def accumulate(
     step.steady = step.steady and loss.steady
     # Some micro-batches' gradients may be there by then, and nobody knows which.
     with engine._aborted("forward_backward", forget=True), call.shared():
-        told = {} if first is None else first(step)
+        told, added = {} if first is None else first(step), Pass()
         backward = _backward(engine, step, placed, loss, is_first=is_first)
         with engine.hooks.around_backward(backward, engine.turn.lent), step.stream.drawn():
-            found = engine.runner.forward_backward(placed, loss)
-        sums = poisoned(call.in_order({**found, **told}), poison)
+            yield added
+        sums = poisoned(call.in_order({**added.sums, **told}), poison)
         worst = largest(quotient(sums["loss"], sums["weight"]), engine.mesh.dp_group)
         totals = summed(sums, engine.mesh.dp_group)
         weight = totals.pop("weight")
@@ -70,7 +82,7 @@ def accumulate(
         averages = {name: quotient(value, weight) for name, value in totals.items()}
     step.tokens += call.all_tokens
     step.batches += len(placed)
-    return {**averages, "loss_max": worst, "tokens": call.all_tokens}
+    added.metrics = {**averages, "loss_max": worst, "tokens": call.all_tokens}
 
 
 def _begun(engine: EngineCore, optimizer: torch.optim.Optimizer) -> Step:
