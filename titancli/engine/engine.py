@@ -381,8 +381,7 @@ class Engine(EngineCore):
                 # To 9 digits: another machine's cos may round its last bit otherwise.
                 call.given(f"with the schedule at {factor:.9g}" if lr is None else f"with lr={rate!r}")
             try:
-                with call.shared():
-                    reported = self._apply(optimizer, step)
+                reported = self._apply(call, optimizer, step)
             except BaseException:
                 self.spoil("optim_step raised an error after it had started")
                 raise
@@ -390,21 +389,26 @@ class Engine(EngineCore):
                 self.guard.check()
             return {"grad_norm": step.norm, "lr": rate, "version": self.version, **reported}
 
-    def _apply(self, optimizer: torch.optim.Optimizer, step: Step) -> Metrics:
+    def _apply(self, call: Call, optimizer: torch.optim.Optimizer, step: Step) -> Metrics:
         """Everything that `optim_step` does to the engine; the metrics of the hooks."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        with phase("clip"):
+        with call.shared(), phase("clip"):
             max_norm, stages = self.settings.max_norm, self.mesh.pp_group
             step.norm, scale = norm_and_scale(parameters, step.weight, max_norm, stages)
-            with self.turn.lent():
-                self.hooks.gradients_ready(step)
-        with phase("optimizer"), step.stream.drawn():
-            step_with(optimizer, scale, step.skipped)
-            self.step, self.version = self.step + 1, self.version + 1
-            self.tokens_seen += step.tokens
-            with self.turn.lent():
-                reported = self.hooks.step_applied(step)
-        self._forget_gradients()
+        # A callback that raises on one rank alone would leave the others waiting in the last hook.
+        together = call.agreed() if self.hooks.wait_for_gradients else call.shared()
+        with together, phase("clip"), self.turn.lent():
+            self.hooks.gradients_ready(step)
+        with call.shared():
+            with phase("clip"), self.turn.lent():
+                self.hooks.decide(step)
+            with phase("optimizer"), step.stream.drawn():
+                step_with(optimizer, scale, step.skipped)
+                self.step, self.version = self.step + 1, self.version + 1
+                self.tokens_seen += step.tokens
+                with self.turn.lent():
+                    reported = self.hooks.step_applied(step)
+            self._forget_gradients()
         return reported
 
     def clear_gradients(self) -> None:

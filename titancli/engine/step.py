@@ -167,14 +167,21 @@ class Hooks:
         with lent():
             entered.close()
 
+    @property
+    def wait_for_gradients(self) -> bool:
+        """Whether callbacks look at gradients; the same on every rank."""
+        return any(hasattr(hook, "gradients_ready") for hook in self._added)
+
     def gradients_ready(self, step: Step) -> None:
-        """Show the gradients, and find out whether the step is applied."""
+        """Show the gradients to all hooks but the last, and collect their vetoes."""
         for hook in self._with("gradients_ready"):
-            veto = hook.gradients_ready(step)
-            if hook is self.last:
-                step.skipped = veto
-            else:
-                step.vetoed = _either(hook, step.vetoed, veto)
+            if hook is not self.last:
+                step.vetoed = _either(hook, step.vetoed, hook.gradients_ready(step))
+
+    def decide(self, step: Step) -> None:
+        """Have the last hook decide whether the step is applied. Collective."""
+        if self.last is not None:
+            step.skipped = self.last.gradients_ready(step)
 
     def step_applied(self, step: Step) -> Metrics:
         """Show the step, and return the metrics of all hooks.

@@ -56,8 +56,7 @@ def accumulating(
     *,
     first: Callable[[Step], Sums] | None = None,
 ) -> Iterator[Pass]:
-    """Have the block add the gradients of batches on the device, by the engine's runner, and leave its sums; see
-    `Engine.forward_backward`.
+    """Have the block add gradients of batches on the device, by the engine's runner, and set its sums.
 
     Args:
         poison: see `titancli.engine.inputs.checked_batches`.
