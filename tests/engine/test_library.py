@@ -467,7 +467,7 @@ def with_output(name: str) -> Any:
         (GOOD, reporting(3), "called 3, which is not a string"),
         (GOOD, CrossEntropy, "use CrossEntropy()"),
         (GOOD, AdamW(), "AdamW is a optimizer"),
-        (GOOD, "cross_entropy", "str is not a loss"),
+        (GOOD, 3, "int is not a loss"),
         (GOOD, torch.nn.PReLU(), "the loss PReLU has the parameter weight, which no optimizer trains"),
         (GOOD, with_output("logits"), '"logits"|\'logits\', not "logprobs" or "model"'),
         (GOOD, returns(lambda lp: lp.sum()), "returned a Tensor"),

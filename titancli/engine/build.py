@@ -134,7 +134,7 @@ def build_engine(
         parameter_count=count,
         config=plain_config(recipe, degrees, device, count),
         uncut=lambda: _uncut(recipe),
-        tokenizer_config=recipe.tokenizer,
+        recipe=recipe,
         unusable=None if awaited is None else Unusable(f"{awaited} is not loaded yet", "weights"),
         **first._asdict(),
     )

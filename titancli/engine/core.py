@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from titancli.distributed.mesh import Mesh
     from titancli.parallel.pipeline import Placement
     from titancli.protocols import Converter, HFForm, Loss, Tokenizer
+    from titancli.recipe.schema import Recipe
 
 
 @dataclass(eq=False)
@@ -54,6 +55,8 @@ class EngineCore:
     loss: Loss
     optimizer: torch.optim.Optimizer | None
     settings: EngineSettings
+    recipe: Recipe
+    """What it was built from."""
     converters: Sequence[Converter] = ()
     hf_form: HFForm | None = None
     placement: Placement | None = None
@@ -81,8 +84,6 @@ class EngineCore:
     """What the Hugging Face folder that the weights once came from had beside them, for checkpoints."""
     uncut: Callable[[], Any] = field(default=lambda: None, repr=False)
     """Makes the model with its converters once more, on meta, as one rank alone has it."""
-    tokenizer_config: Any = None
-    """The recipe's."""
     busy: str | None = None
     """Why no verb can be called now, if so."""
     ranks: RankGroup = field(default_factory=rank_group, repr=False)
@@ -111,7 +112,7 @@ class EngineCore:
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
         """The recipe's; None: it has none."""
-        return None if self.tokenizer_config is None else build(self.tokenizer_config)
+        return None if self.recipe.tokenizer is None else build(self.recipe.tokenizer)
 
     @property
     def guard(self) -> Guard | None:

@@ -17,6 +17,7 @@ from titancli.checkpoint.exclude import NOTHING, Exclusion
 from titancli.distributed import process_group
 from titancli.engine import checkpoints, exchange, recipes, samples
 from titancli.engine.agreement import Call
+from titancli.engine.copies import Form, export, own_lock, snapshot
 from titancli.engine.core import EngineCore
 from titancli.engine.grad_clip import norm_and_scale
 from titancli.engine.inputs import (
@@ -151,6 +152,11 @@ class Engine(EngineCore):
             return engine
         finally:
             process_group.leave()
+
+    def snapshot(self) -> Self:
+        """Return a frozen engine with the same layout and a copy of the weights as they are: a reference to
+        compare later weights with, to be closed by itself. Collective."""
+        return snapshot(self)
 
     # ------------------------------------------------------------------------------------------- state
 
@@ -433,14 +439,14 @@ class Engine(EngineCore):
         """Return the state of an engine that may be unusable, to load into it."""
         return checkpoints.live_state(self)
 
-    def save(self, folder: str | Path, *, lock_text: str = "", run_id: str = "") -> None:
+    def save(self, folder: str | Path, *, lock_text: str | None = None, run_id: str = "") -> None:
         """Save a checkpoint of this engine, complete or not at all: safetensors and JSON. Collective.
 
         Accumulated gradients are not part of it. An older checkpoint with the same name is replaced.
 
         Args:
             folder: the path; a last part such as `step-100` gives the step.
-            lock_text: the resolved recipe to store with it (`titancli.recipe.lock_text`).
+            lock_text: the resolved recipe to store with it; None: the engine's own.
             run_id: the run that owns the checkpoint; one of another run is never replaced.
 
         Raises:
@@ -456,7 +462,7 @@ class Engine(EngineCore):
                     Path(folder),
                     tensors,
                     {"engine": state},
-                    lock_text=lock_text,
+                    lock_text=own_lock(self) if lock_text is None else lock_text,
                     run_id=run_id,
                     mesh=asdict(self.mesh.degrees),
                     kept=self.kept,
@@ -489,6 +495,19 @@ class Engine(EngineCore):
                 frozen and the optimizer's state was requested.
         """
         return checkpoints.load(self, Path(folder), optimizer=optimizer, verify=verify, exclude=exclude)
+
+    def export(self, folder: str | Path, form: Form = "hf", dtype: str | None = None) -> None:
+        """Export the weights as a folder that transformers, or peft, loads as it is. Collective.
+
+        Args:
+            folder: one that does not exist, on a disk that all ranks share, with room for two copies.
+            form: "hf" for the whole model, adapters merged; "peft" for the adapters alone.
+            dtype: "float32", "bfloat16" or "float16"; None keeps that of the parameters.
+
+        Raises:
+            TitanError: the folder is not empty, or the model or its adapters have no such form.
+        """
+        export(self, Path(folder), form, dtype)
 
     # ----------------------------------------------------------------------------------------- weights
 

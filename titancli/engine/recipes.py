@@ -68,11 +68,12 @@ class Parts(TypedDict, total=False):
     stability: Stability
     debug: Debug
     comm: Comm
+    tokenizer: Any
     weights: str | Path | None
 
 
 SLOTS = {"model": "model", "optimizer": "optimizer", "loss": "loss", "parallelize": "parallelize"}
-SLOTS |= {"converters": "converter", "lr_scheduler": "schedule"}
+SLOTS |= {"converters": "converter", "lr_scheduler": "schedule", "tokenizer": "tokenizer"}
 """The parts that are components, and their kinds."""
 
 
@@ -115,7 +116,7 @@ def recipe_from(recipe: Recipe | str | Path, overrides: Sequence[str] = ()) -> t
             f"the checkpoint {folder} contains no recipe",
             hint=f'give a recipe of its model, with the override "weights={folder}"',
         )
-    loaded = load_recipe(recipe, overrides).recipe
+    loaded = load_recipe(recipe, overrides, runnable=False).recipe
     start_from(loaded).fetch(logger.info)
     _remark(loaded)
     own_weights = any(override.partition("=")[0].strip() == "weights" for override in overrides)
@@ -173,7 +174,9 @@ def recipe_of(model: Any, parts: Parts, device: torch.device) -> Recipe:
             f"Engine.of does not take {' or '.join(unknown)}",
             hint=f"its arguments are model, {', '.join(Parts.__annotations__)}",
         )
-    if "lr_scheduler" in parts and "training" not in parts and parts["lr_scheduler"].total_steps is None:
+    training = parts.get("training", Training())
+    endless = not isinstance(training, Training) or not training.steps
+    if "lr_scheduler" in parts and endless and parts["lr_scheduler"].total_steps is None:
         raise UsageError(
             "a schedule needs a length",
             hint="pass training=Training(steps=...) with lr_scheduler, or set its total_steps",
@@ -193,7 +196,7 @@ def recipe_of(model: Any, parts: Parts, device: torch.device) -> Recipe:
         given.setdefault(kind, _default(kind))
     given.setdefault(
         "training",
-        Training(steps=1, seq_len=min(2048, model.max_seq_len or 2048)),
+        Training(seq_len=min(2048, model.max_seq_len or 2048)),
     )
     given.setdefault("lr_scheduler", WarmupStableDecay(warmup_steps=0, decay_ratio=0.0, min_lr_factor=1.0))
     given.setdefault("activation_checkpoint", ActivationCheckpoint(mode="none"))
@@ -201,13 +204,15 @@ def recipe_of(model: Any, parts: Parts, device: torch.device) -> Recipe:
     if not isinstance(training, Training):
         raise UsageError(
             f"training: got a {type(training).__name__}, expected Training",
-            hint="use training=Training(steps=...)",
+            hint="use training=Training(...)",
         )
+    given["training"] = training = dataclasses.replace(training, steps=training.steps or 1)
     if device.type == "cpu" and training.mixed_precision_param is BFLOAT16:
         given["training"] = dataclasses.replace(training, mixed_precision_param="float32")
     if (weights := parts.get("weights")) is not None:
         given["weights"] = absolute(Path(weights))
-    made = Recipe(tokenizer=None, dataset=None, loop=_default("loop"), launcher=None, **given)
+    given.setdefault("tokenizer", None)
+    made = Recipe(dataset=None, loop=_default("loop"), launcher=_default("launcher"), **given)
     _remark(made)
     start_from(made).fetch(logger.info)
     return made

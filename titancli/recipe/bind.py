@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,7 @@ MISSING = ("missing", "missing_argument", "missing_keyword_only_argument")
 
 
 def bind_recipe(
-    resolved: Resolved, registry: Registry, problems: Problems
+    resolved: Resolved, registry: Registry, problems: Problems, *, runnable: bool = True
 ) -> tuple[Recipe, frozenset[KeyPath]]:
     """Bind a recipe. Values that do not fit get their defaults; their paths are returned too.
 
@@ -46,8 +46,8 @@ def bind_recipe(
         "tokenizer": any(map(needs_tokenizer, _datasets(resolved))),
         "dataset": needs_dataset(resolved.classes.get(("loop",))),
     }
-    absent = [name for name, needed in wanted.items() if needed and name not in resolved.root.value]
-    missing = [{"type": "missing", "loc": (name,)} for name in absent]
+    absent: list[KeyPath] = [(n,) for n, needed in wanted.items() if needed and n not in resolved.root.value]
+    missing = [{"type": "missing", "loc": path} for path in (*absent, *_unset(resolved)) if runnable]
     found_before, wrong = bool(problems), set[KeyPath]()
     try:
         recipe = bind(Recipe, resolved.root.plain(resolved.holes), registry)
@@ -66,6 +66,15 @@ def bind_recipe(
     _report(missing, resolved, registry, problems)
     problems.raise_any()
     return absolute(recipe), frozenset()
+
+
+def _unset(resolved: Resolved) -> Iterator[KeyPath]:
+    """Yield the fields of sections that a recipe must set, and does not, although they have a default."""
+    for name, node in resolved.root.value.items():
+        sections = fields_of(Recipe)[name].type.tables if name in fields_of(Recipe) else []
+        for field in (field for section in sections for field in fields_of(section).values()):
+            if field.type.marked_required and isinstance(node.value, dict) and field.name not in node.value:
+                yield name, field.name
 
 
 def _datasets(resolved: Resolved) -> list[type | None]:

@@ -52,6 +52,7 @@ def load_recipe(
     unset: Sequence[str] = (),
     run: Path | None = None,
     registry: Registry | None = None,
+    runnable: bool = True,
 ) -> Loaded:
     """Load a recipe, or a lock file, and check all of it. Imports no torch and fetches nothing.
 
@@ -61,6 +62,8 @@ def load_recipe(
         unset: keys to take away, e.g. `training.global_batch_size`.
         run: a run folder of this recipe: where `weights` gave the model and are gone, its lock file does.
         registry: the components that there are; the process's own if left out.
+        runnable: False for an engine: what only a run needs, dataset, tokenizer and training.steps, may be
+            missing.
 
     Raises:
         RecipeError: everything that is wrong, with places.
@@ -85,7 +88,7 @@ def load_recipe(
     resolved.holes |= refuse_values(resolved.root, problems)
     if not model_known:
         resolved.holes.add(("model",))  # already reported
-    recipe, left_out = bind_recipe(resolved, registry, problems)
+    recipe, left_out = bind_recipe(resolved, registry, problems, runnable=runnable)
     _check_unset(recipe, absent, problems)
     check_recipe(recipe, resolved.root, registry, problems, left_out)
     problems.raise_any()
@@ -154,11 +157,21 @@ def _origins(data: dict[str, Any], root: Node) -> dict[str, Origin]:
 # ---------------------------------------------------------------------------------------------- the lock file
 
 
-def lock_text(loaded: Loaded) -> str:
-    """Return a recipe's resolved data as TOML 1.0, with a checksum. Loading it gives the same data."""
+def lock_text(recipe: Loaded | Recipe) -> str:
+    """Return a recipe's resolved data as TOML 1.0, with a checksum. Loading it gives the same data.
+
+    Raises:
+        PluginError: a component of a Recipe is of no plugin, or holds a value that TOML cannot.
+    """
     import tomli_w
 
-    return f"{_header()}{LOCK_SEAL.put(tomli_w.dumps(loaded.data))}"
+    if isinstance(recipe, Recipe):
+        from titancli.registry import current
+
+        data = _table(recipe, None, current())
+    else:
+        data = recipe.data
+    return f"{_header()}{LOCK_SEAL.put(tomli_w.dumps(data))}"
 
 
 def resolved_text(loaded: Loaded) -> str:

@@ -18,7 +18,7 @@ from titancli.errors import RecipeError
 from titancli.layout.degrees import Degrees, Mesh
 from titancli.layout.stages import Pipeline
 from titancli.registry.component import section
-from titancli.registry.fields import Component, Effect, Slot, fields_of
+from titancli.registry.fields import Component, Effect, Required, Slot, fields_of
 from titancli.registry.kinds import KINDS
 
 BFLOAT16: Literal["bfloat16"] = str(b"bfloat16", "ascii")  # type: ignore[assignment]
@@ -54,8 +54,8 @@ class Training:
     """Length of the run, batch sizes, gradient clipping and precision."""
 
     effect: ClassVar = "numbers"
-    steps: Annotated[int, Gt(0)]
-    """Total number of optimizer steps, including those before a resume."""
+    steps: Annotated[int, Gt(0), Required()] = 0
+    """Total number of optimizer steps, including those before a resume; in a script there need be none."""
     seq_len: Annotated[int, Gt(0)] = 2048
     """Sequence length, in tokens."""
     local_batch_size: Annotated[int, Gt(0), Effect("speed")] = 8

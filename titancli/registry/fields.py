@@ -67,6 +67,11 @@ class Effect:
 
 
 @dataclasses.dataclass(frozen=True)
+class Required:
+    """Mark a field that a recipe must set although its class has a default, for scripts that need not."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Type:
     """The values that a type annotation admits. As text: `int > 0`, `"linear" | "cosine"`, `list of path`."""
 
@@ -94,6 +99,11 @@ class Type:
     def local_path(self) -> bool:
         """Return whether the type is marked as `LocalPath`."""
         return any(isinstance(mark, LocalPath) for _, marks in _arms(self.hint) for mark in marks)
+
+    @property
+    def marked_required(self) -> bool:
+        """Return whether the type is marked as `Required`."""
+        return any(isinstance(mark, Required) for _, marks in _arms(self.hint) for mark in marks)
 
     @property
     def choices(self) -> list[Any]:
@@ -134,7 +144,8 @@ class Field:
 
     @property
     def required(self) -> bool:
-        return dataclasses.MISSING is self.declared.default is self.declared.default_factory
+        has_none = dataclasses.MISSING is self.declared.default is self.declared.default_factory
+        return has_none or self.type.marked_required
 
     @property
     def default(self) -> Any:
@@ -171,7 +182,7 @@ def nested_fields(config: type) -> list[Field]:
 
 
 def required_fields(config: type) -> list[str]:
-    """Return the names of the fields without a default."""
+    """Return the names of the fields that a recipe must set."""
     return [field.name for field in fields_of(config).values() if field.required]
 
 

@@ -40,7 +40,7 @@ def recipe_of(folder: Path) -> tuple[Any, Any]:
     if (folder / LOCK).is_file():
         from titancli.recipe import load_recipe
 
-        recipe = load_recipe(folder / LOCK).recipe
+        recipe = load_recipe(folder / LOCK, runnable=False).recipe
         return recipe.model, recipe.tokenizer
     manifest: Manifest = read_manifest(folder)
     keys = manifest.state.get("model")
