@@ -6,7 +6,7 @@ members are declared in classes of defaults: `titancli.build` fills in those tha
 
 Import the names from here. The files: `model`, `hf` (its Hugging Face form), `data`, `transforms`
 (converters, parallelize), `training` (losses, optimizers, schedules), `run` (loops, launchers, loggers),
-`callback`, `rl`.
+`callback`, `store`, `rl`.
 """
 
 from titancli.protocols.callback import (
@@ -48,6 +48,7 @@ from titancli.protocols.rl import (
     TaskDefaults,
 )
 from titancli.protocols.run import LauncherBuilder, Logger, LoggerBuilder, LoopBuilder
+from titancli.protocols.store import Store, StoreBuilder
 from titancli.protocols.training import (
     Loss,
     LossBuilder,
@@ -109,6 +110,8 @@ __all__ = [
     "ScheduleBuilder",
     "StepHook",
     "StepHookDefaults",
+    "Store",
+    "StoreBuilder",
     "Task",
     "TaskBuilder",
     "TaskDefaults",

@@ -27,6 +27,7 @@ BUILT = (
     "loss",
     "optimizer",
     "schedule",
+    "store",
     "logger",
     "task",
     "reward",
@@ -116,6 +117,8 @@ def _runtime(kind: str, config: Any, folder: Path, seq_len: int) -> dict[str, An
         return {"named_parameters": named, "roles": {"weight": "matrix", "bias": "other"}}
     if kind == "schedule":
         return {"steps": 1000}
+    if kind == "store":
+        return {"url": "store://folder"}
     if kind == "task":
         return {"seed": 0}
     return {"run_folder": folder, "is_main": True} if kind == "logger" else {}

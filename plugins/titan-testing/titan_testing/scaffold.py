@@ -133,6 +133,7 @@ def _words_of(kind: str, words: dict[str, str], *, several: bool) -> dict[str, s
     name, component = words["name"], words["component"]
     slot = f"loop.{kind}" if kind in OF_GRPO else SECTIONS.get(kind, kind)
     array = f"{slot}s='[{{type = \"{component}\"}}]'"
+    url = f"checkpoint.remote={component}:///tmp/{component}"  # a store has no slot: its URLs name it
     helpers = [*([] if several else ["check_plugin"]), *([] if kind in OF_GRPO else ["recipe"]), "run_cli"]
     standard = "".join(f"import {module}\n" for module in STANDARD.get(kind, ()))
     standard += "from pathlib import Path\n\n" + ("import pytest\n" if kind in WITH_PYTEST else "")
@@ -140,7 +141,7 @@ def _words_of(kind: str, words: dict[str, str], *, several: bool) -> dict[str, s
         "kind": kind,
         "package": f"{words['package']}.{kind}" if several else words["package"],
         "base": "grpo_digit" if kind in OF_GRPO else "llama3_debug",
-        "use": array if kind in MANY else f"{slot}={component}",
+        "use": url if kind == "store" else array if kind in MANY else f"{slot}={component}",
         "imports": f"\n{standard}from titan_testing import {', '.join(helpers)}\n",
         "sound": "" if several else Template(SOUND).substitute(words),
         "trains": _trains(name, kind, component),
@@ -178,6 +179,11 @@ def _trains(name: str, kind: str, component: str) -> str:
             f"    use = {quote}{use}{quote}\n"
             '    small = ("training.steps=1", "loop.eval_freq=0", "loop.samples=4", use)\n'
             '    done = run_cli("train", "grpo_digit", *small, cwd=tmp_path)'
+        )
+    if kind == "store":
+        return (
+            f'    url = f"checkpoint.remote={component}://{{tmp_path}}/store"\n'
+            '    done = run_cli("train", recipe(tmp_path, ""), url, cwd=tmp_path)'
         )
     table = f"[[{kind}s]]" if kind in MANY else f"[{SECTIONS.get(kind, kind)}]"
     return (

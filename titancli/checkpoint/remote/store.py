@@ -1,6 +1,7 @@
 """A place in an object store, by its URL, that can be asked what a folder on a disk can. Torch-free.
 
-fsspec knows the stores; it is imported when a URL is used.
+A store is a component of the kind `store` that is named as the URL's protocol; other protocols are fsspec's,
+which is imported then.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import xxhash
 from titancli.checkpoint.format.hashed import Digest
 from titancli.checkpoint.remote.requests import ABSENT, BRIEFLY, Line
 from titancli.errors import EnvironmentProblem, TitanError
+from titancli.registry import current
+from titancli.registry.component import build
 
 T = TypeVar("T")
 
@@ -49,15 +52,25 @@ def at(url: str, timeout_seconds: float = TIMEOUT, patience: float | None = None
     Raises:
         EnvironmentProblem: the package for this kind of store is not installed, or nobody knows the kind.
     """
+    store, key = _opened(url)
+    line = Line(timeout_seconds, BRIEFLY if patience is None else patience)
+    return cast(Path, RemotePath(store, key.rstrip("/"), url.rstrip("/"), line))
+
+
+def _opened(url: str) -> tuple[Any, str]:
+    """Return the store of a URL, and the key in it."""
+    protocol, _, key = url.partition("://")
+    if any(name.rpartition("/")[2] == protocol for name in current().names("store")):
+        return build(current().find("store", protocol)(), url=url), key
     import fsspec
 
-    protocol = url.partition("://")[0]
     # Neither shared nor remembered: credentials may have changed, and another process may have written.
     options: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
     if protocol in ("file", "local"):
         options["auto_mkdir"] = True
     try:
         store, key = fsspec.core.url_to_fs(url, **options)
+        return store, key
     except ImportError as error:
         extra = _EXTRAS.get(protocol)
         hint = f"pip install 'titancli[{extra}]'" if extra else str(error)
@@ -66,8 +79,6 @@ def at(url: str, timeout_seconds: float = TIMEOUT, patience: float | None = None
         raise EnvironmentProblem(
             f"{url} is not the URL of a store: {error}", hint="such as s3://…"
         ) from error
-    line = Line(timeout_seconds, BRIEFLY if patience is None else patience)
-    return cast(Path, RemotePath(store, key.rstrip("/"), url.rstrip("/"), line))
 
 
 class RemotePath:
