@@ -16,17 +16,16 @@ from titancli.recipe import load_recipe, lock_text
 from titancli.recipe.find import bundled_folder
 from titancli.registry.component import component_info
 from titancli.registry.discover import load_plugins
-from titancli.registry.kinds import KINDS
 
 
 def everything(*only: str) -> str:
     """The code of a plugin that offers each name that titan has, or only these of them."""
-    lines = ["import titancli.optimizers", "from titancli import component, hookimpl", "ALL = []"]
+    lines = ["from titancli import component, hookimpl", "ALL = []"]
     for number, config in enumerate(titan_components()):
         info = component_info(config)
         if not only or f"{info.kind}/{info.name}" in only:
             lines += [f"@component({info.kind!r}, {info.name!r}, target={info.target!r})"]
-            lines += [f"class C{number}({KINDS[info.kind].base or 'object'}): pass", f"ALL.append(C{number})"]
+            lines += [f"class C{number}: pass", f"ALL.append(C{number})"]
     return "\n".join([*lines, "@hookimpl", "def titan_components(): return ALL", ""])
 
 
