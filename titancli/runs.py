@@ -17,15 +17,11 @@ Commands look at run folders, so nothing here imports torch.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
-import logging
 import os
 import re
-import socket
 import tempfile
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -33,7 +29,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from titancli.errors import EXIT_ENVIRONMENT, EnvironmentProblem, TitanError
-from titancli.files import denied, parse_json, read_bytes, regular
+from titancli.files import denied, parse_json, read_bytes
+from titancli.locks import IN_USE, Hold, holder, is_locked, locked
 from titancli.seal import Seal
 
 LOCK_NAME = "recipe.lock.toml"
@@ -48,8 +45,6 @@ RECORD_SEAL = Seal('{\n  "xxh3_64": "', '",\n')
 """Files without one are taken as they are: of an earlier version of titan, or made by hand."""
 ATTEMPT = "TITAN_ATTEMPT"
 """The environment variable with the token of the attempt, for its ranks."""
-
-logger = logging.getLogger(__name__)
 
 
 def runs_root() -> Path:
@@ -160,103 +155,6 @@ def _umask() -> int:
     current = os.umask(0o022)
     os.umask(current)
     return current
-
-
-TAKEN = (errno.EWOULDBLOCK, errno.EACCES)
-"""Errors of `flock` if another process holds the lock."""
-
-
-def _take_lock(file: IO[Any], kind: int) -> None:
-    """Lock an open file. Who only asks (see `RunFolder.in_use`) holds it for a moment, so a first refusal is
-    not the last word.
-
-    Raises:
-        OSError: it is held, or cannot be locked at all.
-    """
-    for waits in (0.01, 0.05, None):
-        try:
-            fcntl.flock(file, kind | fcntl.LOCK_NB)
-        except OSError as error:
-            if waits is None or error.errno not in TAKEN:
-                raise
-            time.sleep(waits)
-        else:
-            return
-
-
-def _is_locked(path: Path, kind: int) -> bool | None:
-    try:
-        # NFS locks a file alone only for who may write it.
-        with open(path, "r+b" if os.access(path, os.W_OK) else "rb", opener=regular) as file:
-            try:
-                _take_lock(file, kind)
-            except OSError as error:
-                return True if error.errno in TAKEN else None
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return None
-    return False
-
-
-IN_USE = "wait for that process or stop it, or start a new run in another folder"
-
-
-def _holder(path: Path) -> str:
-    """Return the holder of a lock file, as recorded in it."""
-    try:
-        words = read_bytes(path, 1 << 20).decode("utf-8", "replace").strip().splitlines()
-    except OSError:
-        words = []
-    return words[-1] if words else "another process"
-
-
-def _locked(path: Path, kind: int, what: str) -> IO[str]:
-    """An open file that is locked, and says by whom; `what` it stands for is named where it is taken.
-
-    Raises:
-        EnvironmentProblem: it is, or it cannot be written.
-    """
-    try:
-        file = open(path, "a+", encoding="utf-8", opener=regular)  # noqa: SIM115 - held until the process ends
-    except OSError as error:
-        raise EnvironmentProblem(f"cannot write {path}: {error.strerror}") from error
-    try:
-        _take_lock(file, kind)
-    except OSError as error:
-        if error.errno in TAKEN:
-            file.close()
-            raise EnvironmentProblem(f"{what} is in use by {_holder(path)}", hint=IN_USE) from error
-        logger.warning(
-            "%s cannot be locked (%s): another run could write to it at the same time", path, error
-        )
-    if kind == fcntl.LOCK_EX:
-        file.truncate(0)
-    try:
-        os.write(file.fileno(), f"process {os.getpid()} on host {socket.gethostname()}\n".encode())
-    except OSError as error:
-        file.close()
-        raise EnvironmentProblem(f"cannot write {path}: {error.strerror}", hint="free some space") from error
-    return file
-
-
-def hold_file(path: Path, what: str) -> Hold:
-    """Hold a lock file alone; `what` it stands for is named where somebody else holds it.
-
-    Raises:
-        EnvironmentProblem: somebody else does, or it cannot be written.
-    """
-    return Hold(_locked(path, fcntl.LOCK_EX, what))
-
-
-class Hold:
-    """A run folder held by this process, until `release` or the process's end."""
-
-    def __init__(self, file: IO[str]) -> None:
-        self._file = file
-
-    def release(self) -> None:
-        self._file.close()
 
 
 class TakenOver(TitanError):
@@ -470,9 +368,9 @@ class RunFolder:
             EnvironmentProblem: they do; names host and process.
         """
         for name, kind in (("run.lock", fcntl.LOCK_SH), ("ranks.lock", fcntl.LOCK_EX)):
-            if _is_locked(self.path / name, kind):
+            if is_locked(self.path / name, kind):
                 raise EnvironmentProblem(
-                    f"the run folder {self.path} is in use by {_holder(self.path / name)}", hint=IN_USE
+                    f"the run folder {self.path} is in use by {holder(self.path / name)}", hint=IN_USE
                 )
 
     def in_use(self) -> bool | None:
@@ -480,18 +378,18 @@ class RunFolder:
 
         Changes no file. A process of another machine is seen where the file system shares its locks.
         """
-        answers = [_is_locked(self.path / "run.lock", fcntl.LOCK_SH)]
+        answers = [is_locked(self.path / "run.lock", fcntl.LOCK_SH)]
         if answers == [False]:
-            answers.append(_is_locked(self.path / "ranks.lock", fcntl.LOCK_EX))  # ranks share it
+            answers.append(is_locked(self.path / "ranks.lock", fcntl.LOCK_EX))  # ranks share it
         return True if True in answers else None if None in answers else False
 
     def ranks_at_work(self) -> bool:
         """Return whether ranks of any command hold the folder."""
-        return _is_locked(self.path / "ranks.lock", fcntl.LOCK_EX) is True
+        return is_locked(self.path / "ranks.lock", fcntl.LOCK_EX) is True
 
     def _lock(self, name: str, kind: int) -> IO[str]:
         """An open file that is locked, and says by whom."""
-        return _locked(self.path / name, kind, f"the run folder {self.path}")
+        return locked(self.path / name, kind, f"the run folder {self.path}")
 
     # ------------------------------------------------------------------------------------- recipe.lock.toml
 

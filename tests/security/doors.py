@@ -68,7 +68,7 @@ DOORS = [
         SMALL,
         "logs/*",
     ),
-    Door("locks", "runs", LINKS, LISTED, "run.lock ranks.lock slurm/lock"),
+    Door("locks", "locks", LINKS, LISTED, "run.lock ranks.lock slurm/lock"),
     Door(
         "digests",
         "observe.digests titan_proof.digests",

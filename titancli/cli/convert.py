@@ -108,10 +108,7 @@ def command(
             )
         result = convert.Result(lines, good)
     else:
-        if not isinstance(src, Path):
-            raise UsageError("--to titan reads a local folder", hint=f"copy {src} first")
-        if not src.exists() and (hint := hub_hint(src)):
-            raise EnvironmentProblem(f"folder {src} does not exist", hint=hint)
+        _require_local(src)
         result = convert.to_titan(
             src,
             dst,
@@ -125,6 +122,17 @@ def command(
     for line in result.lines:
         print(line)
     return 0 if result.good else 1
+
+
+def _require_local(src: Path) -> None:
+    """
+    Raises:
+        TitanError: the source is a URL, or looks like a repository of the Hub.
+    """
+    if not isinstance(src, Path):
+        raise UsageError("--to titan reads a local folder", hint=f"copy {src} first")
+    if not src.exists() and (hint := hub_hint(src)):
+        raise EnvironmentProblem(f"folder {src} does not exist", hint=hint)
 
 
 def _progress(name: str, done: int, total: int) -> None:

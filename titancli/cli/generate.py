@@ -174,16 +174,14 @@ def _generate(
         raise
     seconds = time.monotonic() - loaded
     tokens = sum(len(completion.tokens) for completion in made)
-    speed = tokens / seconds
     if as_json:
         facts = {"source": str(source.folder), "model": source.name, "device": place.type, "dtype": dtype}
         settings: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-        settings |= {**rest, "bos": source.bos if bos is None else bos}
-        settings |= {"chat": chat, "system": system}
+        settings |= {**rest, "bos": source.bos if bos is None else bos, "chat": chat, "system": system}
         rows = _rows(texts, prompts, made, samples)
-        timing = {"tokens": tokens, "seconds": seconds, "tokens_per_second": speed}
+        timing = {"tokens": tokens, "seconds": seconds, "tokens_per_second": tokens / seconds}
         print_json("generation", {**facts, "settings": settings, "prompts": rows, **timing})
-    note(f"{tokens} tokens in {seconds:.1f} s, {speed:.4g} tokens/s; {_ends(made)}")
+    note(f"{tokens} tokens in {seconds:.1f} s, {tokens / seconds:.4g} tokens/s; {_ends(made)}")
     return EXIT_OK
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,9 +10,8 @@ import click
 
 from titancli.cli.completion import RunName
 from titancli.cli.output import note, out, print_json, short_path, table
-from titancli.errors import EnvironmentProblem, UsageError
-from titancli.runs import LOCK_NAME, RunFolder, runs_root
-from titancli.signals import say
+from titancli.errors import UsageError
+from titancli.runs import RunFolder, runs_root
 from titancli.terminal import printable
 
 if TYPE_CHECKING:
@@ -25,7 +22,6 @@ JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON docu
 STYLES = {"running": "bold green", "failed": "red", "died": "red", "unknown": "yellow"}
 LOOK_BACK = 200
 """Number of events before the last step that are searched for an evaluation."""
-FAILED = ("failed", "died")
 DAY = 86400
 
 
@@ -226,6 +222,7 @@ def rm(runs: tuple[Path, ...], failed: bool, yes: bool, as_json: bool) -> None:
     With --failed, those runs in `runs` (or TITAN_RUNS) that failed, died, or were stopped before their first
     step, and have no checkpoint; one that has checkpoints must be named. A run in use is never removed.
     """
+    from titancli.cli import removing
     from titancli.observe.summary import runs_in, summarize
 
     if bool(runs) == failed:
@@ -234,96 +231,23 @@ def rm(runs: tuple[Path, ...], failed: bool, yes: bool, as_json: bool) -> None:
         there, unreadable = runs_in(runs_root()) if runs_root().exists() else ([], [])
         for line in unreadable:
             note(line)
-        chosen = [run for run in there if _came_to_nothing(run)]
+        chosen = [run for run in there if removing.came_to_nothing(run)]
         chosen = [run for run in chosen if not run.path.is_symlink()]
     else:
-        chosen = [summarize(_removable(path)) for path in dict.fromkeys(path.absolute() for path in runs)]
+        chosen = [
+            summarize(removing.removable(path)) for path in dict.fromkeys(path.absolute() for path in runs)
+        ]
     for run in chosen:
-        _refuse_in_use(run)
-    if chosen and not yes and not _confirmed(chosen):
+        removing.refuse_in_use(run)
+    if chosen and not yes and not removing.confirmed(chosen):
         chosen = []
     for run in chosen:
-        _remove(RunFolder(run.path))
+        removing.remove(RunFolder(run.path))
         note(f"removed {short_path(run.path)}")
     if not chosen:
         note("nothing was removed")
     if as_json:
         print_json("removed-runs", {"removed": [str(run.path) for run in chosen]})
-
-
-# -------------------------------------------------------------------------------------------- removing
-
-
-def _came_to_nothing(run: Summary) -> bool:
-    ended = run.state in FAILED or (run.state in ("stopped", "interrupted") and not run.step)
-    return ended and not run.checkpoints
-
-
-def _removable(path: Path) -> Path:
-    if path.is_symlink():
-        raise EnvironmentProblem(f"{path} is a link", hint=f"give the run itself: {os.path.realpath(path)}")
-    return RunFolder.open(path).path
-
-
-def _refuse_in_use(run: Summary) -> None:
-    """Raise an error if a run is, or may be, in use.
-
-    Raises:
-        EnvironmentProblem: a process works in the folder, or may do so on another machine.
-    """
-    if run.state == "unknown" and run.attempts:
-        raise EnvironmentProblem(
-            f"{run.path} may still be running: {'; '.join(run.problems)}",
-            hint=f"run this command on {run.host}",
-        )
-    RunFolder(run.path).refuse_in_use()
-
-
-def _confirmed(runs: list[Summary]) -> bool:
-    from titancli.checkpoint.format.disk import size_text
-
-    for run in runs:
-        saved = f"{len(run.checkpoints)} checkpoint{'' if len(run.checkpoints) == 1 else 's'}"
-        step = "no step" if run.step is None else f"step {run.step}"
-        about = ", ".join((_words(run.state), step, saved, size_text(_size(run.path))))
-        say(printable(f"  {short_path(run.path)}: {about}"))
-    if not sys.stdin.isatty():
-        raise UsageError("not a terminal, so the removal cannot be confirmed", hint="add --yes")
-    return click.confirm(f"Remove {len(runs)} run{'' if len(runs) == 1 else 's'}?", err=True)
-
-
-def _size(folder: Path) -> int:
-    """Return the size in bytes of the files below a folder; links are not followed."""
-    return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
-
-
-def _remove(folder: RunFolder) -> None:
-    """Remove a run. The files that mark the folder as a run go last, so that a failed removal can be
-    repeated.
-
-    Raises:
-        EnvironmentProblem: it is in use, or something in it cannot be removed.
-    """
-    hold = folder.hold()
-    try:
-        for entry in folder.path.iterdir():
-            if entry.is_symlink():
-                note(f"{short_path(entry)} is a link; what it leads to stays: {os.path.realpath(entry)}")
-                entry.unlink()
-            elif entry.is_dir():
-                shutil.rmtree(entry)
-            elif entry.name not in (LOCK_NAME, "run.lock"):
-                entry.unlink()
-        folder.recipe_lock.unlink()
-        folder.path.joinpath("run.lock").unlink()
-        folder.path.rmdir()
-    except OSError as error:
-        raise EnvironmentProblem(
-            f"{error.filename or folder.path} cannot be removed: {error.strerror}",
-            hint=f"the remaining files of the run are in {folder.path}",
-        ) from error
-    finally:
-        hold.release()
 
 
 # ----------------------------------------------------------------------------------------------- words

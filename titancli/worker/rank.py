@@ -177,6 +177,10 @@ class Rank:
         if outcome["signal"] == NODES_JOIN.name:
             logger.info("more nodes join: all ranks restart from step %d", outcome["step"])
             return outcome
+        return self._ended(outcome, record)
+
+    def _ended(self, outcome: dict[str, Any], record: dict[str, Any]) -> dict[str, Any]:
+        """Report and record the outcome, and return it with the latest metrics."""
         if self._observers is not None:
             self._observers.run_end(outcome)
             outcome = {**outcome, "metrics": self._observers.latest}

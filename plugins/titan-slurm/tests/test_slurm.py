@@ -17,8 +17,9 @@ from tests.cli.conftest import Titan
 from titan_slurm import command as launch
 from titan_slurm import seconds_of
 from titan_slurm.jobs import SlurmFiles
+from titancli.locks import hold_file
 from titancli.run.prepare import Plan
-from titancli.runs import RunFolder, hold_file
+from titancli.runs import RunFolder
 
 FAKE = r"""#!/bin/bash
 # `calls`: each call, one a line. `NAME.out`, `NAME.err`, `NAME.code`: what the program NAME answers.

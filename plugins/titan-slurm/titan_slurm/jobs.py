@@ -28,7 +28,8 @@ from typing import Any
 from titan_slurm import FIELDS, Slurm
 from titancli.errors import EXIT_FAILED, EXIT_OK, EnvironmentProblem
 from titancli.files import read_json
-from titancli.runs import RunFolder, hold_file, timestamp, write_atomically
+from titancli.locks import hold_file
+from titancli.runs import RunFolder, timestamp, write_atomically
 
 ENDED = ["BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY"]
 ENDED += ["PREEMPTED", "REVOKED", "TIMEOUT"]

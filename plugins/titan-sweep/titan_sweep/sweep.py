@@ -24,9 +24,10 @@ import tomli
 from titancli.commands.starting import Request, changes, check_world, count_processes, make_plan
 from titancli.errors import EnvironmentProblem, RecipeError, UsageError
 from titancli.files import read_json
+from titancli.locks import Hold, hold_file
 from titancli.observe.summary import summarize
 from titancli.recipe import inline, load_recipe, lock_text
-from titancli.runs import Hold, RunFolder, hold_file, write_atomically
+from titancli.runs import RunFolder, write_atomically
 
 if TYPE_CHECKING:
     from titancli.recipe import Loaded

@@ -23,9 +23,10 @@ from titancli.data.shards.inputs import Input, pieces, share
 from titancli.data.shards.workers import Encoded, Plugins, encoder
 from titancli.data.shards.writer import ShardWriter
 from titancli.errors import EnvironmentProblem
+from titancli.locks import hold_file
 from titancli.protocols import Tokenizer
 from titancli.registry.component import build
-from titancli.runs import hold_file, write_atomically
+from titancli.runs import write_atomically
 
 GROUP_CHARACTERS = 1 << 20
 GROUP_PIECES = 8192
