@@ -103,10 +103,9 @@ def command(
         from titancli.checkpoint.hf.peft import to_peft
 
         with on_disk(src, dst.absolute().parent, say=note) as folder:
-            lines, good = to_peft(
-                folder, dst, dtype=convert.dtype_of(dtype), verify=verify, progress=show, say=note
-            )
-        result = convert.Result(lines, good)
+            kind = convert.dtype_of(dtype)
+            made = to_peft(folder, dst, dtype=kind, verify=verify, progress=show, say=note)
+        result = convert.Result(*made)
     else:
         _require_local(src)
         result = convert.to_titan(
