@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,10 @@ from titancli.launchers import Local
 from titancli.launchers.local import in_place, launch
 from titancli.launchers.torchrun import torchrun_command
 from titancli.protocols import LauncherBuilder
+from titancli.run.prepare import make_plan
+from titancli.run.request import Ranks, Request
+from titancli.run.start import launch_request, prepared
+from titancli.runs import ATTEMPT, ChangedMeanwhile
 
 LAUNCHER = """
 import json
@@ -148,3 +153,17 @@ def test_the_command_of_several_nodes_says_where_they_meet(tmp_path: Path) -> No
     command = torchrun_command(Local(), request(tmp_path, nproc=4, nnodes=2, rdzv="n0:1"))
     assert {"--nnodes=2", "--nproc-per-node=4", "--rdzv-endpoint=n0:1"} <= set(command)
     assert command[-2:] == ["titancli.worker.rank", str(tmp_path)]
+
+
+def test_a_prepared_run_is_held_until_its_block_ends_and_is_prepared_once(here: Path) -> None:
+    plan = make_plan(Request("tiny.toml", run_dir=here / "r"))
+    asked = launch_request(plan, Ranks(plugin_files=[], nproc=1, env={"NCCL_DEBUG": "INFO"}))
+    before = dict(os.environ)
+    with pytest.raises(ZeroDivisionError), prepared(plan, asked) as run:
+        assert run.folder.path == here / "r" and run.folder.in_use()
+        assert os.environ["NCCL_DEBUG"] == "INFO" and os.environ[ATTEMPT]
+        raise ZeroDivisionError
+    assert run.folder.in_use() is False and os.environ == before
+    with pytest.raises(ChangedMeanwhile), prepared(plan, asked):
+        raise AssertionError("the plan is of a folder that had no attempt")
+    assert len(run.folder.record()["attempts"]) == 1 and run.folder.in_use() is False
