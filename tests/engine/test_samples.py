@@ -409,3 +409,18 @@ def test_a_budget_gives_micro_batches_one_shape_and_without_it_they_fit_the_samp
     with engine_of() as engine:  # nobody has said how long rows are
         engine.forward_backward([GOOD, Sample([1] * 300, [1.0] * 300, [-1.0] * 300)], Shapes())
         assert shapes == [[1, 320]]
+
+
+@pytest.mark.parametrize("temperature", [0.5, 2.0])
+def test_a_temperature_divides_the_logits(temperature: float) -> None:
+    with engine_of() as engine:
+        samples = [Sample(tokens=[1, 2, 3, 4], mask=[0, 1, 1, 1]), Sample(tokens=[5, 6], mask=[0, 1])]
+        found = engine.forward(samples, temperature=temperature)
+        for sample, own in zip(samples, found, strict=True):
+            tokens = torch.tensor([list(sample.tokens)])
+            batch = Batch({"tokens": tokens, "positions": torch.arange(tokens.shape[1])[None]})
+            logits = engine.forward(batch, return_logits=True)[0, :-1].float() / temperature
+            expected = torch.log_softmax(logits, -1).gather(-1, tokens[0, 1:, None])[:, 0]
+            torch.testing.assert_close(own[1:], expected, rtol=0, atol=2e-6)
+        with pytest.raises(TitanError, match="temperature is 0, not a number above 0"):
+            engine.forward(samples, temperature=0)

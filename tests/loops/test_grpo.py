@@ -127,6 +127,22 @@ def test_passes_over_the_same_completions_and_a_resume_between_samplings(
     assert all(len(one["ids"]) == len(one["logprobs"]) == one["tokens"] for one in row["samples"])
 
 
+@pytest.mark.parametrize("loss", ["2.0", None])
+def test_a_temperature_is_that_of_the_policy(
+    train: Callable[..., Finished], tiny: Path, loss: str | None
+) -> None:
+    """Nothing was learned yet, so the trainer's log-probabilities are the sampler's; with another divisor in
+    the loss they are not."""
+    more = ("loop.generator.temperature=2.0", "training.steps=1", "loop.eval_freq=0", "loss.kl_coef=0.1")
+    for run, own in (("same", loss), ("other", "1.0")):
+        fields = more if own is None else (*more, f"loss.temperature={own}")
+        assert train("grpo.toml", "--run-dir", run, *fields).code == 0
+    same, other = steps("same")[1], steps("other")[1]
+    assert abs(same["sampler_k1"]) < 1e-6 and same["ratio"] == pytest.approx(1.0, abs=1e-6)
+    assert abs(same["reference_kl"]) < 1e-9 and same["entropy"] > other["entropy"]
+    assert other["sampler_k3"] > 10 * abs(same["sampler_k3"])
+
+
 MUTE = """\
 from titancli import component, hookimpl
 from titancli.protocols.samples import Completion

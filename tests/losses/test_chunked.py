@@ -20,6 +20,7 @@ from titancli.losses.chunked import (
 from titancli.models.blocks.head import Output
 from titancli.parallel.compile import check_inductor
 from titancli.planning.meter import Meter
+from titancli.protocols import LossDefaults
 from titancli.protocols.batch import Batch
 from titancli.protocols.result import LossResult
 
@@ -201,7 +202,8 @@ def test_the_head_takes_each_kind_of_loss():
     class Untold(CrossEntropy):
         """A loss that does not say that it is linear in the log-probs."""
 
-        token_weights = None
+        def token_weights(self, batch):
+            return None
 
     head = Output(DIM, VOCABULARY)
     hidden, _, targets = problem(rows=12)
@@ -400,7 +402,7 @@ def test_a_temperature_divides_the_logits(kind, cap):
         close(out.sum.detach(), logits.pow(2).sum(), torch.float32)
 
 
-class WantsEntropy:
+class WantsEntropy(LossDefaults):
     entropy = True
 
     def __init__(self, output, weights=None):

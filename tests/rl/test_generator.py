@@ -42,7 +42,7 @@ def sampled(mesh: dict[str, int], mine: bool) -> dict[str, Any]:
         made = generator.sample(prompts, seeds, [LENGTH] * step)
         found.append([[(c.tokens, c.text, c.finish) for c in row] for row in made])
         samples = [Sample.of(p, c) for p, row in zip(prompts, made, strict=True) for c in row]
-        own = engine.forward(samples, shared=False)
+        own = engine.forward(samples, shared=False, temperature=1.3)
         pairs = zip(samples, own, strict=True)
         away = torch.cat([(torch.tensor(s.logprobs) - o)[torch.tensor(s.mask) > 0] for s, o in pairs])
         worst, kl = max(worst, away.abs().max().item()), max(kl, abs(away.mean().item()))

@@ -175,17 +175,28 @@ class Engine(EngineCore):
     # ----------------------------------------------------------------------------------------- forward
 
     @overload
-    def forward(self, batch: Given, *, return_logits: bool = False) -> Tensor: ...
+    def forward(self, batch: Given, *, return_logits: bool = False, temperature: float = 1.0) -> Tensor: ...
     @overload
     def forward(
-        self, batch: Sequence[Sample], *, budget: int | None = None, shared: bool = True
+        self,
+        batch: Sequence[Sample],
+        *,
+        temperature: float = 1.0,
+        budget: int | None = None,
+        shared: bool = True,
     ) -> list[Tensor]: ...
     def forward(
-        self, batch: Any, *, return_logits: bool = False, budget: int | None = None, shared: bool = True
+        self,
+        batch: Any,
+        *,
+        return_logits: bool = False,
+        temperature: float = 1.0,
+        budget: int | None = None,
+        shared: bool = True,
     ) -> Tensor | list[Tensor]:
         """Return log p(targets), [B, S] fp32 in nats, 0 where there is no target; without gradients or
         dropout. For a list of samples, return log p of each one's tokens, [tokens], 0 where the mask is
-        0; see `forward_backward`.
+        0; see `forward_backward`. Logits are divided by `temperature` before.
 
         With `return_logits`, return the model's raw output, [B, S, V] in the compute dtype, for which the
         batch needs no targets; whole on every rank, which takes the corresponding memory. The result is the
@@ -196,14 +207,14 @@ class Engine(EngineCore):
         """
         given, how = as_list(batch), How(budget, shared)
         if are_samples(given, how) and not return_logits:
-            return samples.forward(self, given, how)
+            return samples.forward(self, given, how, temperature)
         refuse_how(how)
         with self._verb("forward") as call:
-            loss = Logits() if return_logits else LogProbs()
             with call.agreed():
+                loss = Logits() if return_logits else LogProbs(temperature)
                 (own,), poison = self._looked_at([given], loss)
                 call.given_batches([own])
-                call.given(f"with return_logits={return_logits}")
+                call.given(f"with return_logits={return_logits} and temperature={temperature}")
             with self._no_gradients("forward"), call.shared():
                 out: Tensor = self.runner.forward(own.to(self.device), loss)
             return out if poison is None else out + poison.to(out.dtype)

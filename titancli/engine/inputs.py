@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any
@@ -312,6 +313,15 @@ class LogProbs(LossDefaults):
     """The loss that is none: hands the log-probabilities on."""
 
     output = "logprobs"
+
+    def __init__(self, temperature: float = 1.0) -> None:
+        """
+        Raises:
+            TitanError: logits cannot be divided by the temperature.
+        """
+        if not 0 < temperature < math.inf:
+            raise TitanError(f"temperature is {temperature}, not a number above 0")
+        self.temperature = temperature
 
     def __call__(self, out: Tensor, batch: Batch) -> Tensor:
         return out

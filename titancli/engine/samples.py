@@ -71,12 +71,12 @@ def refuse_how(how: How) -> None:
 # ---------------------------------------------------------------------------------------------- verbs
 
 
-def forward(engine: EngineCore, samples: Sequence[Sample], how: How) -> list[Tensor]:
+def forward(engine: EngineCore, samples: Sequence[Sample], how: How, temperature: float) -> list[Tensor]:
     """See `Engine.forward`."""
     with engine._verb("forward") as call:
-        packed, _ = _packed(engine, call, samples, LogProbs, how)
+        packed, loss = _packed(engine, call, samples, lambda: LogProbs(temperature), how)
         with engine._no_gradients("forward"), call.shared():
-            rows = _log_probs(engine, packed)
+            rows = _log_probs(engine, packed, loss)
             return _by_sample(engine, packed, how, rows)[0]
 
 
@@ -97,7 +97,7 @@ def forward_backward(engine: EngineCore, samples: Sequence[Sample], loss: Any, h
 
             def of_all(step: Any) -> dict[str, Tensor]:
                 with torch.no_grad(), step.stream.copy().drawn():
-                    rows = _log_probs(engine, packed, placed)
+                    rows = _log_probs(engine, packed, LogProbs(kept.temperature), placed)
                 leaves = _by_sample(engine, packed, how, rows)[0]
                 shares = engine.dp_size if how.shared else 1
                 return kept.differentiate(leaves, given, packed, shares)
@@ -165,7 +165,7 @@ def _packed(
         packed = pack(rows, shape, names, [len(one.tokens) for one in checked])
         packed.batches[:], _ = checked_batches(packed.batches, part, loss, settings.limits, engine.device)
         call.given_batches(packed.batches, sum(tokens_of(part, batch) for batch in packed.batches))
-        call.given(f"with the loss {name_of(loss)}")
+        call.given(f"with the loss {name_of(loss)} at temperature {loss.temperature}")
     return packed, loss
 
 
@@ -216,10 +216,12 @@ def _check_loss(samples: Sequence[Checked], loss: Any) -> None:
             )
 
 
-def _log_probs(engine: EngineCore, packed: Packed, placed: Sequence[Any] | None = None) -> Tensor:
+def _log_probs(
+    engine: EngineCore, packed: Packed, loss: LogProbs, placed: Sequence[Any] | None = None
+) -> Tensor:
     """Log-probabilities of all rows, [R, S], on all ranks that have a part of them."""
     batches = placed or [batch.to(engine.device) for batch in packed.batches]
-    return torch.cat([engine.runner.forward(batch, LogProbs()) for batch in batches])
+    return torch.cat([engine.runner.forward(batch, loss) for batch in batches])
 
 
 def _everywhere(engine: EngineCore, kept: Kept) -> list[Tensor]:

@@ -37,6 +37,7 @@ def build(
     generator = build_component(config.generator, engine=engine, tokenizer=tokenizer)
     scorer = Scorer(config.rewards, config.reward_timeout, config.reward_concurrency)
     advantage = build_component(config.advantage)
+    engine.loss.sampled_at(config.generator.temperature)
     learner = Learner(config, engine, run)
     evaluation = Evaluation(config, engine, data, tokenizer, generator, scorer, run.batch_shape[1])
     return partial(

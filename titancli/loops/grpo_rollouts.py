@@ -163,7 +163,7 @@ def _check_log_probs(made: Completion, name: str) -> None:
     if wrong := [value for value in found if not math.isfinite(value)]:
         raise TitanError(
             f"the generator {name} returned a log-probability of {float(wrong[0])}",
-            hint="it must return those of the model itself, without temperature or top-p",
+            hint="it must return those of the model at its temperature, without top-k or top-p",
         )
 
 

@@ -54,6 +54,9 @@ class Policy:
     """Weight of the KL divergence from the initial model, of which a copy is kept if this is above 0."""
     entropy_coef: Annotated[float, Ge(0)] = 0.0
     """Weight of the entropy, which is maximised, averaged as the objective is."""
+    temperature: Annotated[float, Gt(0)] | None = None
+    """Divisor of the logits in log-probabilities and entropy, so that they are those of sampling; None: the
+    generator's in the loop grpo, else 1."""
     importance: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = "none"
     """Correction for a sampler whose log-probabilities differ from the model's: each token's objective is
     multiplied by the ratio of both, or by that of its whole sample. Ratios above `importance_max` are

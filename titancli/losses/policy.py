@@ -82,10 +82,16 @@ class PolicyLoss(LossDefaults, ABC):
 
     def __init__(self, config: Any) -> None:
         self.config = config
+        self.temperature = 1.0 if config.temperature is None else config.temperature
         if config.kl_coef > 0:
             self.needs = {**self.needs, "reference_logprobs": "BS"}
         if config.importance != "none":
             self.needs = {**self.needs, "sampler_logprobs": "BS"}
+
+    def sampled_at(self, temperature: float) -> None:
+        """Divide logits by the temperature of sampling, unless the config has another."""
+        if self.config.temperature is None:
+            self.temperature = temperature
 
     @abstractmethod
     def objective(self, out: Tensor, log_ratio: Tensor, advantages: Tensor, samples: Samples) -> Any:

@@ -60,7 +60,7 @@ class Generator(Protocol):
 
         Args:
             limits: the maximum number of new tokens for each prompt.
-            greedy: always use the most probable token; log-probabilities are still those of the model.
+            greedy: always use the most probable token; log-probabilities are then those of temperature 1.
         """
         ...
 

@@ -90,7 +90,8 @@ class Completion:
     tokens: list[int]
     """All tokens that were drawn, including the end marker and those that a stop text cut off."""
     logprobs: list[float]
-    """log p of each token under the model itself, at whatever temperature or top-p it was drawn."""
+    """log p of each of them under the model at the temperature that they were drawn with, before top-k and
+    top-p; of the most probable tokens (temperature 0) at temperature 1."""
     finish: Finish
     """Why it ended: an end marker (including `stop_ids`), a stop text, or no room."""
     version: int | None = None

@@ -34,6 +34,11 @@ class LossDefaults(Protocol):
     gradient norm do not count as spikes, and the guard ([stability]) skips steps only if they are not
     finite."""
 
+    def sampled_at(self, temperature: float) -> None:
+        """Take the temperature that samples are drawn with; called by a loop that draws them, before its
+        first step."""
+        return
+
     def check_batch(self, batch: Batch) -> None:
         """Check a batch before anything is computed; raises a TitanError if it cannot be used."""
         return

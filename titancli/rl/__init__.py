@@ -30,7 +30,7 @@ class Local:
     max_new_tokens: Annotated[int, Gt(0)] = 256
     """Maximum tokens per completion; less if the prompt leaves less room in training.seq_len."""
     temperature: Annotated[float, Gt(0)] = 1.0
-    """Sampling temperature; losses use the model's own probabilities."""
+    """Sampling temperature; losses divide logits by it, too."""
     top_k: Annotated[int, Gt(0)] | None = None
     """Sample from this many most probable tokens; None: from all."""
     top_p: Annotated[float, Gt(0), Le(1)] = 1.0

@@ -84,7 +84,7 @@ def _run(
         uniform = torch.stack([row.uniforms[row.drawn] for row in drawing]).to(logits.device)
         chosen = choose(_finite(logits[:, :vocab_size]), params, uniform)
         if log_probs is not None:
-            for row, value in zip(drawing, _log_probs(logits, chosen), strict=True):
+            for row, value in zip(drawing, _log_probs(logits, chosen, params.temperature), strict=True):
                 log_probs[row.number].append(value)
         decoding.advance(drawing, chosen.tolist(), on_token)
 
@@ -247,9 +247,10 @@ def check(model: Any, prompts: Sequence[Sequence[int]], rows: Sequence[Row]) -> 
             )
 
 
-def _log_probs(logits: Tensor, chosen: Tensor) -> list[float]:
-    """log softmax(logits [B, V])[chosen [B]] as the trainer computes it."""
-    logits = logits.float()
+def _log_probs(logits: Tensor, chosen: Tensor, temperature: float) -> list[float]:
+    """Return log softmax(logits [B, V] / temperature)[chosen [B]] as the trainer computes it; the most
+    probable tokens, of temperature 0, have those of temperature 1."""
+    logits = logits.float() / (temperature or 1.0)
     picked = logits.gather(1, chosen[:, None])[:, 0]
     found: list[float] = (picked - logits.logsumexp(1)).tolist()
     return found

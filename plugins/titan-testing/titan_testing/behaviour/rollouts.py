@@ -259,10 +259,10 @@ class Trial:
         asked = [[every[i] for i in picked] for every in (PROMPTS, SEEDS, LIMITS)]
         return self.generator.sample(*copy.deepcopy(asked), **how)
 
-    def distance(self, made: Sequence[Sequence[Completion]]) -> float:
+    def distance(self, made: Sequence[Sequence[Completion]], temperature: float) -> float:
         """Return the largest difference between its log-probabilities and the engine's, in nats."""
         samples = [Sample.of(prompt, one) for prompt, row in zip(PROMPTS, made, strict=True) for one in row]
-        found = zip(samples, self.engine.forward(samples), strict=True)
+        found = zip(samples, self.engine.forward(samples, temperature=temperature), strict=True)
         return max(float((torch.tensor(sample.logprobs) - own).abs().max()) for sample, own in found)
 
 
@@ -315,14 +315,16 @@ def generator_again(subject: Subject) -> Iterator[str]:
 
 
 def log_probabilities(subject: Subject) -> Iterator[str]:
-    """Check that log-probabilities are the model's own, also after a step."""
+    """Check that log-probabilities are the model's at the temperature of the config, also after a step."""
     with Trial(subject) as trial:
         for when in ("", " after a step and update(version): it must take over the new weights"):
             for greedy in (False, True):
-                if (away := trial.distance(trial.sample(greedy=greedy))) > LOG_PROBABILITIES:
+                temperature = 1.0 if greedy else getattr(subject.config, "temperature", 1.0)
+                away = trial.distance(trial.sample(greedy=greedy), temperature)
+                if away > LOG_PROBABILITIES:
                     yield (
-                        f"its log-probabilities are {away:.2g} nats from the model's own, which know no "
-                        f"temperature, top-k or top-p{when}"
+                        f"its log-probabilities are {away:.2g} nats from the model's own at temperature "
+                        f"{temperature:g}, which know no top-k or top-p{when}"
                     )
                     return
             step(trial.engine, _completed(b"fo"), lr=0.05)  # by nats; bfloat16 changes them by less than 0.01
