@@ -130,7 +130,7 @@ def test_each_log_likelihood_is_that_of_the_harness_on_the_export(ranks: Ranks, 
     layouts: list[tuple[int, dict[str, int], tuple[str, ...]]] = [
         (1, {}, (*SCORED, "writing")),
         (2, {"dp_shard": 2}, (*SCORED, "writing")),
-        (2, {"tp": 2}, SCORED),
+        (2, {"tp": 2}, (*SCORED, "writing")),
         (2, {"pp": 2}, SCORED),
     ]
     for count, mesh, names in layouts:
@@ -146,8 +146,8 @@ def test_each_log_likelihood_is_that_of_the_harness_on_the_export(ranks: Ranks, 
                     assert [greedy for _, greedy in own] == [greedy for _, greedy in theirs], mesh
                     values = [value for value, _ in theirs]
                     assert [value for value, _ in own] == pytest.approx(values, abs=1e-5, rel=1e-6), mesh
-    for told in ranks(2, on_engine, {"tp": 2}, made, ("writing",), 4):
-        assert "mesh.tp" in told
+    for told in ranks(2, on_engine, {"pp": 2}, made, ("writing",), 4):
+        assert "mesh.pp" in told
 
 
 @pytest.fixture

@@ -160,7 +160,7 @@ class TitanLM(TemplateLM):
         """Return completions by titan's generator `local`.
 
         Raises:
-            TitanError: the layout shards the model other than over data, or the model cannot generate.
+            TitanError: the model is cut into pipeline stages, or cannot generate.
         """
         wanted = [request.args for request in requests]
         groups: dict[str, list[int]] = {}
