@@ -24,7 +24,8 @@ from titancli.losses import Grpo
 from titancli.models import Llama3
 from titancli.optimizers import AdamW, WarmupStableDecay
 from titancli.recipe.schema import Training
-from titancli.run.prepare import Request, make_plan
+from titancli.run.prepare import make_plan
+from titancli.run.request import Request
 
 
 def held_still(layout: Any) -> None:
