@@ -5,24 +5,30 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.ranks import Ranks
 from tests.run.conftest import Finished, here, train, train_on
 from titan_proof.digests import read_digests
 from titan_testing import run_cli
+from titancli import Engine, Sample, SamplingParams, load_recipe
 from titancli.cli import main
+from titancli.engine.rng import derive
 from titancli.errors import RecipeError
 from titancli.loops import Grpo
 from titancli.loops.grpo_failures import Failures
 from titancli.loops.grpo_steps import check_fits
 from titancli.observe.events import read_events
+from titancli.registry.component import build
 from titancli.rl import Digit, ExactMatch
+from titancli.rl.prompts import PromptSource
 from titancli.rl.scoring import Scorer
 
 __all__ = ["here", "train", "train_on"]
@@ -176,6 +182,52 @@ def test_completions_that_are_always_empty_end_the_run(train: Callable[..., Fini
     assert done.err.count("every completion is empty, so there is nothing to learn from") == 2
     assert "every completion was empty in 2 samplings in a row, up to step 2" in done.err
     assert Path("r", "checkpoints", "step-2", "manifest.json").is_file()
+
+
+def test_a_script_over_the_engines_verbs_is_the_recipe_bit_for_bit(
+    train: Callable[..., Finished], tiny: Path
+) -> None:
+    """With a reference: a snapshot in the script, a model that is built again in the run."""
+    more = ["training.steps=3", "loop.eval_freq=0", "loss.kl_coef=0.1", "optimizer.lr=1e-2"]
+    assert train("grpo.toml", "--run-dir", "run", *more).code == 0
+    known = load_recipe("grpo.toml", more).recipe
+    loop, training = known.loop, known.training
+    reward, advantage = build(loop.rewards[0]), build(loop.advantage)
+    params = SamplingParams(max_tokens=7, top_p=0.99)
+    with Engine.build("grpo.toml", more) as engine, engine.snapshot() as reference:
+        task = build(loop.task, seed=training.seed)
+        prompts = PromptSource(task, engine.tokenizer, longest=training.seq_len)
+        for step in range(3):
+            asked = prompts.take(loop.prompts)
+            seeds = [
+                [derive(training.seed, "sample", step, prompt, one) for one in range(loop.samples)]
+                for prompt in range(loop.prompts)
+            ]
+            drawn = engine.sample([one.tokens for one in asked], params=params, seeds=seeds)
+            rewards = torch.tensor(
+                [[reward(one.prompt, made) for made in row] for one, row in zip(asked, drawn, strict=True)],
+                dtype=torch.float64,
+            )
+            found = advantage(rewards, torch.ones_like(rewards, dtype=torch.bool)).tolist()
+            samples = [
+                Sample.of(one.tokens, made, number)
+                for one, row, numbers in zip(asked, drawn, found, strict=True)
+                for made, number in zip(row, numbers, strict=True)
+            ]
+            budget = training.local_batch_size * training.seq_len
+            own = reference.forward(samples, budget=budget)
+            samples = [replace(one, reference=x) for one, x in zip(samples, own, strict=True)]
+            result = engine.forward_backward(samples, budget=budget)
+            metrics = result.metrics | engine.optim_step()
+            of_run = steps("run")[step + 1]
+            for name in ("loss", "grad_norm", "entropy", "reference_kl", "sampler_k3", "tokens"):
+                assert name not in of_run or float(metrics[name]) == of_run[name], (step, name)
+        engine.save("script/step-3")
+    assert learnt("run", 3)[0] == hashlib.sha256(tensors("script/step-3")).hexdigest()
+
+
+def tensors(folder: str) -> bytes:
+    return b"".join(file.read_bytes() for file in sorted(Path(folder).glob("*.safetensors")))
 
 
 def rollouts(run: str, step: int) -> list[dict[str, Any]]:
