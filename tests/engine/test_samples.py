@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.engine.cases import LENGTH, Layout, recipe, small, wholes
+from tests.engine.cases import LENGTH, Layout, recipe, small, whole_batch, wholes
 from tests.ranks import Ranks
 from titancli import Batch, Engine, LossResult, Sample, TitanError
 from titancli.losses import CrossEntropy, CrossEntropyFull, Grpo
@@ -424,3 +424,86 @@ def test_a_temperature_divides_the_logits(temperature: float) -> None:
             torch.testing.assert_close(own[1:], expected, rtol=0, atol=2e-6)
         with pytest.raises(TitanError, match="temperature is 0, not a number above 0"):
             engine.forward(samples, temperature=0)
+
+
+class Outputs:
+    """A loss of hidden states, which keeps the most probable tokens."""
+
+    output = "logprobs"
+    outputs = ("topk:3", "hidden:-1")
+
+    def __init__(self) -> None:
+        self.found: dict[str, Tensor] = {}
+
+    def __call__(self, out: Tensor, batch: Batch) -> LossResult:
+        there = batch["targets"] >= 0
+        self.found = {name: batch[name].detach() for name in ("topk_logprobs", "topk_ids", "hidden")}
+        total = (batch["hidden"].float()[..., ::2].sum(-1) * there).sum() + 0 * out.sum()
+        return LossResult(total, there.sum())
+
+
+def further_outputs(mesh: dict[str, int]) -> dict[str, Tensor]:
+    loss = Outputs()
+    batch = whole_batch()
+    with Engine.build(recipe(small(mesh))) as engine:
+        loss_value = engine.forward_backward(batch, loss)["loss"].clone()
+        found = wholes((f"grad {name}", p.grad) for name, p in engine.named_parameters())
+        found |= {} if "pp" in mesh else loss.found  # of the last micro-batch alone
+        engine.clear_gradients()
+        if "hidden" in found and not mesh:
+            logits = engine.forward(batch, return_logits=True).log_softmax(-1)
+            best = logits.topk(3)
+            torch.testing.assert_close(found["topk_logprobs"], best.values)
+            assert torch.equal(found["topk_ids"], best.indices)
+            rebuilt = found["hidden"] @ engine.model.output.weight.t()
+            torch.testing.assert_close(rebuilt.log_softmax(-1), logits)
+        by_sample = engine.forward_backward(drawn(), loss)
+        return found | {"loss": loss_value, "samples": by_sample.metrics["loss"].clone()}
+
+
+def test_a_loss_reads_the_most_probable_tokens_and_hidden_states(ranks: Ranks) -> None:
+    one = ranks(1, further_outputs, {})[0]
+    loss_found = {"topk_logprobs", "topk_ids", "hidden"}
+    for mesh in ({"tp": 2}, {"cp": 2}, {"pp": 2}):
+        both = ranks(2, further_outputs, mesh)
+        assert set().union(*both) | (loss_found if "pp" in mesh else set()) == set(one)
+        for name, value in (named for found in both for named in found.items()):
+            if value.dtype == torch.int64:
+                assert torch.equal(value, one[name]), (mesh, name)
+            else:
+                assert (value - one[name]).norm() <= 3e-6 * one[name].norm() + 1e-9, (mesh, name)
+
+
+def test_an_output_that_a_model_does_not_have_is_refused() -> None:
+    with engine_of() as engine:
+        for outputs in (("topk:0",), ("topk:many",), ("hidden:3",), ("attention",)):
+            loss = Outputs()
+            loss.outputs = outputs
+            with pytest.raises(
+                TitanError, match=f"declares the output {outputs[0]!r}, which a model does not"
+            ):
+                engine.forward_backward([GOOD], loss)
+
+        def of_all(log_probs: list[Tensor], samples: list[Sample]) -> LossResult:
+            return clipped(log_probs, samples)
+
+        of_all.outputs = ("topk:3",)  # type: ignore[attr-defined]
+        with pytest.raises(TitanError, match="of_all is a function of samples"):
+            engine.forward_backward([GOOD], of_all)
+
+
+def test_a_function_has_the_temperature_that_it_declares() -> None:
+    def at(temperature: float) -> Any:
+        def loss(log_probs: list[Tensor], samples: list[Sample]) -> LossResult:
+            return LossResult(-sum(own.square().sum() for own in log_probs), torch.ones(()))
+
+        loss.temperature = temperature  # type: ignore[attr-defined]
+        return loss
+
+    with engine_of() as engine:
+        (plain, hot) = (engine.forward_backward([GOOD], at(t)).logprobs[0] for t in (1.0, 2.0))
+        tokens = torch.tensor([GOOD.tokens])
+        logits = engine.forward({"tokens": tokens[:, :-1]}, return_logits=True)
+        for found, temperature in ((plain, 1.0), (hot, 2.0)):
+            expected = (logits[0] / temperature).log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]
+            torch.testing.assert_close(found[2:], expected[1:], atol=2e-6, rtol=0)

@@ -239,7 +239,18 @@ def loss_of(given: Any) -> Any:
     loss = FunctionLoss(given) if plain else completed("loss", given)
     if loss.output not in OUTPUTS:
         raise TitanError(f'the output of {name} is {loss.output!r}, not "logprobs" or "model"')
+    for output in loss.outputs:
+        _check_output(output, name)
     return trained_alone(loss)
+
+
+def _check_output(output: Any, name: str) -> None:
+    kind, _, number = str(output).partition(":")
+    if (kind, number) != ("hidden", "-1") and not (kind == "topk" and number.isdecimal() and int(number)):
+        raise TitanError(
+            f"the loss {name} declares the output {output!r}, which a model does not have",
+            hint='outputs are "topk:K", for the K most probable tokens, and "hidden:-1"',
+        )
 
 
 def trained_alone(loss: Any) -> Any:

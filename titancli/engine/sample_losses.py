@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from titancli.distributed.together import Ranks
-from titancli.engine.inputs import checked, trained_alone
+from titancli.engine.inputs import checked, name_of, trained_alone
 from titancli.engine.packing import Packed
+from titancli.errors import TitanError
 from titancli.protocols import LossDefaults
 from titancli.protocols.batch import IGNORE, Batch
 from titancli.protocols.result import LossResult
@@ -40,7 +41,7 @@ class Kept:
         self._loss, self._function = loss, getattr(loss, "_function", loss)
         self.output = loss.output
         self.needs, self.entropy, self.weighted = loss.needs, loss.entropy, loss.weighted
-        self.steady, self.temperature = loss.steady, loss.temperature
+        self.steady, self.temperature, self.outputs = loss.steady, loss.temperature, loss.outputs
         self.check_batch, self.token_weights = loss.check_batch, loss.token_weights
         self.kept: list[Tensor] = []
         """[R, S] fp32 each, the rows of a call: log-probabilities and, if `entropy`, that."""
@@ -81,12 +82,18 @@ class OfSamples(Kept):
     needs = ()
     entropy = False
     weighted = True
+    outputs = ()
 
     def __init__(self, function: SampleLoss) -> None:
         trained_alone(function)
         self._function = function
         self.steady = getattr(function, "steady", LossDefaults.steady)
         self.temperature = getattr(function, "temperature", LossDefaults.temperature)
+        if getattr(function, "outputs", ()):
+            raise TitanError(
+                f"{name_of(self)} is a function of samples, which has no outputs but log-probabilities",
+                hint='for a function of a batch, give it an attribute output = "logprobs"',
+            )
         self.kept = []
         self._weights = self._weight = torch.zeros(())
 

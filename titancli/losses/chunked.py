@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from titancli.distributed.collectives import Group
+from titancli.distributed.collectives import Group, gather_same
 from titancli.distributed.device import device_type
 from titancli.losses import chunk
 
@@ -103,6 +103,28 @@ def linear_log_probs_and_entropy(
     rows = hidden.flatten(0, -2)
     found, entropy = _LogProbs.apply(rows, weight, targets.flatten(), group, backend, cap, True)
     return found.view(targets.shape), entropy.view(targets.shape)
+
+
+@torch.no_grad()
+def linear_topk(
+    hidden: Tensor, weight: Tensor, k: int, group: Group | None = None, cap: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the k largest of log softmax(hidden · weightᵀ), the largest first, and their ids: [..., k] fp32
+    and int64, without gradient; arguments as above."""
+    flat = hidden.flatten(0, -2)
+    values = torch.empty(len(flat), k, dtype=torch.float32, device=hidden.device)
+    ids = torch.empty(len(flat), k, dtype=torch.int64, device=hidden.device)
+    for rows in _chunks(hidden, *_sizes(flat, weight), tensors=2, cap=cap):
+        logits = capped(flat[rows] @ weight.t(), cap)[0].float()
+        normaliser = logits.logsumexp(-1, keepdim=True)
+        best, at = logits.topk(min(k, weight.shape[0]))
+        if group is not None:  # of the largest on each rank
+            normaliser = gather_same(normaliser, 1, group).logsumexp(-1, keepdim=True)
+            best, at = (gather_same(x, 1, group) for x in (best, at + group.rank * weight.shape[0]))
+            best, places = best.topk(k)
+            at = at.gather(1, places)
+        values[rows], ids[rows] = best - normaliser, at
+    return values.view(*hidden.shape[:-1], k), ids.view(*hidden.shape[:-1], k)
 
 
 @torch.no_grad()

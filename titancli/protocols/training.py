@@ -23,6 +23,10 @@ class LossDefaults(Protocol):
     entropy: bool = False
     """Whether it needs `batch["entropy"]`: [B, S] fp32, the entropy of the model's distribution at each
     position in nats, 0 where there is no target. It carries its gradient if `output` is "logprobs"."""
+    outputs: Sequence[str] = ()
+    """What else of the model it needs in the batch: `"topk:K"`, for `topk_logprobs` [B, S, K] fp32 and
+    `topk_ids` [B, S, K] int64 of the K most probable tokens at each position, without gradient;
+    `"hidden:-1"`, for `hidden` [B, S, dim], with gradient, which the output projection is given."""
     temperature: float = 1.0
     """The logits are divided by it before log-probabilities and entropy are computed: that of sampling, for
     a loss of samples."""

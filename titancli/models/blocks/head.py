@@ -23,6 +23,7 @@ from titancli.losses.chunked import (
     linear_log_probs,
     linear_log_probs_and_entropy,
     linear_token_loss,
+    linear_topk,
 )
 from titancli.models.blocks.mtp import further, targets_ahead
 from titancli.observe.metrics import report
@@ -78,6 +79,7 @@ class Output(nn.Linear):
         if ahead:
             _refuse_unweighted(loss, batch)
             hidden = torch.cat((hidden, *ahead))
+        states = hidden
         if self.tensor_group is not None:
             hidden = gather(hidden, SEQUENCE, self.tensor_group)
         temperature = 1.0 if loss is None else loss.temperature
@@ -87,6 +89,8 @@ class Output(nn.Linear):
             return self._logits(hidden, weight, cap)
         if batch is None:
             raise TypeError("a loss needs its batch")
+        if loss.outputs:
+            batch = self._with_outputs(batch, loss.outputs, states, hidden, weight, cap)
         wants_entropy = loss.entropy
         if loss.output == "model":
             logits = self._logits(hidden, weight, cap)
@@ -122,6 +126,33 @@ class Output(nn.Linear):
             total = -(log_probs * own).sum() + (total - total.detach())  # the sum over next tokens alone
         report_by_dataset(log_probs, batch)
         return loss(log_probs, batch)._replace(sum=total)
+
+    def _with_outputs(
+        self,
+        batch: Batch,
+        outputs: Sequence[str],
+        states: Tensor,
+        hidden: Tensor,
+        weight: Tensor,
+        cap: float | None,
+    ) -> Batch:
+        """Add what a loss declares (`LossDefaults.outputs`).
+
+        Args:
+            states: hidden states as they came.
+            hidden, weight: as `_factors` returns them.
+        """
+        found, rows = dict(batch), batch.rows
+        for name, _, number in (one.partition(":") for one in outputs):
+            if name == "topk":
+                made = linear_topk(hidden[:rows], weight, int(number), self.tensor_group, cap)
+                found["topk_logprobs"], found["topk_ids"] = map(self._whole_rows, made)
+            else:
+                own = states[:rows]
+                if self.tensor_group is not None:
+                    own = gather_same(own, SEQUENCE, self.tensor_group)
+                found["hidden"] = self._whole_rows(own)
+        return Batch(found, unit=batch.unit)
 
     def _report_ahead(self, log_probs: Tensor, targets: Tensor, weights: Tensor, rows: int) -> None:
         """Report the mean loss of tokens further ahead, which follow the first `rows` rows, as `mtp_loss`."""
