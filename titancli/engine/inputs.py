@@ -22,7 +22,7 @@ from titancli.registry.defaults import members
 
 Given = Batch | Mapping[str, Tensor]
 LossFunction = Callable[[Tensor, Batch], LossResult]
-OUTPUTS = ("logprobs", "model")
+OUTPUTS = ("logprobs", "model", "projection")
 RESERVED = frozenset(
     (
         *("loss", "weight", "loss_max", "tokens", "grad_norm", "lr", "version", "skipped_steps"),
@@ -128,7 +128,7 @@ def check_batch(batch: Batch, part: Any, loss: Any, limits: Limits) -> None:
         TitanError: it has not.
     """
     first = part.inputs[0]
-    needed = [first, "targets"] if loss.output == "logprobs" else [first]
+    needed = [first, "targets"] if loss.output != "model" else [first]
     if missing := [name for name in needed if name not in batch]:
         raise TitanError(
             f"the batch has no {' and no '.join(missing)}; it has {', '.join(batch)}",
@@ -238,7 +238,7 @@ def loss_of(given: Any) -> Any:
     plain = hasattr(given, "__name__") or not hasattr(given, "output")
     loss = FunctionLoss(given) if plain else completed("loss", given)
     if loss.output not in OUTPUTS:
-        raise TitanError(f'the output of {name} is {loss.output!r}, not "logprobs" or "model"')
+        raise TitanError(f"the output of {name} is {loss.output!r}, not one of {', '.join(OUTPUTS)}")
     for output in loss.outputs:
         _check_output(output, name)
     return trained_alone(loss)

@@ -1,9 +1,10 @@
 """Log-probabilities of targets straight from hidden states, in chunks of rows: the full logits never exist.
 
-Two functions for two kinds of loss:
+Functions for three kinds of loss:
 
-- `linear_token_loss`: for −Σ w·log p, whose gradient is known as soon as the logits are. It is made in
-  forward, chunk by chunk, and each chunk's logits are used once.
+- `linear_sum`: for a sum over rows whose gradient is known as soon as the logits are. It is made in forward,
+  chunk by chunk, and each chunk's logits are used once.
+- `linear_token_loss`: the same for −Σ w·log p.
 - `linear_log_probs`: for any other loss, with the entropy of each row where one wants it. Keeps the
   log-sum-exp of each row, and makes the logits again in backward: one more matrix product, never the full
   logits.
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -40,6 +41,51 @@ TILE = 128
 PARTS = 8
 """Number of parts of the vocabulary, if the weight's gradient is summed in another dtype than it is computed
 in."""
+
+
+class OfChunk(Protocol):
+    """A sum over rows, of some of them."""
+
+    def __call__(self, logits: Tensor, rows: slice, wants_gradient: bool) -> tuple[Tensor, Tensor | None]:
+        """Return what each row adds to the sum, [n] fp32, and the gradient of the sum by the logits, or None
+        if it is not wanted.
+
+        Args:
+            logits: [n, V], in the dtype of the product, or fp32 if they are capped; may be overwritten, with
+                their gradient, too.
+            rows: which of all rows they are.
+        """
+        ...
+
+
+def linear_sum(
+    hidden: Tensor,
+    weight: Tensor,
+    of_chunk: OfChunk,
+    *,
+    tensors: int = 1,
+    backend: str | None = None,
+    cap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return a sum over rows of any function of hidden · weightᵀ, with its gradient made in forward.
+
+    Args:
+        hidden: [..., D], any float dtype.
+        weight: [V, D], the same dtype.
+        of_chunk: called with the logits of some rows after those of others.
+        tensors: number of fp32 tensors of the size of a chunk's logits that it holds at once, with them.
+        backend: of torch.compile, if `of_chunk` is compiled: chunks are then larger on a GPU.
+        cap: logits x are cap · tanh(x / cap), in fp32; None: they are as they are.
+
+    Returns:
+        The sum (fp32 scalar, with gradient, to be used once), and what each row adds to it, [...] fp32,
+        without.
+    """
+    if not torch.is_grad_enabled():
+        # An autograd Function sees requires_grad all the same, and this one would compute them.
+        hidden, weight = hidden.detach(), weight.detach()
+    total, each = _Sum.apply(hidden.flatten(0, -2), weight, of_chunk, tensors, backend, cap)
+    return total, each.view(hidden.shape[:-1])
 
 
 def linear_token_loss(
@@ -66,13 +112,17 @@ def linear_token_loss(
         The sum (fp32 scalar, with gradient), and the log-probabilities [...] (fp32, without; 0 where there is
         no target).
     """
-    if not torch.is_grad_enabled():
-        # An autograd Function sees requires_grad all the same, and this one would compute them.
-        hidden, weight = hidden.detach(), weight.detach()
     token_weights = token_weights.float().masked_fill(targets < 0, 0.0)  # before NaN is multiplied by 0
-    total, log_probs = _TokenLoss.apply(
-        hidden.flatten(0, -2), weight, targets.flatten(), token_weights.flatten(), group, backend, cap
-    )
+    own, weights = targets.flatten(), token_weights.flatten()
+    log_probs = torch.empty_like(weights)
+    token_loss = chunk.compiled(chunk.token_loss, backend)
+
+    def of_chunk(logits: Tensor, rows: slice, wants_gradient: bool) -> tuple[Tensor, Tensor | None]:
+        log_probs[rows], at_targets = token_loss(logits, own[rows], weights[rows], group, wants_gradient)
+        gradient = None if at_targets is None else chunk.put(logits, own[rows], at_targets, group)
+        return -(log_probs[rows] * weights[rows]), gradient
+
+    total, _ = linear_sum(hidden, weight, of_chunk, backend=backend, cap=cap)
     return total, log_probs.view(targets.shape)
 
 
@@ -143,35 +193,29 @@ def entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return found.view(targets.shape)
 
 
-class _TokenLoss(torch.autograd.Function):
+class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
-        targets: Tensor,
-        token_weights: Tensor,
-        group: Group | None,
+        of_chunk: OfChunk,
+        tensors: int,
         backend: str | None,
         cap: float | None,
     ) -> Any:
-        log_probs = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
+        each = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         gradients = _Gradients(hidden, weight, wants_hidden, wants_weight)
-        token_loss = chunk.compiled(chunk.token_loss, backend)
-        for rows in _chunks(hidden, *_sizes(hidden, weight), backend=backend, cap=cap):
+        for rows in _chunks(hidden, *_sizes(hidden, weight), tensors=tensors, backend=backend, cap=cap):
             logits, slope = capped(hidden[rows] @ weight.t(), cap)
-            log_probs[rows], at_targets = token_loss(
-                logits, targets[rows], token_weights[rows], group, wants_hidden or wants_weight
-            )
-            if at_targets is not None:
-                gradients.add(
-                    rows, _uncapped(chunk.put(logits, targets[rows], at_targets, group), slope, hidden)
-                )
-            del logits, slope  # or they would lie beside the next chunk's
+            each[rows], gradient = of_chunk(logits, rows, wants_hidden or wants_weight)
+            if gradient is not None:
+                gradients.add(rows, _uncapped(gradient, slope, hidden))
+            del logits, gradient, slope  # or they would lie beside the next chunk's
         ctx.gradients = gradients
-        ctx.mark_non_differentiable(log_probs)
-        return -(log_probs * token_weights).sum(), log_probs
+        ctx.mark_non_differentiable(each)
+        return each.sum(), each
 
     @staticmethod
     @once_differentiable
@@ -182,7 +226,7 @@ class _TokenLoss(torch.autograd.Function):
         # Pipeline schedules that split backward come twice: for the hidden states, and for the weight.
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             ctx.gradients = None
-        return *gradients.times(scale), None, None, None, None, None
+        return *gradients.times(scale), None, None, None, None
 
 
 class _LogProbs(torch.autograd.Function):

@@ -60,10 +60,12 @@ class Loss(LossDefaults, Protocol):
     Optional members are in `LossDefaults`.
     """
 
-    output: Literal["logprobs", "model"]
-    """The first argument of the loss: log p(targets) [B, S] fp32, or the model's raw output (logits)."""
+    output: Literal["logprobs", "model", "projection"]
+    """The first argument of the loss: log p(targets) [B, S] fp32; the model's raw output (logits); or a
+    `titancli.models.blocks.projection.Projection`, from which a loss of whole distributions makes the logits
+    of some rows at a time."""
 
-    def __call__(self, out: Tensor, batch: Batch) -> LossResult: ...
+    def __call__(self, out: Any, batch: Batch) -> LossResult: ...
 
 
 class LossBuilder(Protocol):

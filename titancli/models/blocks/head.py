@@ -26,6 +26,7 @@ from titancli.losses.chunked import (
     linear_topk,
 )
 from titancli.models.blocks.mtp import further, targets_ahead
+from titancli.models.blocks.projection import Projection
 from titancli.observe.metrics import report
 from titancli.protocols.batch import IGNORE, MIX, Batch
 
@@ -92,6 +93,8 @@ class Output(nn.Linear):
         if loss.outputs:
             batch = self._with_outputs(batch, loss.outputs, states, hidden, weight, cap)
         wants_entropy = loss.entropy
+        if loss.output == "projection":
+            return loss(Projection(hidden, weight, cap, self.tensor_group, self.row_cut), batch)
         if loss.output == "model":
             logits = self._logits(hidden, weight, cap)
             if wants_entropy:
@@ -231,7 +234,7 @@ def report_by_dataset(log_probs: Tensor, batch: Batch) -> None:
 
 
 def _refuse_unweighted(loss: Any, batch: Any) -> None:
-    if loss.output == "model" or loss.entropy or loss.token_weights(batch) is None:
+    if loss.output != "logprobs" or loss.entropy or loss.token_weights(batch) is None:
         raise TitanError(
             f"model.n_mtp_layers: the loss {type(loss).__name__} is not a weighted sum over tokens, and only "
             f"such losses can be trained on tokens further ahead",
