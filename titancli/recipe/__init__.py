@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from titancli.recipe.env import ALLOWED
 from titancli.recipe.find import LOCK_HEADER, LOCK_NAME, bundled_folder, find_recipe
-from titancli.recipe.load import Loaded, load_recipe, lock_text, resolved_data
+from titancli.recipe.load import Loaded, load_recipe, lock_text, model_in, resolved_data
 from titancli.recipe.problems import Problems, nearest, render_problems
 from titancli.recipe.read import read_file
 from titancli.recipe.toml import DEFAULT, KeyPath, Node, Origin, dotted, inline
@@ -32,6 +32,7 @@ __all__ = [
     "install_command",
     "load_recipe",
     "lock_text",
+    "model_in",
     "nearest",
     "read_file",
     "render_problems",

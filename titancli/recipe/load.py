@@ -333,6 +333,23 @@ def model_of_weights(
     return Node({**root.value, "model": whole}, root.origin), True
 
 
+def model_in(folder: Path) -> Any:
+    """Return the config of the model whose weights are in a folder: that of a checkpoint's recipe, else the
+    one that the folder's config.json describes.
+
+    Raises:
+        EnvironmentProblem: the folder describes no model, or one that no installed model reads.
+        RecipeError: the checkpoint's recipe is damaged.
+    """
+    from titancli.registry import current
+    from titancli.registry.binding import bind
+
+    if (folder / OWN[0]).is_file():
+        return load_recipe(folder / OWN[0]).recipe.model
+    table = _model_table(str(folder), current())
+    return bind(current().find("model", table.pop("type")), table, current())
+
+
 def _locked_model(lock: Node | None, weights: str) -> Node | None:
     """Return the model of a lock file with the same weights, if these are gone."""
     before = lock.child("weights") if lock is not None else None

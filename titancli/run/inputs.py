@@ -118,8 +118,11 @@ def _matches(pattern: str) -> bool:
 
 
 def _inputs(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    owner: tuple[str | int, ...] | None = None
     for path, config in configs(recipe):
-        if not is_config(config) or component_info(config).kind in WRITERS:
+        if is_config(config):
+            owner = None if component_info(config).kind in WRITERS else path
+        if owner is None or path[: len(owner)] != owner:  # a section of the recipe itself
             continue
         kind: type = type(config)
         for name, field in fields_of(kind).items():
