@@ -54,6 +54,7 @@ ROOMS = {
     "tests/planning": "computed memory, traffic and arithmetic match those of a run",
     "tests/real": "a real pretrained model, imported and exported",
     "tests/rl": "policy gradients, rewards, and the generator compared to the trainer",
+    "plugins/titan-distil": "distillation compared to torch and TRL, on layouts; a student gains over SFT",
     "plugins/titan-eval": "lm-evaluation-harness: each answer is that on the exported checkpoint",
     "plugins/titan-float8": "float8: the same result on any layout, plain checkpoints",
     "plugins/titan-flux": "Flux: images, on every supported layout",

@@ -1,0 +1,104 @@
+"""Knowledge distillation. This file has the configs and imports no torch; the code is in the files beside
+it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Le, Lt
+
+from titancli import Component, Slot, TitanError, component, hookimpl, section
+from titancli.layout.degrees import Mesh
+from titancli.recipe import model_in
+from titancli.registry.component import component_info
+
+if TYPE_CHECKING:
+    from titancli import Recipe
+
+
+@section
+class Teacher:
+    """The model whose distributions the student learns."""
+
+    weights: Path
+    """Its weights: a checkpoint, or a Hugging Face folder."""
+    model: Annotated[Component, Slot("model")] | None = None
+    """Its model; None: the one of the checkpoint, or that the folder's config.json describes."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Dtype of its weights and of its computations."""
+    mesh: Mesh | None = None
+    """Its layout, with as many data-parallel ranks as the student's; None: the student's."""
+
+    def config(self) -> Any:
+        """Return the config of its model.
+
+        Raises:
+            TitanError: `weights` describe no model.
+        """
+        return model_in(self.weights) if self.model is None else self.model
+
+
+@component("loop", "distil", target="titan_distil.loop:build")
+class Distil:
+    """Distillation: train a student on the distributions that a frozen teacher has for the rows of a dataset.
+
+    The loss is `distil`.
+    """
+
+    teacher: Teacher
+    """The teacher."""
+
+    def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
+        if component_info(recipe.loss).name != "distil":
+            yield "", f'it has its own loss, not {component_info(recipe.loss).name}: set loss = "distil"'
+        if recipe.dataset is None:
+            yield "", "distil trains on a dataset"
+        if recipe.mesh.pp > 1:
+            yield "", "distil does not support pipelines: set mesh.pp = 1"
+        if self.teacher.mesh is not None and self.teacher.mesh.pp > 1:
+            yield "teacher.mesh.pp", "a teacher cannot be a pipeline: set it to 1"
+        if ":/" in str(self.teacher.weights):
+            yield "teacher.weights", "must be a folder on this machine: `titan download` fetches one"
+        elif self.teacher.weights.exists() or self.teacher.model is not None:
+            yield from self._check_vocabulary(recipe)
+
+    def _check_vocabulary(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
+        try:
+            teacher = self.teacher.config().vocab_size
+        except TitanError as error:
+            yield "teacher.weights", f"{error.message} (loop.teacher.model can be set)"
+            return
+        student = recipe.model.vocab_size
+        if None not in (teacher, student) and teacher != student:
+            message = f"the teacher's vocabulary has {teacher} tokens, the student's {student}"
+            key = "teacher.weights" if self.teacher.model is None else "teacher.model"
+            yield key, f"{message}: distributions over different tokens cannot be compared"
+
+
+@component("loss", "distil", target="titan_distil.losses:Distil")
+class DistilLoss:
+    """The divergence of the student's distributions from the teacher's, averaged over all targets.
+
+    GKD (arXiv 2306.13649): forward KL, reverse KL, or generalised JSD, over the whole vocabulary, and in
+    chunks: the logits of all rows never exist at once.
+    """
+
+    divergence: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl"
+    """KL(teacher || student), KL(student || teacher), or generalised Jensen-Shannon divergence."""
+    beta: Annotated[float, Gt(0), Lt(1)] = 0.5
+    """Weight of the teacher in the mixture of `jsd`: near 0 like forward KL, near 1 like reverse KL."""
+    temperature: Annotated[float, Gt(0)] = 1.0
+    """Divisor of both models' logits in the divergence, which is not multiplied by its square."""
+    sft_weight: Annotated[float, Ge(0), Le(1)] = 0.0
+    """Weight w of the cross-entropy of the targets: the loss is (1 - w) x divergence + w x cross-entropy."""
+
+    def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
+        if component_info(recipe.loop).name != "distil":
+            yield "", 'it needs a teacher: set [loop] type = "distil" (to evaluate without one, loss = "sft")'
+
+
+@hookimpl
+def titan_components() -> list[type]:
+    return [Distil, DistilLoss]
