@@ -154,17 +154,17 @@ def test_what_is_on_the_host_is_read_at_once() -> None:
 
 
 def test_an_extra_pass_over_the_gradients_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    from titancli.engine import engine
+    from titancli.engine import training
 
     recipe = cases.recipe(Layout())
     before = traffic_of(recipe)["optim_step"].moved.total()
-    plain = engine.norm_and_scale
+    plain = training.norm_and_scale
 
     def twice(parameters: list[Any], *rest: Any) -> Any:
         torch._foreach_mul_([p.grad for p in parameters], 1.0)
         return plain(parameters, *rest)
 
-    monkeypatch.setattr(engine, "norm_and_scale", twice)
+    monkeypatch.setattr(training, "norm_and_scale", twice)
     assert traffic_of(recipe)["optim_step"].moved.total() > 1.05 * before
 
 

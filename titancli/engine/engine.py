@@ -19,7 +19,6 @@ from titancli.engine import checkpoints, exchange, recipes, samples
 from titancli.engine.agreement import Call
 from titancli.engine.copies import Form, export, own_lock, snapshot
 from titancli.engine.core import EngineCore
-from titancli.engine.grad_clip import norm_and_scale
 from titancli.engine.inputs import (
     Given,
     Logits,
@@ -34,11 +33,10 @@ from titancli.engine.opening import opened, take_over
 from titancli.engine.optimizer_state import set_rates
 from titancli.engine.samples import How, are_samples, as_list, refuse_how
 from titancli.engine.sampling import refuse_layout, sampled, whole_model
-from titancli.engine.skip_step import step_with
 from titancli.engine.status import EngineSettings, Watched
-from titancli.engine.step import Hooks, Metrics, Step
+from titancli.engine.step import Hooks, Metrics
 from titancli.engine.sums import poisoned, quotient, summed
-from titancli.engine.training import accumulating, refuse_another
+from titancli.engine.training import accumulating, apply, refuse_another
 from titancli.engine.weights import NamedTensor, Target, push
 from titancli.errors import TitanError
 from titancli.observe.phases import phase
@@ -398,35 +396,13 @@ class Engine(EngineCore):
                 # To 9 digits: another machine's cos may round its last bit otherwise.
                 call.given(f"with the schedule at {factor:.9g}" if lr is None else f"with lr={rate!r}")
             try:
-                reported = self._apply(call, optimizer, step)
+                reported = apply(self, call, optimizer, step)
             except BaseException:
                 self.spoil("optim_step raised an error after it had started")
                 raise
             if self.guard is not None:
                 self.guard.check()
             return {"grad_norm": step.norm, "lr": rate, "version": self.version, **reported}
-
-    def _apply(self, call: Call, optimizer: torch.optim.Optimizer, step: Step) -> Metrics:
-        """Everything that `optim_step` does to the engine; the metrics of the hooks."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        with call.shared(), phase("clip"):
-            max_norm, stages = self.settings.max_norm, self.mesh.pp_group
-            step.norm, scale = norm_and_scale(parameters, step.weight, max_norm, stages)
-        # A callback that raises on one rank alone would leave the others waiting in the last hook.
-        together = call.agreed() if self.hooks.wait_for_gradients else call.shared()
-        with together, phase("clip"), self.turn.lent():
-            self.hooks.gradients_ready(step)
-        with call.shared():
-            with phase("clip"), self.turn.lent():
-                self.hooks.decide(step)
-            with phase("optimizer"), step.stream.drawn():
-                step_with(optimizer, scale, step.skipped)
-                self.step, self.version = self.step + 1, self.version + 1
-                self.tokens_seen += step.tokens
-                with self.turn.lent():
-                    reported = self.hooks.step_applied(step)
-            self._forget_gradients()
-        return reported
 
     def clear_gradients(self) -> None:
         """Discard the gradients added by `forward_backward` since the last step.

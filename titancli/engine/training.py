@@ -1,4 +1,4 @@
-"""How gradients are added up: what `forward_backward` does once its batches are on the device."""
+"""How gradients are added up and applied: what `forward_backward` and `optim_step` do after their checks."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from titancli.engine.grad_clip import norm_and_scale
 from titancli.engine.rng import Stream
+from titancli.engine.skip_step import step_with
 from titancli.engine.step import Backward, Metrics, Step
 from titancli.engine.sums import largest, poisoned, quotient, summed
 from titancli.errors import TitanError
+from titancli.observe.phases import phase
 
 if TYPE_CHECKING:
     from titancli.engine.agreement import Call
@@ -82,6 +85,29 @@ def accumulating(
     step.tokens += call.all_tokens
     step.batches += len(placed)
     added.metrics = {**averages, "loss_max": worst, "tokens": call.all_tokens}
+
+
+def apply(engine: EngineCore, call: Call, optimizer: torch.optim.Optimizer, step: Step) -> Metrics:
+    """Do all that `Engine.optim_step` does to the engine, and return the metrics of the hooks."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    with call.shared(), phase("clip"):
+        max_norm, stages = engine.settings.max_norm, engine.mesh.pp_group
+        step.norm, scale = norm_and_scale(parameters, step.weight, max_norm, stages)
+    # A callback that raises on one rank alone would leave the others waiting in the last hook.
+    together = call.agreed() if engine.hooks.wait_for_gradients else call.shared()
+    with together, phase("clip"), engine.turn.lent():
+        engine.hooks.gradients_ready(step)
+    with call.shared():
+        with phase("clip"), engine.turn.lent():
+            engine.hooks.decide(step)
+        with phase("optimizer"), step.stream.drawn():
+            step_with(optimizer, scale, step.skipped)
+            engine.step, engine.version = engine.step + 1, engine.version + 1
+            engine.tokens_seen += step.tokens
+            with engine.turn.lent():
+                reported = engine.hooks.step_applied(step)
+        engine._forget_gradients()
+    return reported
 
 
 def _begun(engine: EngineCore, optimizer: torch.optim.Optimizer) -> Step:
