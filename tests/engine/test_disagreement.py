@@ -97,7 +97,7 @@ def test_ranks_that_call_differently_are_named_and_the_engine_goes_on(ranks) -> 
         "a rank without rows must pass a batch whose targets are all -100",
         "rank 0 with advantages, targets, tokens, rank 1 with targets, tokens",
         "rank 0 with the loss negative, rank 1 with the loss CrossEntropy",
-        "rank 0 with return_logits=False, rank 1 with return_logits=True",
+        "rank 0 with return_logits=False and temperature=1.0, rank 1 with return_logits=True",
         "the ranks call different verbs: rank 0 forward, rank 1 evaluate",
         "the ranks call forward differently: rank 0 on engine 2, rank 1 on engine 3",
         "the batch's tokens are torch.float32",
