@@ -14,7 +14,6 @@ Given to `titan -p`, it is a plugin file that makes `odd://` known.
 from __future__ import annotations
 
 import asyncio
-import io
 import os
 import random
 import threading
@@ -27,9 +26,9 @@ from fsspec.asyn import get_loop, sync
 
 ODD = "ODD"
 GROUPS = {
-    "*": "info|ls|cat_file|get_file|put_file|pipe_file|rm_file|open",
+    "*": "info|ls|cat_file|get_file|put_file|pipe_file|rm_file",
     "looks": "info|ls",
-    "reads": "cat_file|get_file|open",
+    "reads": "cat_file|get_file",
     "writes": "put_file|pipe_file|rm_file",
 }
 
@@ -117,16 +116,13 @@ class Odd(fsspec.AbstractFileSystem):  # type: ignore[misc]
     def _below(folder: Path) -> Iterator[Path]:
         return (path for path in folder.rglob("*") if path.is_file())
 
-    def cat_file(self, path: str, *given: Any, **more: Any) -> bytes:
-        return self._harmed(Path(self._strip_protocol(path)).read_bytes(), self._now("cat_file"))
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **more: Any) -> bytes:
+        data = Path(self._strip_protocol(path)).read_bytes()[start:end]
+        return self._harmed(data, self._now("cat_file"))
 
     def get_file(self, path: str, target: str, **more: Any) -> None:
         data = Path(self._strip_protocol(path)).read_bytes()
         Path(target).write_bytes(self._harmed(data, self._now("get_file")))
-
-    def open(self, path: str, mode: str = "rb", **more: Any) -> Any:
-        fault = self._now("open")
-        return io.BytesIO(self._harmed(Path(self._strip_protocol(path)).read_bytes(), fault))
 
     def put_file(self, source: str, path: str, **more: Any) -> None:
         self._put("put_file", path, Path(source).read_bytes())

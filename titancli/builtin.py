@@ -22,9 +22,10 @@ def titan_components() -> list[type]:
         parallel,
         rl,
     )
+    from titancli.checkpoint import remote as stores
 
-    rooms = (models, data, converters, parallel, losses, optimizers, loggers, callbacks, loops, rl, launchers)
-    return [config for room in rooms for config in room.COMPONENTS]
+    rooms = (models, data, converters, parallel, losses, optimizers, stores, loggers, callbacks, loops, rl)
+    return [config for room in (*rooms, launchers) for config in room.COMPONENTS]
 
 
 @hookimpl

@@ -384,7 +384,6 @@ def test_an_upload_is_waited_for_while_it_moves_and_no_longer(
         ("cat_file", "reading it"),
         ("get_file", "downloading it"),
         ("pipe_file", "writing it"),
-        ("open", "opening it"),
     ],
 )
 def test_a_store_that_hangs_is_left_after_the_limit(
@@ -401,7 +400,6 @@ def test_a_store_that_hangs_is_left_after_the_limit(
             "cat_file": lambda: (place / "x").read_bytes(),
             "get_file": lambda: (place / "x").get(tmp_path / "x"),
             "pipe_file": lambda: probe(place),
-            "open": lambda: (place / "x").digest(),
         }
         with pytest.raises(TitanError) as caught:
             calls[method]()

@@ -13,7 +13,7 @@ import s3fs
 from tests.checkpoint.tensors import RUN, save
 from titancli.checkpoint.format.hashed import file_digest
 from titancli.checkpoint.format.manifest import faults, read_manifest, steps
-from titancli.checkpoint.remote import requests, store
+from titancli.checkpoint.remote import fsspec_store, requests, store
 from titancli.checkpoint.remote.requests import Unreachable
 from titancli.checkpoint.remote.store import RemotePath, at
 from titancli.checkpoint.remote.transfer import upload
@@ -140,15 +140,15 @@ def test_a_checksum_that_is_not_of_the_bytes_is_not_relied_on(
 ) -> None:
     """As that of an object which the store encrypts with a key of its own (SSE-KMS)."""
     read = _reads(monkeypatch)
-    monkeypatch.setattr(store, "_md5_in", lambda facts: "0" * 32)
+    monkeypatch.setattr(fsspec_store, "_md5_in", lambda row: "0" * 32)
     save(tmp_path / "step-1")
     upload(tmp_path / "step-1", at(s3) / "step-1")
     assert len(read) == 1 and _is_good(at(s3) / "step-1")
 
 
 def test_the_checksum_of_google_cloud_storage_is_understood() -> None:
-    assert store._md5_in({"md5Hash": "XUFAKrxLKna5cZ2REBfFkg=="}) == "5d41402abc4b2a76b9719d911017c592"
-    assert store._md5_in({"size": 3}) is None
+    assert fsspec_store._md5_in({"md5Hash": "XUFAKrxLKna5cZ2REBfFkg=="}) == "5d41402abc4b2a76b9719d911017c592"
+    assert fsspec_store._md5_in({"size": 3}) is None
 
 
 @pytest.mark.parametrize("read_back", [False, True])

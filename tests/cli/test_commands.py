@@ -200,7 +200,7 @@ def test_list_components_has_every_kind_that_titan_offers(titan: Titan) -> None:
     offered = [component["kind"] for component in components]
     assert [kind for kind in KINDS if kind in offered] == list(dict.fromkeys(offered))
     assert all(component["summary"] for component in components)
-    assert set(KINDS) - set(offered) <= {"converter", "store"}  # fsspec has the stores
+    assert set(KINDS) - set(offered) <= {"converter"}
 
 
 def test_list_components_of_a_kind_has_this_kind_only(titan: Titan) -> None:

@@ -34,6 +34,7 @@ AT = {
     "logger": "loggers.0",
     "callback": "callbacks.0",
     "schedule": "lr_scheduler",
+    "store": "checkpoint.store",
     "task": "loop.task",
     "reward": "loop.rewards.0",
     "generator": "loop.generator",

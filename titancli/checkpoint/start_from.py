@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import xxhash
 
@@ -35,6 +35,8 @@ class StartFrom:
 
     timeout_seconds: float = field(default=TIMEOUT, compare=False)
     """What `checkpoint.remote_timeout_seconds` says, for a URL."""
+    store: Any = field(default=None, compare=False)
+    """The config of the URL's store; None: the one of its scheme."""
 
     @property
     def _url(self) -> str | None:
@@ -86,7 +88,9 @@ class StartFrom:
         elif self._url is not None:
             from titancli.checkpoint.remote.transfer import take_unless_there
 
-            take_unless_there(self._url, self.folder, say, timeout_seconds=self.timeout_seconds)
+            take_unless_there(
+                self._url, self.folder, say, timeout_seconds=self.timeout_seconds, store=self.store
+            )
 
 
 NOTHING = StartFrom("nothing")
@@ -105,7 +109,9 @@ def start_from(recipe: Recipe, checkpoint: Path | None = None) -> StartFrom:
     if recipe.weights is None:
         return NOTHING
     kind: Literal["weights", "state"] = "weights" if section.initial_load_model_only else "state"
-    return StartFrom(kind, recipe.weights, exclude, section.remote_timeout_seconds)
+    url, remote = url_of(recipe.weights) or "", section.remote or ""
+    store = section.store if url.partition("://")[0] == remote.partition("://")[0] else None
+    return StartFrom(kind, recipe.weights, exclude, section.remote_timeout_seconds, store)
 
 
 def still_needs_weights(recipe: Recipe, checkpoint: Path) -> str | None:

@@ -48,7 +48,7 @@ from titancli.protocols.rl import (
     TaskDefaults,
 )
 from titancli.protocols.run import LauncherBuilder, Logger, LoggerBuilder, LoopBuilder
-from titancli.protocols.store import Store, StoreBuilder
+from titancli.protocols.store import Entry, Store, StoreBuilder, StoreDefaults
 from titancli.protocols.training import (
     Loss,
     LossBuilder,
@@ -79,6 +79,7 @@ __all__ = [
     "Dataset",
     "DatasetBuilder",
     "DatasetDefaults",
+    "Entry",
     "Generator",
     "GeneratorBuilder",
     "HFBuilder",
@@ -112,6 +113,7 @@ __all__ = [
     "StepHookDefaults",
     "Store",
     "StoreBuilder",
+    "StoreDefaults",
     "Task",
     "TaskBuilder",
     "TaskDefaults",

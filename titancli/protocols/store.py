@@ -1,59 +1,83 @@
-"""Stores of checkpoints, by the protocol of their URLs."""
+"""Stores of checkpoints."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, BinaryIO, Protocol
+from collections.abc import Callable, Iterable
+from typing import IO, Any, NamedTuple, Protocol
+
+
+class Entry(NamedTuple):
+    """An object in a store, or a folder of objects."""
+
+    name: str
+    """The last part of its key."""
+    size: int | None
+    """Bytes of the object; None: it is a folder."""
+    md5: str | None = None
+    """MD5 checksum of the bytes in hexadecimal digits, or what S3 reports of an object that was uploaded in
+    parts; None: the store has none, and what was written is compared by size."""
 
 
 class Store(Protocol):
-    """Objects under keys: what follows `PROTOCOL://` in a URL, such as `"bucket/run/step-10/manifest.json"`.
+    """Objects by key. A key is what follows `://` in a URL, without a slash at either end.
 
-    The methods are a part of `fsspec.AbstractFileSystem`, so each of its file systems is a store. They are
-    called in threads, and raise FileNotFoundError where nothing is there. Whatever else they raise is taken
-    for a failure that may pass, and the request is repeated; one that hangs is left after
-    `checkpoint.remote_timeout_seconds`. An object is written whole or not at all.
+    Each call is made in a thread of its own, several at once, and by several runs and machines. titan limits
+    its time: a call that makes no progress for checkpoint.remote_timeout_seconds counts as failed, and its
+    thread is left behind. A call that raises is repeated for some seconds, except after FileNotFoundError,
+    PermissionError, NotImplementedError and titan's own errors. FileNotFoundError, and nothing else, says
+    that there is nothing of this key. A store need not check what was written: titan does.
     """
 
-    def info(self, path: str) -> Mapping[str, Any]:
-        """Return `name`, `size` in bytes and `type` ("file" or "directory") of what lies there. With `ETag`,
-        its MD5 checksum, what was uploaded is verified without reading it back."""
+    def stat(self, key: str) -> Entry:
+        """Return what lies at a key.
+
+        Raises:
+            FileNotFoundError: nothing does.
+        """
         ...
 
-    def ls(self, path: str, detail: bool = True) -> list[Mapping[str, Any]]:
-        """Return the same of everything directly below, as it is now."""
+    def read(self, key: str, start: int, size: int) -> bytes:
+        """Return up to `size` bytes from byte `start` on; fewer only at the end of the object.
+
+        Raises:
+            FileNotFoundError: there is no such object.
+        """
         ...
 
-    def cat_file(self, path: str) -> bytes:
-        """Return the bytes of an object."""
+    def write(self, key: str, source: IO[bytes]) -> None:
+        """Write a whole object, in place of the one that may be there; it appears whole, or not at all.
+
+        `source` is open at its first byte; its position tells titan that the call makes progress."""
         ...
 
-    def open(self, path: str, mode: str = "rb") -> BinaryIO:
-        """Open an object for reading, at any place."""
+    def delete(self, key: str) -> None:
+        """Delete an object.
+
+        Raises:
+            FileNotFoundError: there is none, which titan takes as done.
+        """
         ...
 
-    def get_file(self, rpath: str, lpath: str) -> None:
-        """Copy an object into a file of the disk."""
+    def list(self, key: str) -> Iterable[Entry]:
+        """Return what lies directly below a folder, and what has been written before.
+
+        Raises:
+            FileNotFoundError: there is no such folder; a store without folders returns nothing instead.
+        """
         ...
 
-    def put_file(self, lpath: str, rpath: str, callback: Any = None) -> None:
-        """Copy a file of the disk into an object."""
-        ...
 
-    def pipe_file(self, path: str, value: bytes) -> None:
-        """Write an object."""
-        ...
+class StoreDefaults:
+    """Optional members of a store."""
 
-    def rm_file(self, path: str) -> None:
-        """Delete an object."""
-        ...
-
-    def rmdir(self, path: str) -> None:
-        """Remove an empty folder, in a store that has them."""
-        ...
+    download: Callable[[str, str], None] | None = None
+    """Write the object of a key to a local path, `download(key, path)`; None: it is read in blocks."""
+    delete_folder: Callable[[str], None] | None = None
+    """Delete the empty folder of a key; None: folders are no more than parts of keys."""
 
 
 class StoreBuilder(Protocol):
     def __call__(self, config: Any, *, url: str) -> Store:
-        """Open the store of a URL. The config has its defaults: credentials come from the environment."""
+        """Build the store of a URL; its calls are given the keys of this and of other URLs with the same
+        scheme."""
         ...

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from titancli.errors import Problem, RecipeError
 from titancli.recipe.problems import nearest
+from titancli.registry.kinds import KINDS
 from titancli.runs import LOCK_NAME
 
 if TYPE_CHECKING:
@@ -121,6 +122,18 @@ def _no_recipe(message: str, hint: str) -> RecipeError:
 
 
 _URL = re.compile(r"([a-z][a-z0-9+.-]+):/+")
+
+
+def store_type(url: str, registry: Registry) -> str:
+    """Return the full name of the store that a URL belongs to: the one named like its scheme, or `fsspec`.
+
+    Raises:
+        PluginError: several plugins have a store of this name.
+    """
+    scheme = url.partition("://")[0]
+    if any(name.rpartition("/")[2] == scheme for name in registry.names("store")):
+        return registry.full_name(registry.find("store", scheme))
+    return str(KINDS["store"].full_default)
 
 
 def url_of(path: Path) -> str | None:

@@ -50,7 +50,8 @@ def merge(low: Node, high: Node, problems: Problems, path: KeyPath = (), *, one_
 
 def as_table(node: Node, path: KeyPath) -> Node:
     """Return a component given as a string as the table it abbreviates; any other node unchanged."""
-    in_slot = (path[:1] and path[0] in recipe_slots()) or path[:2] == ("validation", "datasets")
+    nested = path[:2] in (("validation", "datasets"), ("checkpoint", "store"))
+    in_slot = nested or (path[:1] and path[0] in recipe_slots())
     if isinstance(node.value, str) and in_slot and path[-1] not in ("type", "flavor"):
         return Node({"type": node}, node.origin)
     return node
@@ -60,6 +61,10 @@ def _kept(low: dict[str, Node], high: dict[str, Node], path: KeyPath) -> dict[st
     """Return the part of a lower layer's table that remains under the upper layer's."""
     if "type" in high and not _same_type(_type(low, path), high["type"].value):
         return {}
+    # A URL with another scheme is another store's.
+    if path == ("checkpoint",) and {"remote", "store"} <= low.keys() and "remote" in high:
+        schemes = {str(table["remote"].value).partition("://")[0] for table in (low, high)}
+        low = {key: node for key, node in low.items() if key != "store" or len(schemes) == 1}
     old, new = low.get("flavor"), high.get("flavor")
     if new is not None and (old is None or old.value != new.value):
         return {"type": low["type"]} if "type" in low else {}

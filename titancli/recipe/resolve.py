@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titancli.errors import PluginError, RecipeError
-from titancli.recipe.find import LOCK_HEADER, beside, bundled_folder
+from titancli.recipe.find import LOCK_HEADER, beside, bundled_folder, store_type
 from titancli.recipe.merge import without
 from titancli.recipe.problems import Problems, nearest
 from titancli.recipe.read import taken_as_text
@@ -20,7 +20,7 @@ from titancli.recipe.schema import Recipe, default_type, recipe_slots
 from titancli.recipe.toml import DEFAULT, KeyPath, Node, Origin, dotted, from_python
 from titancli.registry.defaults import ConfigDefaults
 from titancli.registry.fields import Type, fields_of
-from titancli.registry.kinds import BUILTIN
+from titancli.registry.kinds import BUILTIN, KINDS
 
 if TYPE_CHECKING:
     from titancli.registry.lookup import Registry
@@ -61,8 +61,27 @@ def resolve(root: Node, registry: Registry, problems: Problems, unset: Collectio
         if isinstance(table.value, dict) and "type" not in table.value:
             table = Node({"type": Node(default, DEFAULT), **table.value}, table.origin)
         tables[name] = table
+    if "checkpoint" in tables:
+        tables["checkpoint"] = _with_store_type(tables["checkpoint"], registry)
     resolver.result.root = resolver.fields(Recipe, Node(tables, root.origin), ())
     return resolver.result
+
+
+def _with_store_type(section: Node, registry: Registry) -> Node:
+    """Return [checkpoint] with the type of its store, which the scheme of `remote` names. The default is
+    filled in only where the store has other keys."""
+    if not isinstance(section.value, dict):
+        return section
+    remote, store = section.child("remote"), section.child("store")
+    url = remote.value if remote is not None and isinstance(remote.value, str) else ""
+    if store is not None and (not isinstance(store.value, dict) or "type" in store.value):
+        return section
+    name = store_type(url, registry)
+    if store is None and name == KINDS["store"].full_default:
+        return section
+    given = store or Node({}, DEFAULT)
+    typed = Node({"type": Node(name, DEFAULT), **given.value}, given.origin)
+    return Node({**section.value, "store": typed}, section.origin)
 
 
 class _Resolver:

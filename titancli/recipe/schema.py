@@ -130,8 +130,11 @@ class Checkpoint:
     keep_latest_k: Annotated[int, Ge(0)] = 10
     """Number of this run's checkpoints to keep; 0 keeps all."""
     remote: str | None = None
-    """Folder in an object store, such as `"s3://bucket/prefix"`. Each checkpoint is uploaded to REMOTE/RUN
+    """Folder in a store, such as `"s3://bucket/prefix"`. Each checkpoint is uploaded to REMOTE/RUN
     while training continues, and downloaded from there on a machine that does not have the run."""
+    store: Annotated[Component, Slot("store")] | None = None
+    """The store of `remote`, and of `weights` under a URL with the same scheme. None: the one named like the
+    scheme, or fsspec."""
     remote_timeout_seconds: Annotated[int, Gt(0)] = 1800
     """Seconds without progress after which a request to the store counts as failed. Not every kind of store
     reports progress within a file: then it is the limit for the transfer of one file."""

@@ -47,7 +47,7 @@ KINDS: dict[str, Kind] = {
         Kind("loss", "the objective to minimize", default="cross_entropy", optional="LossDefaults"),
         Kind("optimizer", "how weights are updated", default="adamw"),
         Kind("schedule", "the learning rate over the run", default="wsd"),
-        Kind("store", "where checkpoints are uploaded, by the protocol of the URL", effect="running"),
+        Kind("store", "where checkpoints are uploaded", "fsspec", effect="running", optional="StoreDefaults"),
         Kind("logger", "receives the metrics and events of a run", effect="watching"),
         Kind("callback", "takes part in the steps of a run"),
         Kind("loop", "the training program", default="pretrain"),

@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import IO, Any, ClassVar
 
 import numpy as np
 import pytest
@@ -27,6 +27,7 @@ from titancli.data import ByteTokenizer, PythonStdlib
 from titancli.losses import CrossEntropy, Grpo
 from titancli.models import Llama3
 from titancli.optimizers import AdamW, WarmupStableDecay
+from titancli.protocols import Entry
 from titancli.protocols.samples import Completion, Prompt
 from titancli.registry.component import build, component, load_target
 from titancli.rl import Local
@@ -411,6 +412,87 @@ def test_a_schedule(faults: Faults, made: Any, fault: str) -> None:
 
 def test_titans_schedule(faults: Faults) -> None:
     assert faults("schedule", WarmupStableDecay(decay_type="cosine", min_lr_factor=0.1)) == ""
+
+
+# --------------------------------------------------------------------------------------------------- stores
+
+
+@component("store", "dict", target="a:b")
+class InMemory:
+    """Objects in a dictionary."""
+
+
+class Objects:
+    """A store as it should be; what is below it is not."""
+
+    def __init__(self, config: Any, *, url: str, kept: dict[str, bytes]) -> None:
+        self.kept = kept
+
+    def stat(self, key: str) -> Entry:
+        if key in self.kept:
+            return Entry(key.rpartition("/")[2], len(self.kept[key]))
+        if not self.list(key):
+            raise FileNotFoundError(key)
+        return Entry(key.rpartition("/")[2], None)
+
+    def read(self, key: str, start: int, size: int) -> bytes:
+        self.stat(key)
+        return self.kept[key][start : start + size]
+
+    def write(self, key: str, source: IO[bytes]) -> None:
+        self.kept[key] = source.read()
+
+    def delete(self, key: str) -> None:
+        self.kept.pop(key, None)
+
+    def list(self, key: str) -> list[Entry]:
+        rows = {}
+        for name, data in self.kept.items():
+            if name.startswith(f"{key}/"):
+                first, _, rest = name.removeprefix(f"{key}/").partition("/")
+                rows[first] = Entry(first, None if rest else len(data))
+        return list(rows.values())
+
+
+class Forgets(Objects):
+    def __init__(self, config: Any, *, url: str, kept: dict[str, bytes]) -> None:
+        self.kept = {}
+
+
+class Whole(Objects):
+    def read(self, key: str, start: int, size: int) -> bytes:
+        return super().read(key, 0, start + size)
+
+
+class Keeps(Objects):
+    def delete(self, key: str) -> None: ...
+
+
+class Appends(Objects):
+    def write(self, key: str, source: IO[bytes]) -> None:
+        self.kept[key] = self.kept.get(key, b"") + source.read()
+
+
+class Empty(Objects):
+    def read(self, key: str, start: int, size: int) -> bytes:
+        return self.kept.get(key, b"")[start : start + size]
+
+
+@pytest.mark.parametrize(
+    ("store", "fault"),
+    [
+        (Objects, ""),
+        (Forgets, "[objects] it raises"),
+        (Whole, "[objects] read does not return the 100 bytes from byte 300 on"),
+        (Keeps, "[objects] list returns {'a': 4096, 'b': 0}"),
+        (Appends, "[objects] read returns 4106 bytes of an object of 4096"),
+        (Empty, "[absent] read of an object that is not there returns b''"),
+    ],
+)
+def test_a_store(faults: Faults, store: Any, fault: str) -> None:
+    kept: dict[str, bytes] = {}
+    said = faults("store", InMemory(), lambda config, *, url: store(config, url=url, kept=kept))
+    assert fault in said and bool(fault) == bool(said)
 
 
 # ------------------------------------------------------------- tasks, rewards, advantages and generators

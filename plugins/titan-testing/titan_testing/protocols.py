@@ -118,7 +118,9 @@ def _runtime(kind: str, config: Any, folder: Path, seq_len: int) -> dict[str, An
     if kind == "schedule":
         return {"steps": 1000}
     if kind == "store":
-        return {"url": "store://folder"}
+        from titan_testing.behaviour.stores import url_of
+
+        return {"url": url_of(config, folder)}
     if kind == "task":
         return {"seed": 0}
     return {"run_folder": folder, "is_main": True} if kind == "logger" else {}

@@ -131,9 +131,6 @@ def _words(name: str) -> dict[str, str]:
 def _words_of(kind: str, words: dict[str, str], *, several: bool) -> dict[str, str]:
     """Return the words of a kind's templates."""
     name, component = words["name"], words["component"]
-    slot = f"loop.{kind}" if kind in OF_GRPO else SECTIONS.get(kind, kind)
-    array = f"{slot}s='[{{type = \"{component}\"}}]'"
-    url = f"checkpoint.remote={component}:///tmp/{component}"  # a store has no slot: its URLs name it
     helpers = [*([] if several else ["check_plugin"]), *([] if kind in OF_GRPO else ["recipe"]), "run_cli"]
     standard = "".join(f"import {module}\n" for module in STANDARD.get(kind, ()))
     standard += "from pathlib import Path\n\n" + ("import pytest\n" if kind in WITH_PYTEST else "")
@@ -141,11 +138,19 @@ def _words_of(kind: str, words: dict[str, str], *, several: bool) -> dict[str, s
         "kind": kind,
         "package": f"{words['package']}.{kind}" if several else words["package"],
         "base": "grpo_digit" if kind in OF_GRPO else "llama3_debug",
-        "use": url if kind == "store" else array if kind in MANY else f"{slot}={component}",
+        "use": _use(kind, component),
         "imports": f"\n{standard}from titan_testing import {', '.join(helpers)}\n",
         "sound": "" if several else Template(SOUND).substitute(words),
         "trains": _trains(name, kind, component),
     }
+
+
+def _use(kind: str, component: str) -> str:
+    """Return the override by which a recipe uses the component."""
+    if kind == "store":  # by the scheme of the URL
+        return f"checkpoint.remote={component}://$PWD/checkpoints"
+    slot = f"loop.{kind}" if kind in OF_GRPO else SECTIONS.get(kind, kind)
+    return f"{slot}s='[{{type = \"{component}\"}}]'" if kind in MANY else f"{slot}={component}"
 
 
 def _about(of_kinds: dict[str, dict[str, str]]) -> dict[str, str]:
@@ -182,8 +187,9 @@ def _trains(name: str, kind: str, component: str) -> str:
         )
     if kind == "store":
         return (
-            f'    url = f"checkpoint.remote={component}://{{tmp_path}}/store"\n'
-            '    done = run_cli("train", recipe(tmp_path, ""), url, cwd=tmp_path)'
+            f"    section = f'checkpoint.enable = true\\ncheckpoint.remote = \"{component}://{{tmp_path}}/store\"'\n"
+            '    done = run_cli("train", recipe(tmp_path, section), "--run-dir", "r", cwd=tmp_path)\n'
+            '    assert list((tmp_path / "store/r").glob("step-*")), done.stderr'
         )
     table = f"[[{kind}s]]" if kind in MANY else f"[{SECTIONS.get(kind, kind)}]"
     return (

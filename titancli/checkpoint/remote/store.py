@@ -1,26 +1,27 @@
-"""A place in an object store, by its URL, that can be asked what a folder on a disk can. Torch-free.
+"""A place in a store of checkpoints, by its URL, with the methods of a path on a disk. Torch-free.
 
-A store is a component of the kind `store` that is named as the URL's protocol; other protocols are fsspec's,
-which is imported then.
+The store is a component of the kind `store`: a plugin's, named by the URL's scheme or by the recipe, or else
+`fsspec`, which knows object stores.
 """
 
 from __future__ import annotations
 
 import errno
 import hashlib
-import itertools
 import os
-from base64 import b64decode
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from io import BytesIO, FileIO
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import IO, Any, NamedTuple, TypeVar, cast
 
 import xxhash
 
 from titancli.checkpoint.format.hashed import Digest
 from titancli.checkpoint.remote.requests import ABSENT, BRIEFLY, Line
-from titancli.errors import EnvironmentProblem, TitanError
+from titancli.errors import PluginError, TitanError
+from titancli.protocols.store import Entry
+from titancli.recipe.find import store_type
 from titancli.registry import current
 from titancli.registry.component import build
 
@@ -28,8 +29,6 @@ T = TypeVar("T")
 
 TIMEOUT = 1800.0
 """Seconds, where no recipe says how many."""
-_EXTRAS = {"s3": "s3", "s3a": "s3"}
-"""Which of titan's extras brings a protocol's package."""
 _BLOCK = 1 << 24
 _PART = 50 << 20
 """Bytes of a part in which s3fs uploads large files. Of an object in other parts nobody knows the ETag."""
@@ -41,44 +40,36 @@ class _Size(NamedTuple):
     st_size: int
 
 
-def at(url: str, timeout_seconds: float = TIMEOUT, patience: float | None = None) -> Path:
-    """The place that a URL names, with what `checkpoint.remote_timeout_seconds` says.
-
-    `patience`: seconds for which failing requests are repeated; None: `requests.BRIEFLY`.
+def at(url: str, timeout_seconds: float = TIMEOUT, patience: float | None = None, store: Any = None) -> Path:
+    """Return the place that a URL names.
 
     What looks at checkpoints takes a path and asks it for little: its name, its entries, their sizes and
-    bytes. This answers all of that, and is a Path for a type checker's sake alone.
+    bytes. A place answers all of that, and is a Path for a type checker's sake alone.
+
+    Args:
+        timeout_seconds: as `checkpoint.remote_timeout_seconds`.
+        patience: seconds for which failing requests are repeated; None: `requests.BRIEFLY`.
+        store: the config of the store, `checkpoint.store`; None: the one of the URL's scheme, with its
+            defaults.
 
     Raises:
-        EnvironmentProblem: the package for this kind of store is not installed, or nobody knows the kind.
+        EnvironmentProblem: the package for this kind of store is not installed, or no store has this scheme.
+        PluginError: the store cannot be built.
     """
-    store, key = _opened(url)
-    line = Line(timeout_seconds, BRIEFLY if patience is None else patience)
-    return cast(Path, RemotePath(store, key.rstrip("/"), url.rstrip("/"), line))
-
-
-def _opened(url: str) -> tuple[Any, str]:
-    """Return the store of a URL, and the key in it."""
-    protocol, _, key = url.partition("://")
-    if any(name.rpartition("/")[2] == protocol for name in current().names("store")):
-        return build(current().find("store", protocol)(), url=url), key
-    import fsspec
-
-    # Neither shared nor remembered: credentials may have changed, and another process may have written.
-    options: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
-    if protocol in ("file", "local"):
-        options["auto_mkdir"] = True
+    if store is None:
+        store = current().find("store", store_type(url, current()))()
     try:
-        store, key = fsspec.core.url_to_fs(url, **options)
-        return store, key
-    except ImportError as error:
-        extra = _EXTRAS.get(protocol)
-        hint = f"pip install 'titancli[{extra}]'" if extra else str(error)
-        raise EnvironmentProblem(f"{url} needs a package that is not installed", hint=hint) from error
-    except ValueError as error:
-        raise EnvironmentProblem(
-            f"{url} is not the URL of a store: {error}", hint="such as s3://…"
+        built = build(store, url=url)
+    except TitanError:
+        raise
+    except Exception as error:
+        name = current().full_name(type(store))
+        raise PluginError(
+            f"the store {name} cannot be built for {url}: {type(error).__name__}: {error}",
+            hint="[checkpoint.store] sets its fields",
         ) from error
+    line = Line(timeout_seconds, BRIEFLY if patience is None else patience)
+    return cast(Path, RemotePath(built, url.rstrip("/"), line))
 
 
 class RemotePath:
@@ -86,10 +77,12 @@ class RemotePath:
 
     Raises:
         Unreachable: the store refuses, or does not answer.
+        PluginError: it returns something else than it must.
     """
 
-    def __init__(self, store: Any, key: str, url: str, line: Line, row: dict[str, Any] | None = None) -> None:
-        self._store, self._key, self._url, self._line, self._row = store, key, url, line, row
+    def __init__(self, store: Any, url: str, line: Line, entry: Entry | None = None) -> None:
+        self._store, self._url, self._line, self._listed = store, url, line, entry
+        self._key = url.partition("://")[2].strip("/")
 
     @property
     def name(self) -> str:
@@ -97,58 +90,76 @@ class RemotePath:
 
     @property
     def parent(self) -> RemotePath:
-        return RemotePath(self._store, self._key.rpartition("/")[0], self._url.rpartition("/")[0], self._line)
+        return RemotePath(self._store, self._url.rpartition("/")[0], self._line)
 
     def __str__(self) -> str:
         return self._url
 
     def __truediv__(self, name: str) -> RemotePath:
-        return RemotePath(self._store, f"{self._key}/{name}", f"{self._url}/{name}", self._line)
+        return RemotePath(self._store, f"{self._url}/{name}", self._line)
 
     def absolute(self) -> RemotePath:
         return self
 
     def is_dir(self) -> bool:
-        return self._kind() == "directory"
+        with suppress(*ABSENT):
+            return self._entry().size is None
+        return False
 
     def is_file(self) -> bool:
-        return self._kind() == "file"
-
-    def _kind(self) -> str | None:
-        """Return what lies here; None: the store says that nothing does. (fsspec's own `isfile` takes every
-        error for a no.)"""
         with suppress(*ABSENT):
-            return str(self._facts()["type"])
-        return None
+            return self._entry().size is not None
+        return False
 
-    def _facts(self) -> dict[str, Any]:
+    def _entry(self) -> Entry:
         """Return what the store says of an object. A listing says it too, perhaps of some time ago."""
-        return self._row or self._ask("looking at it", lambda: self._store.info(self._key))
+        return self._listed or self._look()
+
+    def _look(self) -> Entry:
+        found = self._ask("looking at it", lambda: self._store.stat(self._key))
+        return self._checked("stat", found, _is_entry(found))
 
     def iterdir(self) -> Iterator[RemotePath]:
         """What lies below, one request for all, sizes included."""
         try:
-            rows = self._ask("listing it", lambda: self._store.ls(self._key, detail=True))
+            entries = self._ask("listing it", lambda: tuple(self._store.list(self._key)))
         except FileNotFoundError as error:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self)) from error
-        for row in rows:
-            name = row["name"].rstrip("/").rpartition("/")[2]
-            if row["name"].strip("/") != self._key.strip("/"):  # some stores list a folder in itself
-                yield RemotePath(self._store, f"{self._key}/{name}", f"{self._url}/{name}", self._line, row)
+        for entry in entries:
+            self._checked("list", entry, _is_entry(entry) and entry.name and "/" not in entry.name)
+            yield RemotePath(self._store, f"{self._url}/{entry.name}", self._line, entry)
 
     def stat(self) -> _Size:
-        return _Size(self._facts()["size"])
+        return _Size(self._entry().size or 0)
 
     def read_bytes(self) -> bytes:
-        return self._ask("reading it", lambda: self._store.cat_file(self._key))
+        if len(data := self.read(0, _BLOCK)) < _BLOCK:
+            return data
+        with self.open() as file:
+            return b"".join(iter(lambda: file.read(_BLOCK), b""))
+
+    def read(self, start: int, size: int) -> bytes:
+        """Read up to `size` bytes from byte `start` on; one request."""
+        data = self._ask("reading it", lambda: self._store.read(self._key, start, size))
+        return self._checked("read", data, isinstance(data, bytes) and len(data) <= size)
+
+    def _checked(self, method: str, answer: T, right: object) -> T:
+        """Return an answer of the store.
+
+        Raises:
+            PluginError: it is not of the kind that the store's protocol demands.
+        """
+        if right:
+            return answer
+        what = f"{len(answer):,} bytes" if isinstance(answer, bytes) else f"{answer!r:.80}"
+        raise PluginError(
+            f"{self}: {method} of the store ({type(self._store).__name__}) returned {what}",
+            hint="see titancli.protocols.Store",
+        )
 
     @contextmanager
     def open(self, mode: str = "rb") -> Iterator[RemoteFile]:
-        file = self._ask("opening it", lambda: self._store.open(self._key, mode))
-        try:
-            yield RemoteFile(self, file)
-        finally:
-            file.close()
+        yield RemoteFile(self, self.stat().st_size)
 
     def digest(self) -> Digest:
         """Size and checksum of the whole object, which is read."""
@@ -161,11 +172,16 @@ class RemotePath:
 
     def get(self, target: Path) -> None:
         """Copy an object into a new file."""
+        if (download := self._store.download) is not None:
 
-        def moved() -> int:
-            return target.stat().st_size if target.exists() else -1
+            def moved() -> int:
+                return target.stat().st_size if target.exists() else -1
 
-        self._ask("downloading it", lambda: self._store.get_file(self._key, str(target)), moved)
+            self._ask("downloading it", lambda: download(self._key, str(target)), moved)
+            return
+        with self.open() as file, open(target, "wb") as written:
+            while data := file.read(_BLOCK):
+                written.write(data)
 
     def put(self, source: Path, digest: Digest, *, read_back: bool = False) -> None:
         """Copy a file into this object, and ensure that what arrived is what was sent.
@@ -175,28 +191,35 @@ class RemotePath:
         Raises:
             TitanError: other bytes arrive each time.
         """
-        from fsspec.callbacks import Callback
-
-        count = itertools.count()  # of what the store says on the way, if it does
-        told = Callback(hooks={"moves": lambda *said, **more: next(count)})
         for _ in range(ATTEMPTS):
-            self._ask(
-                "uploading it",
-                lambda: self._store.put_file(str(source), self._key, callback=told),
-                lambda: repr(count),
-                changes=True,
-            )
+            self._write("uploading it", lambda: FileIO(str(source)))
             if self._has(source, digest, read_back):
                 return
         raise TitanError(f"{self} does not contain what was uploaded, {ATTEMPTS} times")
 
+    def _write(self, doing: str, opened: Callable[[], IO[bytes] | FileIO]) -> None:
+        """Write the object from what `opened` returns anew for each request."""
+        sources: list[Any] = []
+
+        def write() -> None:
+            with opened() as source:
+                sources.append(source)
+                self._store.write(self._key, source)
+
+        def moved() -> object:
+            with suppress(ValueError):  # it has just been closed
+                return len(sources), sources[-1].tell() if sources else None
+            return None
+
+        self._ask(doing, write, moved, changes=True)
+
     def _has(self, source: Path, digest: Digest, read_back: bool) -> bool:
         """Return whether the object's bytes are the file's, as far as the store says."""
         try:
-            facts = self._facts()
-            if facts["size"] != digest.size:
+            entry = self._look()
+            if entry.size != digest.size:
                 return False
-            known = _md5_in(facts) if self._line.knows_md5 else None
+            known = entry.md5 if self._line.knows_md5 else None
             if known is not None and known != _md5_of(source, parts="-" in known):
                 if self.digest() != digest:
                     return False
@@ -213,7 +236,7 @@ class RemotePath:
             TitanError: other bytes arrive each time.
         """
         for _ in range(ATTEMPTS):
-            self._ask("writing it", lambda: self._store.pipe_file(self._key, data), changes=True)
+            self._write("writing it", lambda: BytesIO(data))
             with suppress(*ABSENT):
                 if self.read_bytes() == data:
                     return
@@ -222,19 +245,15 @@ class RemotePath:
     def unlink(self) -> None:
         """Delete an object, if it is there: who asks again does not know what came of it before."""
         with suppress(*ABSENT):
-            self._ask("deleting it", lambda: self._store.rm_file(self._key), changes=True)
+            self._ask("deleting it", lambda: self._store.delete(self._key), changes=True)
 
     def rmdir(self) -> None:
-        """Remove a folder that is empty, if it is there. In most stores a folder is in names alone, and gone
-        with the last of them."""
-
-        def remove() -> None:
-            with suppress(FileExistsError, NotImplementedError):  # an object that stands for the folder
-                self._store.rmdir(self._key)
-
+        """Remove a folder that is empty, if it is there and the store has folders."""
+        if (delete_folder := self._store.delete_folder) is None:
+            return
         with suppress(*ABSENT):
             if self.is_dir() and not any(self.iterdir()):
-                self._ask("removing it", remove, changes=True)
+                self._ask("removing it", lambda: delete_folder(self._key), changes=True)
 
     def _ask(
         self,
@@ -248,14 +267,8 @@ class RemotePath:
         return self._line.ask(self, doing, request, moved, changes=changes)
 
 
-def _md5_in(facts: dict[str, Any]) -> str | None:
-    """Return the MD5 checksum that a store reports of an object, in hexadecimal digits, if it does. Of one
-    that was uploaded in parts, S3 reports one over theirs, and their number."""
-    if etag := str(facts.get("ETag") or "").strip('"'):
-        return etag
-    if in_base64 := facts.get("md5Hash"):  # Google Cloud Storage
-        return b64decode(in_base64).hex()
-    return None
+def _is_entry(found: object) -> bool:
+    return isinstance(found, Entry) and isinstance(found.name, str) and isinstance(found.size, int | None)
 
 
 def _md5_of(path: Path, *, parts: bool) -> str:
@@ -273,16 +286,13 @@ def _md5_of(path: Path, *, parts: bool) -> str:
 
 
 class RemoteFile:
-    """An object that is open for reading, under the limit of its store."""
+    """An object that is read from its start on, under the limit of its store."""
 
-    def __init__(self, place: RemotePath, file: Any) -> None:
-        self._place, self._file, self._position = place, file, 0
+    def __init__(self, place: RemotePath, size: int) -> None:
+        self._place, self._size, self._position = place, size, 0
 
     def read(self, size: int) -> bytes:
-        def read() -> bytes:
-            self._file.seek(self._position)  # an attempt that failed may have moved it
-            return cast(bytes, self._file.read(size))
-
-        data = self._place._ask("reading it", read)
+        size = min(size, self._size - self._position)  # stores refuse to read beyond the end
+        data = self._place.read(self._position, size) if size else b""
         self._position += len(data)
         return data

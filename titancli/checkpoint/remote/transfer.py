@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from titancli.checkpoint.format.disk import need, refusal, size_text, sync_folder, write_file
 from titancli.checkpoint.format.hashed import Digest, file_digest
@@ -44,7 +44,7 @@ def run_place(section: Checkpoint, run_folder: Path, *, patience: float | None =
     """Where a run's checkpoints lie under `checkpoint.remote`: by the name of its folder. `patience`: see
     `at`."""
     url = f"{(section.remote or '').rstrip('/')}/{run_folder.name}"
-    return at(url, section.remote_timeout_seconds, patience)
+    return at(url, section.remote_timeout_seconds, patience, section.store)
 
 
 def probe(place: Path) -> None:
@@ -318,10 +318,12 @@ def alone(folder: Path) -> Iterator[None]:
         yield
 
 
-def take_unless_there(url: str, here: Path, say: Callable[[str], None], *, timeout_seconds: float) -> None:
+def take_unless_there(
+    url: str, here: Path, say: Callable[[str], None], *, timeout_seconds: float, store: Any
+) -> None:
     """Take the checkpoint of a URL into the folder `here`, which has its name, unless it lies there; see
-    `take`, and for the limit `at`."""
-    place = at(url, timeout_seconds)
+    `take`, and for the limit and the store `at`."""
+    place = at(url, timeout_seconds, store=store)
     with alone(here.parent):
         if not _lies_in(here, read_manifest(place)):
             take(place, here.parent, say)

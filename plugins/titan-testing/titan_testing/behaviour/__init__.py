@@ -23,6 +23,7 @@ ROOMS = {
     "loss": "losses",
     "optimizer": "optimizers",
     "schedule": "schedules",
+    "store": "stores",
     "logger": "loggers",
     "callback": "callbacks",
     "task": "rollouts",
