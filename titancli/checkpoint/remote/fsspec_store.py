@@ -8,14 +8,11 @@ from contextlib import suppress
 from io import BytesIO
 from typing import IO, TYPE_CHECKING, Any, cast
 
-from titancli.errors import EnvironmentProblem
+from titancli.object_store import file_system
 from titancli.protocols.store import Entry
 
 if TYPE_CHECKING:
     from titancli.checkpoint.remote import Fsspec
-
-_EXTRAS = {"s3": "s3", "s3a": "s3"}
-"""titan's extra that installs a protocol's package."""
 
 
 class FsspecStore:
@@ -26,23 +23,13 @@ class FsspecStore:
     """
 
     def __init__(self, config: Fsspec, *, url: str) -> None:
-        import fsspec
-
         self._scheme, _, rest = url.partition("://")
         self._start = f"{self._scheme}://{'/' if rest.startswith('/') else ''}"
         # Neither shared nor remembered: credentials may have changed, and another process may have written.
         options: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
         if self._scheme in ("file", "local"):
             options["auto_mkdir"] = True
-        try:
-            self._system, _ = fsspec.core.url_to_fs(url, **options)
-        except ImportError as error:
-            extra = _EXTRAS.get(self._scheme)
-            hint = f"pip install 'titancli[{extra}]'" if extra else str(error)
-            raise EnvironmentProblem(f"{url} needs a package that is not installed", hint=hint) from error
-        except ValueError as error:
-            hint = "such as s3://…, or the name of a plugin's store (titan list-components store)"
-            raise EnvironmentProblem(f"{url} is not the URL of a store: {error}", hint=hint) from error
+        self._system, _ = file_system(url, **options)
 
     def _path(self, key: str) -> str:
         return str(self._system._strip_protocol(f"{self._start}{key}"))
@@ -85,7 +72,8 @@ class FsspecStore:
 
 def _entry(row: dict[str, Any]) -> Entry:
     name = row["name"].rstrip("/").rpartition("/")[2]
-    return Entry(name, None if row["type"] == "directory" else row["size"], _md5_in(row))
+    size = None if row["type"] == "directory" else row["size"] or 0  # of some objects nobody knows it
+    return Entry(name, size, _md5_in(row))
 
 
 def _md5_in(row: dict[str, Any]) -> str | None:

@@ -19,6 +19,7 @@ from titancli.data.shards import INDEX, INDEX_BYTES, Index, eviction, read_index
 from titancli.data.shards.reader import OpenFiles
 from titancli.errors import EnvironmentProblem
 from titancli.fingerprint import ChunkSums, FullCheck, cache_folder, first_difference, full_check
+from titancli.object_store import file_system
 
 logger = logging.getLogger(__name__)
 
@@ -27,8 +28,6 @@ BLOCK = 1 << 21
 SUM_BYTES = 8
 EVERY = 32
 """Blocks after which a process checks the cache's limit."""
-EXTRAS = {"s3": "s3", "s3a": "s3"}
-"""titan's extra that installs a protocol's package."""
 
 
 @dataclass
@@ -57,7 +56,7 @@ class RemoteFiles(OpenFiles):
         Raises:
             EnvironmentProblem: the store cannot be reached, or its files do not have the sizes of the index.
         """
-        store, key = _store(url)
+        store, key = file_system(url)
         try:
             if (store.info(f"{key}/{INDEX}").get("size") or 0) > INDEX_BYTES:
                 raise EnvironmentProblem(
@@ -245,22 +244,6 @@ def _write(descriptor: int, data: bytes, byte: int) -> None:
     while view:
         count = os.pwrite(descriptor, view, byte)
         view, byte = view[count:], byte + count
-
-
-def _store(url: str) -> tuple[Any, str]:
-    import fsspec
-
-    protocol = url.partition("://")[0]
-    try:
-        store, key = fsspec.core.url_to_fs(url)
-    except ImportError as error:
-        hint = f"pip install 'titancli[{EXTRAS[protocol]}]'" if protocol in EXTRAS else str(error)
-        raise EnvironmentProblem(f"{url} needs a package that is not installed", hint=hint) from error
-    except ValueError as error:
-        raise EnvironmentProblem(
-            f"{url} is not the URL of a store: {error}", hint="such as s3://…"
-        ) from error
-    return store, key.rstrip("/")
 
 
 def _failed(what: str, error: Exception) -> NoReturn:
