@@ -1,8 +1,8 @@
-"""One call of a verb: that all ranks call the same, and what happens where one of them fails.
+"""Agreement of the ranks on a call of a verb, and what happens where one of them fails.
 
-Before a verb sends anything the ranks compare what they were called with, in one exchange of a few numbers on
-the CPU. Where they differ, or the checks of one of them failed, all raise, and nothing has happened yet. What
-raises later is reported to the others: see `titancli.engine.ranks`.
+Before a verb communicates, the ranks compare its arguments in one exchange of a few numbers on the CPU. If
+they differ, or the checks of a rank fail, all ranks raise and nothing has changed. Later errors are reported
+to the other ranks: see `titancli.engine.ranks`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FIRST = ("loss", "weight")
 
 
 class Call:
-    """One call of a verb on this rank."""
+    """A call of a verb on this rank."""
 
     def __init__(
         self, ranks: RankGroup, verb: str, engine: int | None = None, degrees: Degrees | None = None
@@ -38,9 +38,9 @@ class Call:
         self._ranks, self._degrees = ranks, degrees
         self._began = time.monotonic()
         self._alike: list[str] = [] if engine is None else [f"on engine {engine}"]
-        """What must be the same on every rank, and goes on from "rank 0 called VERB"."""
+        """Facts that must be equal on every rank; in messages they follow "rank 0 called VERB"."""
         self._same_rows: list[str] = []
-        """What must be the same where ranks have the same rows."""
+        """Facts that must be equal on ranks with the same rows."""
         self._runs_the_model = False
 
     def given(self, what: str) -> None:
@@ -48,15 +48,16 @@ class Call:
         self._alike.append(what)
 
     def same_rows(self, what: str) -> None:
-        """Declare what must be the same on the ranks of tp, cp and pp; goes on from "rank 0"."""
+        """Declare what must be equal on the ranks of tp, cp and pp; in messages it follows "rank 0"."""
         self._same_rows.append(what)
 
     def given_batches(self, batches: Sequence[Batch], tokens: int = 0) -> None:
-        """Declare the batches: as many with the same names on every rank, and with the same shapes and tokens
-        on the ranks of tp, cp and pp.
+        """Declare the batches. Every rank must have equally many with the same names; the ranks of tp, cp and
+        pp also the same shapes and tokens.
 
         Args:
-            tokens: in the batches, which `all_tokens` is the sum of, over all data-parallel ranks.
+            tokens: number of tokens in the batches; `all_tokens` becomes their sum over the data-parallel
+                ranks.
         """
         self.tokens = self.all_tokens = tokens
         self._runs_the_model = True
@@ -77,11 +78,11 @@ class Call:
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
-        """Check inside what the verb was called with; at the end the ranks compare.
+        """Run this rank's checks in the block; at its end the ranks compare their calls.
 
         Raises:
-            Disagreement: they were called differently; on all ranks.
-            RankFailure: the checks of another rank have failed, or it does not come.
+            Disagreement: the calls differ; on all ranks.
+            RankFailure: the checks of another rank failed, or it did not call in time.
         """
         failure: Exception | None = None
         try:
@@ -124,7 +125,7 @@ class Call:
         return len(found) == len({place for place, _ in found})
 
     def _place(self, rank: int) -> int:
-        """Whose rows a rank has: the same for ranks of tp, cp and pp."""
+        """Return the data-parallel rank: equal on ranks of tp, cp and pp, which have the same rows."""
         degrees = self._degrees
         return 0 if degrees is None else rank // (degrees.cp * degrees.tp) % degrees.dp
 
@@ -159,34 +160,34 @@ class Call:
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """Do inside what needs the other ranks: what raises here is made known to them.
+        """Report an error in the block to the other ranks.
 
         Raises:
-            RankFailure: another rank has failed, or does not come within the time limit.
+            RankFailure: another rank failed, or did not arrive within the time limit.
         """
         try:
             yield
         except (Disagreement, RankFailure):
-            raise  # every rank has it by now
+            raise  # every rank has received it
         except BaseException as error:
             if self._ranks.active:
                 self._ranks.fails(self.verb, error, time.monotonic() - self._began)
             raise
 
     def in_order(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return what a loss reports, in an order that is the same on every rank.
+        """Return the metrics of a loss in an order that is the same on every rank.
 
         Raises:
-            Disagreement: a rank has a name that another has not; on all ranks.
+            Disagreement: a rank has a name that another lacks; on all ranks.
         """
         others = self.same_names([name for name in sums if name not in FIRST], "the loss reports")
         return {name: sums[name] for name in (*FIRST, *others)}
 
     def same_names(self, names: Sequence[str], what: str) -> list[str]:
-        """Return the names, sorted, after checking that they are the same on every rank.
+        """Return the names, sorted, after checking that all ranks have the same.
 
         Raises:
-            Disagreement: a rank has one that another has not; on all ranks.
+            Disagreement: a rank has a name that another lacks; on all ranks.
         """
         mine = sorted(names)
         ranks = self._ranks.on_the_cpu
@@ -216,12 +217,13 @@ def _shapes(batch: Batch) -> str:
 
 
 def _checksum(tensor: Tensor) -> str:
-    """Of integers, where reading them waits for no device. Other numbers may differ by rounding."""
+    """Return a checksum of integers, without waiting for a device. Floats are left out: they may differ by
+    rounding."""
     if tensor.device.type != "cpu" or tensor.is_floating_point():
         return "not known"
     return xxhash.xxh3_64_hexdigest(tensor.contiguous().numpy().data)
 
 
 def _either(phrases: list[str]) -> str:
-    """One phrase for all batches, or all of them."""
+    """Return the phrase that all batches share, or a list of them all."""
     return phrases[0] if len(set(phrases)) == 1 else "; ".join(phrases)

@@ -1,4 +1,4 @@
-"""How an engine is built from a recipe.
+"""Building an engine from a recipe.
 
 In order: mesh, model on meta, converters, the parallelize plan, materialise (initialise or load), optimizer.
 """
@@ -60,7 +60,7 @@ E = TypeVar("E")
 
 @dataclass(frozen=True)
 class MixedPrecision:
-    """What numbers are computed and reduced in."""
+    """The dtypes of computation and reduction."""
 
     param: torch.dtype
     reduce: torch.dtype
@@ -77,12 +77,12 @@ def build_engine(
 ) -> E:
     """Make a `titancli.Engine`; see its `build`.
 
-    Adapters that the recipe's weights name are still to be loaded: `Engine.adapters_from`.
+    The caller still has to load adapters that the recipe's weights name: `Engine.adapters_from`.
 
     Args:
-        made: the engine's class, called with all that it is made of.
+        made: the engine's class, called with the parts.
         checkpoint: as for `Engine.build`.
-        fill: takes the place of `first_weights`: a dry run gives the parts no memory.
+        fill: replaces `first_weights`; a dry run allocates no memory.
     """
     check_torch()
     training = recipe.training
@@ -113,7 +113,7 @@ def build_engine(
         report_frozen(recipe)
         unbalanced = fill is None and begins_unbalanced(form, recipe, start_from(recipe))
         balancing = Balancing(parts, mesh.token_groups, device, begins_unbalanced=unbalanced)
-        if unbalanced and awaited is None:  # else when the checkpoint is loaded
+        if unbalanced and awaited is None:  # otherwise reported when the checkpoint is loaded
             balancing.weights_loaded()
         every, compiled = recipe.stability.recheck_every, recipe.compile.enable
         rechecks = Rechecks(every, parts, placement, device, compiled=compiled)
@@ -141,7 +141,7 @@ def build_engine(
 
 
 def _uncut(recipe: Recipe) -> Any:
-    """Build the model with its converters on meta, as one rank alone has it."""
+    """Build the whole model with its converters on meta, as for a single rank."""
     model = on_meta(recipe)
     converted(model, recipe, Degrees())
     return model
@@ -151,8 +151,8 @@ def converted(model: Any, recipe: Recipe, degrees: Degrees) -> list[Any]:
     """Apply the recipe's converters to a model on meta, and return them.
 
     Raises:
-        PluginError: one does not change the model in place, or changes which parameters it has: what is added
-            would get initial values of titan's, and what is renamed would be saved under the other name.
+        PluginError: a converter does not change the model in place, or adds or renames parameters: added ones
+            would get titan's initial values, and renamed ones would be saved under the new name.
     """
     found: list[Any] = []
     for config in recipe.converters:
@@ -201,7 +201,8 @@ def on_meta(recipe: Recipe) -> Any:
 def parallelized(
     model: Any, recipe: Recipe, mesh: Mesh, device: torch.device
 ) -> tuple[list[Any], Placement | None]:
-    """Apply the recipe's plan to the model or this rank's stages; return these, and where all stages are."""
+    """Apply the recipe's plan to the model or this rank's stages; return them, and the placement of all
+    stages."""
     kinds = precision(recipe.training)
     parallelize = build(
         recipe.parallelize,
@@ -238,14 +239,15 @@ def trainer_of(
 def optimizer_of(
     recipe: Recipe, trained: list[tuple[str, nn.Parameter]], roles: Mapping[str, Role]
 ) -> torch.optim.Optimizer:
-    """Build the recipe's optimizer for what this rank trains, which may be nothing under a pipeline.
+    """Build the recipe's optimizer for the parameters that this rank trains; a pipeline stage may have none.
 
     Args:
-        roles: of everything in the whole model that is trained.
+        roles: of all trained parameters of the whole model.
 
     Raises:
         RecipeError: the whole model has nothing to train.
-        PluginError: what was built is no optimizer, or one that must compute the loss again.
+        PluginError: the component did not return an optimizer, or returned one that must compute the loss
+            again.
     """
     if not roles:
         raise RecipeError(
@@ -269,12 +271,12 @@ def optimizer_of(
 
 
 def refuse_unfit(recipe: Recipe, degrees: Degrees) -> None:
-    """Check a recipe against the ranks, as a command does before it starts a run.
+    """Check that a recipe fits the ranks, as a command does before it starts a run.
 
-    Some of it would fail in torch's words later, and some would spoil gradients in silence.
+    Some of these mistakes would fail later inside torch, and some would silently corrupt gradients.
 
     Raises:
-        RecipeError: with everything that is wrong.
+        RecipeError: lists all problems.
     """
     known = on(recipe, degrees)
     problems = [
@@ -296,7 +298,7 @@ def runner_of(
     """Return the runner that passes batches through the parts.
 
     Raises:
-        RecipeError: a pipeline must know the width of the model, and its config has no `dim`.
+        RecipeError: a pipeline needs the width of the model, but its config has no `dim`.
     """
     row_cut = row_cut_of(parts[0], mesh.degrees)
     if placement is None:
@@ -323,7 +325,7 @@ def row_cut_of(part: Any, degrees: Degrees) -> RowCut | None:
     """Return how the plan sharded rows over the ranks of mesh.cp.
 
     Raises:
-        TitanError: it did not.
+        TitanError: the plan did not shard them.
     """
     found = part.row_cut
     if degrees.cp > 1 and found is None:
@@ -334,7 +336,7 @@ def row_cut_of(part: Any, degrees: Degrees) -> RowCut | None:
 
 
 def plain_config(recipe: Recipe, degrees: Degrees, device: torch.device, parameters: int) -> dict[str, Any]:
-    """Return what was built as plain data: `Engine.config`."""
+    """Return the facts of the engine as plain data: `Engine.config`."""
     training = recipe.training
     return {
         "model": {
@@ -373,9 +375,9 @@ def _settings(recipe: Recipe, degrees: Degrees, row_cut: RowCut | None) -> Engin
 
 
 def limits_of(recipe: Recipe, degrees: Degrees, row_cut: RowCut | None) -> Limits:
-    """Return what a batch may contain: the model is built for rows of seq_len."""
+    """Return the limits of a batch: the model is built for rows of seq_len."""
     longest = recipe.training.seq_len
-    # A stage that is not the first would wait for hidden states that the first one cannot cut.
+    # Otherwise later stages would wait for hidden states that the first stage cannot shard.
     between_stages = degrees.cp * degrees.tp if degrees.pp > 1 else 1
     return Limits(
         vocab_size=recipe.model.vocab_size,

@@ -1,4 +1,4 @@
-"""The state of an engine, and how a checkpoint fills it."""
+"""The state of an engine, and loading it from checkpoints."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 def live_state(engine: EngineCore) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the state of an engine that may be unusable, to load into it."""
+    """Return the state of an engine, even an unusable one, to load into it."""
     tensors = _live_tensors(engine, optimizer=True)
     counters: dict[str, Any] = {name: getattr(engine, name) for name in ("step", "version", "tokens_seen")}
     if engine.guard is not None:
@@ -79,7 +79,7 @@ def load(
 
 
 def _load_newest(engine: EngineCore, folder: Path, *, verify: Verify, **how: Any) -> dict[str, Any]:
-    """Load a checkpoint, or of a run the newest that turns out to be good: ranks hash what they read."""
+    """Load a checkpoint, or the newest good one of a run: ranks hash the bytes as they read."""
     damaged: dict[Path, str] = {}
     while True:
         found = recipes.checkpoint_of(folder, verify=names_and_sizes(verify), damaged=damaged)
@@ -125,7 +125,7 @@ def _load_state(
 
 
 def _states_of(engine: EngineCore, folder: Path, exclude: Exclusion) -> dict[str, Any]:
-    """What a checkpoint has of callbacks, without what is excluded."""
+    """Return the state of callbacks in a checkpoint, except those excluded."""
     if not engine.hooks.callbacks:
         return {}
     told = read_manifest(folder).state.get("engine")

@@ -1,4 +1,4 @@
-"""Copies of an engine: a frozen one of its weights as they are, and folders that other libraries load."""
+"""Copies of an engine: frozen snapshots of its weights, and exported folders."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 def snapshot(engine: E) -> E:
-    """See `Engine.snapshot`."""
+    """Return a frozen copy; see `Engine.snapshot`."""
     with engine._verb("snapshot") as call:
         with call.agreed():
             recipe = weights_alone(engine.recipe)
@@ -56,7 +56,7 @@ def snapshot(engine: E) -> E:
 
 
 def _allocated(engine: EngineCore) -> Callable[[list[Any]], None]:
-    """Gives meta parts memory, whose values are still to be copied."""
+    """Allocate memory for meta parts; their values are copied later."""
 
     def fill(parts: list[Any]) -> None:
         for part, other in zip(parts, engine.parts, strict=True):
@@ -73,8 +73,8 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def own_lock(engine: EngineCore) -> str:
-    """Return the text of the recipe that an engine was built from; empty, with a warning, if it names
-    components that no plugin offers."""
+    """Return the text of the recipe that an engine was built from; empty, with a warning, if no plugin
+    provides its components."""
     try:
         return lock_text(engine.recipe)
     except PluginError as error:
@@ -84,7 +84,7 @@ def own_lock(engine: EngineCore) -> str:
 
 
 def export(engine: EngineCore, folder: Path, form: Form, dtype: str | None) -> None:
-    """See `Engine.export`."""
+    """Export the weights; see `Engine.export`."""
     with engine._verb("export") as call:
         with call.agreed():
             call.given(f"to {folder.name} as {form}, {dtype}")
@@ -103,7 +103,7 @@ def export(engine: EngineCore, folder: Path, form: Form, dtype: str | None) -> N
 
 
 def _export(engine: EngineCore, folder: Path, lock: str, form: Form, dtype: str | None) -> None:
-    """Save the weights alone beside the folder, and convert them: memory grows with the largest tensor."""
+    """Save the weights beside the folder, and convert them: memory grows with the largest tensor."""
     weights = folder.with_name(f".{folder.name}.weights")
 
     def convert() -> None:

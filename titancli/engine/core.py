@@ -1,4 +1,4 @@
-"""What an engine is made of, and what each of its verbs begins with."""
+"""The parts of an engine, and the checks with which each of its verbs begins."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class EngineCore:
     """The parts, counters and state of an engine; `titancli.engine.Engine` adds the verbs."""
 
     parts: list[Any]
-    """The model, cut: whole, or under a pipeline the stages that this rank has, in their order."""
+    """The parts of the model on this rank: the whole model, or its pipeline stages in order."""
     runner: Runner
     mesh: Mesh
     device: torch.device
@@ -56,54 +56,55 @@ class EngineCore:
     optimizer: torch.optim.Optimizer | None
     settings: EngineSettings
     recipe: Recipe
-    """What it was built from."""
+    """The recipe that it was built from."""
     converters: Sequence[Converter] = ()
     hf_form: HFForm | None = None
     placement: Placement | None = None
-    """Where the stages of a pipeline are; None where there is none."""
+    """The placement of pipeline stages; None without a pipeline."""
     flops_per_token: float = 0.0
-    """Forward and backward of the whole model, for rows of the recipe's seq_len."""
+    """Floating-point operations of forward and backward of the whole model per token, for rows of the
+    recipe's seq_len."""
     parameter_count: int = 0
-    """Of the whole model; a tied one counts once."""
+    """The number of parameters of the whole model; a tied one counts once."""
     config: dict[str, Any] = field(default_factory=dict)
-    """Plain data: `model` (its `type` and fields), `mesh` (as written), `degrees` (as they are on these
-    ranks), `world`, `device`, `parameters`, `dtype` and `compute_dtype`."""
+    """Plain data: `model` (its `type` and fields), `mesh` (as written), `degrees` (on these ranks), `world`,
+    `device`, `parameters`, `dtype` and `compute_dtype`."""
     hooks: Hooks = field(default_factory=Hooks, repr=False)
-    """What takes part in steps."""
+    """The hooks that take part in steps."""
     step: int = 0
-    """Optimizer steps done, those that were skipped for their numbers included."""
+    """Optimizer steps done, including those skipped for their numbers."""
     version: int = 0
-    """See `Status`. Saved and loaded with the optimizer's state."""
+    """The version of the weights, see `Status`; saved and loaded with the optimizer's state."""
     tokens_seen: int = 0
     """Input tokens of all steps, over all ranks."""
     base: dict[str, str] | None = None
-    """`path` and `digest` of the weights that adapters were put beside."""
+    """The `path` and `digest` of the base weights of the adapters."""
     begins_as_base: bool = False
-    """Whether adapters began at zero, so that without them the model is what training began with."""
+    """Whether adapters began at zero, so that the model without them is the initial model."""
     kept: Mapping[str, bytes] = field(default_factory=dict)
-    """What the Hugging Face folder that the weights once came from had beside them, for checkpoints."""
+    """Other files of the Hugging Face folder that the weights came from; copied into checkpoints."""
     uncut: Callable[[], Any] = field(default=lambda: None, repr=False)
-    """Makes the model with its converters once more, on meta, as one rank alone has it."""
+    """Builds the whole model with its converters on meta, as for a single rank."""
     busy: str | None = None
-    """Why no verb can be called now, if so."""
+    """The reason why no verb can be called now, if any."""
     ranks: RankGroup = field(default_factory=rank_group, repr=False)
-    """Those of the process group that this engine was built in."""
+    """The ranks of the process group that this engine was built in."""
     number: int = field(init=False)
-    """Which of the group's engines it is, the same on every rank."""
+    """The number of the engine within its group, the same on every rank."""
     unusable: Unusable | None = None
-    """Why no verb but `load` may be called any more, if so."""
+    """The reason why only `load` may be called, if any."""
     adapters_from: Path | None = None
-    """A checkpoint of adapters that is to be loaded before any verb is called."""
+    """A checkpoint of adapters that must be loaded before any verb is called."""
     watched: Watched = field(init=False, repr=False)
-    """The parameters that it was built with."""
+    """The parameters at the time of building."""
     turn: Turn = field(default_factory=Turn, repr=False)
-    """Whether a verb is running."""
+    """The verb that is running, if any."""
     pending: Step | None = field(default=None, repr=False)
     """The step whose gradients wait for `optim_step`."""
     _given: tuple[Any, Any] | None = field(default=None, repr=False)
-    """The loss that was given last, and what was made of it."""
+    """The last loss argument, and the loss made from it."""
     _ends: ExitStack = field(default_factory=ExitStack, repr=False)
-    """What `close` undoes."""
+    """Clean-up actions of `close`."""
 
     def __post_init__(self) -> None:
         self.number = self.ranks.enlist()
@@ -111,19 +112,19 @@ class EngineCore:
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
-        """The recipe's; None: it has none."""
+        """The recipe's tokenizer; None if it has none."""
         return None if self.recipe.tokenizer is None else build(self.recipe.tokenizer)
 
     @property
     def guard(self) -> Guard | None:
-        """Which steps are not applied; None: all are."""
+        """The guard that skips steps; None if all are applied."""
         return self.hooks.last
 
     # ------------------------------------------------------------------------------------------- verbs
 
     @property
     def dp_rank(self) -> int:
-        """Which of the data-parallel ranks this is: those with the same number have the same rows."""
+        """The index of this rank's data-parallel group; ranks with the same index have the same rows."""
         return self.mesh.dp_rank
 
     @property
@@ -144,7 +145,7 @@ class EngineCore:
         """Check that a verb can be called.
 
         Args:
-            mends: what the verb does for an engine that is unusable, if anything.
+            mends: the state that the verb restores in an unusable engine, if any.
 
         Raises:
             TitanError: the engine is closed, in the middle of `sampling` or another verb, or unusable; its
@@ -164,7 +165,7 @@ class EngineCore:
 
     @contextmanager
     def _verb(self, name: str, mends: MendedBy | None = None) -> Iterator[Call]:
-        """Run a verb inside the block: one at a time, of all threads, and on every rank; see `ready`."""
+        """Run a verb in the block: one at a time over all threads, and on every rank; see `ready`."""
         with self.turn.of(name):
             self.ready(name, mends)
             yield self.call(name)
@@ -174,18 +175,18 @@ class EngineCore:
         return Call(self.ranks, verb, self.number, self.mesh.degrees)
 
     def spoil(self, why: str, mended_by: MendedBy = "load") -> None:
-        """Have each later verb refused: something has raised where nothing can be put back. Of several
-        reasons the worst stays, or the first of them."""
+        """Refuse later verbs after an error that cannot be undone. Of several reasons the most severe is
+        kept, or the first of them."""
         found = Unusable(why, mended_by)
         if self.unusable is None or found.worse_than(self.unusable.mended_by):
             self.unusable = found
             self.version += 1  # weights may have changed
 
     def _trained(self, verb: str) -> torch.optim.Optimizer:
-        """The optimizer.
+        """Return the optimizer.
 
         Raises:
-            TitanError: there is none.
+            TitanError: the engine has no optimizer.
         """
         if self.optimizer is None:
             raise TitanError(f"{verb} on a frozen engine", hint="build the engine with frozen=False")
@@ -212,7 +213,7 @@ class EngineCore:
 
     @contextmanager
     def as_base(self) -> Iterator[None]:
-        """Disable the adapters of the model inside the block; only for computing."""
+        """Disable the adapters of the model in the block; only for computing."""
         if self.adapters is None:
             raise TitanError("as_base: this engine has no adapters (such as those of the converter lora)")
         with self.adapters.disabled(self.parts):
@@ -220,8 +221,8 @@ class EngineCore:
 
     @contextmanager
     def as_written(self) -> Iterator[None]:
-        """Run the blocks of the model without compiled code and activation checkpointing, so that hooks of
-        their modules see what goes through them; only for computing."""
+        """Run the blocks of the model without compilation and activation checkpointing, so that hooks of
+        their modules see the activations; only for computing."""
         with ExitStack() as stack:
             for part in self.parts:
                 for block in part.layers.values():
@@ -231,8 +232,8 @@ class EngineCore:
     # ------------------------------------------------------------------------------------ inside verbs
 
     def _loss_of(self, given: Any) -> Any:
-        """The loss to use. One that is given again stays the same object: a pipeline asks a new one for the
-        names of what it reports."""
+        """Return the loss to use. The same argument returns the same object, because a pipeline queries a new
+        loss for the names of its metrics."""
         if given is None:
             return self.loss
         if self._given is None or self._given[0] is not given:
@@ -255,7 +256,7 @@ class EngineCore:
 
     @contextmanager
     def _no_gradients(self, verb: str) -> Iterator[None]:
-        # no_grad, never inference_mode: parameters gathered inside it would poison the next training step.
+        # no_grad, never inference_mode: parameters gathered inside it would break the next training step.
         stream = Stream(self.device, self.settings.seed, self.step, self.mesh.dp_rank, "no gradients")
         with self._aborted(verb), torch.no_grad(), not_training(self.parts), stream.drawn():
             yield
@@ -264,17 +265,17 @@ class EngineCore:
 
     @contextmanager
     def _aborted(self, verb: str, *, forget: bool = False) -> Iterator[None]:
-        """Where something raises inside, have the parts as they are between two verbs.
+        """Restore the parts to their state between verbs if the block raises.
 
         Args:
-            forget: the gradients of the step so far, too.
+            forget: also discard the gradients of the step so far.
         """
         try:
             yield
         except BaseException:
             if forget:
                 self._forget_gradients()
-            if self.ranks.lost is None:  # else it would wait for ranks that are gone
+            if self.ranks.lost is None:  # otherwise it would wait for lost ranks
                 for part in self.parts:
                     forget_iteration(part)
                 if self.runner.exchanging:

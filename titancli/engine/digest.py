@@ -1,8 +1,8 @@
-"""A step's digest: hashes of its rows, gradients and weights, made on the device and read later.
+"""The digest of a step: hashes of its rows, gradients and weights, computed on the device and read later.
 
-They are sums of the values' bits, each times an odd number that depends on its place, modulo 2^64: any single
-bit changes them, and integers are added in any order to the same sum. Of a tensor with more values than
-`SAMPLES` a part is read, at other places each step.
+A hash is the sum of the values' bits, each multiplied by an odd factor that depends on its position, modulo
+2^64: any single bit changes it, and integer sums do not depend on the order. Tensors with more than `SAMPLES`
+values are sampled at positions that change each step.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
     from titancli.protocols.batch import Batch
 
 SAMPLES = 1 << 14
-"""Values that are read of a tensor, at most."""
+"""Maximum number of values read per tensor."""
 BUDGET = 1 << 22
-"""Values that are read of all tensors, at most: they are copied, 8 bytes each."""
+"""Maximum number of values read over all tensors; they are copied, 8 bytes each."""
 PERIOD = 1 << 16
-"""After so many values the factors repeat."""
+"""Number of values after which the factors repeat."""
 MIX = (-0x61C8864680B583EB, -0x3D4D51C2D82B14B1)
 """Odd numbers with irregular bits (xxhash's primes)."""
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Digests:
-    """Makes the digests of an engine's steps and hands them to a writer, in order, without waiting; a hook
-    (`titancli.engine.step`)."""
+    """A hook (`titancli.engine.step`) that computes the digests of an engine's steps and passes them to a
+    writer, in order, without waiting."""
 
     def __init__(
         self, writer: DigestWriter, named: Iterable[tuple[str, Tensor]], converters: Sequence[Converter] = ()
@@ -50,11 +50,11 @@ class Digests:
         self._writer, self._named, self._converters = writer, list(named), converters
         self._pending: deque[tuple[int, Copy]] = deque()
         self._rows = self._gradients = torch.zeros(())
-        """Of the step under way: the sum of the hashes of this rank's rows, and those of its gradients."""
+        """Sums of the hashes of this rank's rows and of its gradients, in the current step."""
 
     @torch.no_grad()
     def begin(self, step: int) -> None:
-        """Hash the weights that training starts with, after `step` steps."""
+        """Hash the initial weights of training, after `step` steps."""
         most = _most(len(self._named))
         sampled = any(_local(parameter).numel() > most for _, parameter in self._named)
         self._writer.start_with([n % 2**32 for n in self._of_weights(step).tolist()], sampled=sampled)
@@ -71,7 +71,7 @@ class Digests:
 
     @torch.no_grad()
     def step_applied(self, step: Step) -> None:
-        """Hash the weights after a step, and write what has arrived on the host."""
+        """Hash the weights after a step, and write the digests that have reached the host."""
         weights = self._of_weights(step.number)
         numbers = torch.stack((step.average.float(), step.norm.float())).view(torch.int32).long()
         whether = torch.zeros_like(self._rows) if step.skipped is None else step.skipped.long()
@@ -81,7 +81,7 @@ class Digests:
         self.write()
 
     def write(self, *, wait: bool = False) -> None:
-        """Write what has arrived on the host, or with `wait` everything."""
+        """Write the digests that have reached the host, or with `wait` all of them."""
         while self._pending:
             step, copy = self._pending[0]
             found: Any = copy.wait() if wait else copy.read()
@@ -110,9 +110,10 @@ class Digests:
 
 
 def row_hashes(batch: Batch) -> Tensor:
-    """Return a hash of each row, [B] int64: of its tokens and targets, or of everything where it has none.
+    """Return a hash of each row, [B] int64, over its tokens and targets, or over all inputs if it has
+    neither.
 
-    Positions and what a loss has added are left out, so that the same rows have the same hash in any run.
+    Positions and entries added by a loss are excluded, so that equal rows have equal hashes in every run.
     """
     names = [name for name in ("tokens", "targets") if name in batch] or sorted(batch)
     total = torch.zeros(batch.rows, dtype=torch.int64, device=batch[names[0]].device)
@@ -124,8 +125,8 @@ def row_hashes(batch: Batch) -> Tensor:
 
 
 def sums(named: Sequence[tuple[str, Tensor | None]], step: int) -> Tensor:
-    """Return the sum of the tensors' hashes, and the same with each one times its place (from 1) in the list:
-    [2] int64, of which the lower 32 bits count. What is None has the hash 0."""
+    """Return the sum of the tensors' hashes, and the sum weighted by position in the list (from 1): [2]
+    int64, of which the lower 32 bits count. None hashes to 0."""
     most = _most(len(named))
     groups: dict[tuple[torch.dtype, torch.device], list[tuple[int, Tensor]]] = {}
     for place, (_, tensor) in enumerate(named, 1):
@@ -141,7 +142,7 @@ def sums(named: Sequence[tuple[str, Tensor | None]], step: int) -> Tensor:
 
 
 def _most(count: int) -> int:
-    """Values that are read of each of so many tensors, at most."""
+    """Return the maximum number of values to read of each of `count` tensors."""
     return max(1, min(SAMPLES, BUDGET // max(1, count)))
 
 
@@ -150,10 +151,10 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _sums_of(samples: list[tuple[int, Tensor]]) -> Tensor:
-    """[2] int64 of samples of one dtype and device, each with its place."""
+    """Return the sums of samples of one dtype and device, each with its position: [2] int64."""
     device = samples[0][1].device
     ends, places = _numbers(tuple((place, sample.numel()) for place, sample in samples), device)
-    bits = _bits(torch.cat([sample for _, sample in samples])).add_(1)  # a zero counts too
+    bits = _bits(torch.cat([sample for _, sample in samples])).add_(1)  # so that zeros count
     whole = bits.numel() // PERIOD * PERIOD
     factors = _factors(min(PERIOD, bits.numel()), device, 0)
     bits[:whole].view(-1, factors.numel()).mul_(factors)
@@ -165,23 +166,24 @@ def _sums_of(samples: list[tuple[int, Tensor]]) -> Tensor:
 
 @functools.lru_cache(maxsize=16)
 def _numbers(places: tuple[tuple[int, int], ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Where each sample ends, and its place: on the device, which a copy at each step would wait for."""
+    """Return where each sample ends, and its position: on the device, because a copy each step would wait for
+    it."""
     counts = torch.tensor([count for _, count in places])
     return (counts.cumsum(0) - 1).to(device), torch.tensor([place for place, _ in places], device=device)
 
 
 def _sample(tensor: Tensor, most: int, step: int) -> Tensor:
-    """At most `most` values of a tensor, evenly spaced, from a place on that moves with the step; as many
-    each step."""
+    """Return up to `most` values of a tensor, evenly spaced from an offset that moves with the step; the
+    count is the same each step."""
     flat = tensor.contiguous().view(-1)
     stride = -(-flat.numel() // most)
     count = flat.numel() // stride
-    begins = flat.numel() - stride * (count - 1)  # places to begin at, so that the last value is read too
+    begins = flat.numel() - stride * (count - 1)  # possible offsets; the last value can be read too
     return flat[step % begins :: stride][:count]
 
 
 def _bits(values: Tensor) -> Tensor:
-    """The bits of each value as int64, in memory of their own."""
+    """Return the bits of each value as int64, in new memory."""
     if values.is_complex():
         values = torch.view_as_real(values)
     kind = torch.uint8 if values.dtype == torch.bool else BITS[values.element_size()]
@@ -189,12 +191,12 @@ def _bits(values: Tensor) -> Tensor:
 
 
 def _factors(count: int, device: torch.device, number: int) -> Tensor:
-    """[count] odd int64."""
+    """Return [count] odd int64 factors."""
     return _mixed(torch.arange(1 + number * count, 1 + (number + 1) * count, device=device)) | 1
 
 
 def _mixed(numbers: Tensor) -> Tensor:
-    """int64 with all bits mixed, one to one (the end of xxhash)."""
+    """Return int64 with all bits mixed, one to one (the finalizer of xxhash)."""
     mixed = numbers * MIX[0]
     mixed = mixed ^ ((mixed >> 29) & 0x7FFFFFFFF)
     mixed = mixed * MIX[1]

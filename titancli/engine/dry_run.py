@@ -1,9 +1,9 @@
-"""One step of one rank on as many ranks as are wanted, in this process, without memory and without a device.
+"""A dry run: one step of any rank of any number of ranks, in this process, without memory or a device.
 
-The engine is built as it is for a run, on a process group whose collectives do nothing. The model is cut on
-meta first; then its parts, and everything that is made of them, are fake tensors, which have shapes but no
-values. (The other way round tensor parallel fails.) So shapes, dtypes, shards, and every component that takes
-part in a step are those of the run."""
+The engine is built as for a run, on a process group whose collectives do nothing. The model is sharded on
+meta first; then its parts, and everything computed from them, are fake tensors, which have shapes but no
+values. (In the other order tensor parallel fails.) So shapes, dtypes, shards and all components of a step are
+those of the run."""
 
 from __future__ import annotations
 
@@ -47,40 +47,41 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class RankCheck:
-    """What a step comes to on one rank: bytes of its own parts, as the step has allocated them."""
+    """The memory of a step on one rank: bytes of its own parts, as the step allocates them."""
 
     rank: int
     place: dict[str, int]
-    """Of the rank along each degree of the mesh."""
+    """The coordinate of the rank along each degree of the mesh."""
     parameters: int
-    """Numbers in this rank's parts of the parameters."""
+    """The number of parameters in this rank's parts."""
     parameter_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
     peak_bytes: int
-    """The most that was alive at once, with the kernels of a CPU and uncompiled."""
+    """Peak of live bytes, with CPU kernels and without compilation."""
     seconds: float
 
 
 @dataclass(frozen=True)
 class DryRun:
-    """What was tried."""
+    """The result of a dry run."""
 
     world: int
     ranks: list[RankCheck]
     left_out: list[str]
-    """Settings of the recipe that a dry run does without, in words."""
+    """Settings of the recipe that the dry run ignores, in words."""
 
 
 def dry_run(recipe: Recipe, world: int, ranks: Sequence[int] | None = None) -> DryRun:
-    """Run a step of each of these ranks, one after the other; None: the first rank of every pipeline stage.
+    """Dry-run a step of each of these ranks, one after the other; None: the first rank of every pipeline
+    stage.
 
-    Nothing is compiled, no weights are loaded, no data is read; of several micro-batches two are run, under a
-    pipeline all. Numbers that code reads out of tensors are 1, and experts are dealt out in turn.
+    Nothing is compiled, no weights are loaded and no data is read. At most two micro-batches are run, or all
+    with a pipeline. Values read from tensors are 1, and tokens go to experts in turn.
 
     Raises:
-        UsageError: there is no such rank.
-        TitanError: what the run would fail of, or what cannot be followed on fake tensors; it names the rank.
+        UsageError: a rank does not exist.
+        TitanError: the run would fail, or something cannot be computed on fake tensors; names the rank.
     """
     degrees = recipe.degrees(world)
     ranks = first_ranks(degrees) if ranks is None else ranks
@@ -96,9 +97,9 @@ def dry_run(recipe: Recipe, world: int, ranks: Sequence[int] | None = None) -> D
 
 
 def traffic_of(recipe: Recipe, world: int = 1) -> dict[str, Traffic]:
-    """Return what rank 0 moves and waits for in a step, by verb: `forward_backward` and `optim_step`.
+    """Return the traffic and waits of rank 0 in a step, by verb: `forward_backward` and `optim_step`.
 
-    A step as `dry_run` runs it: nothing compiled, and of several micro-batches two.
+    The step is that of `dry_run`: nothing compiled, and at most two micro-batches.
 
     Raises:
         TitanError: as for `dry_run`.
@@ -112,7 +113,7 @@ def traffic_of(recipe: Recipe, world: int = 1) -> dict[str, Traffic]:
 
 
 def first_ranks(degrees: Degrees) -> list[int]:
-    """Return the first rank of each pipeline stage: all others do the same as one of these."""
+    """Return the first rank of each pipeline stage; the other ranks of a stage do the same."""
     return [stage * (degrees.world // degrees.pp) for stage in range(degrees.pp)]
 
 
@@ -137,16 +138,16 @@ def _check(recipe: Recipe, degrees: Degrees, rank: int) -> RankCheck:
 
 
 def _step(recipe: Recipe, traffic: dict[str, Traffic] | None = None) -> tuple[int, int, int, int, int]:
-    """Numbers of parameters; bytes of parameters, gradients and optimizer state; and of all at the peak.
+    """Return the number of parameters; the bytes of parameters, gradients and optimizer state; and the peak.
 
     Args:
-        traffic: is given what each verb moves, if that is counted.
+        traffic: receives the traffic of each verb, if given.
     """
     with ExitStack() as stack:
         meter = Meter()
 
         def fill(parts: list[Any]) -> None:
-            # From here to the end of the step all tensors are fake; what is cut already is on meta.
+            # From here to the end of the step all tensors are fake; the sharded model is on meta.
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             stack.enter_context(meter)
             for part in parts:
@@ -156,10 +157,10 @@ def _step(recipe: Recipe, traffic: dict[str, Traffic] | None = None) -> tuple[in
 
         engine = build_engine(Engine, recipe, device=CPU, frozen=False, fill=fill)
         if isinstance(engine.runner, PipelinedModel):
-            # What the last stage would tell the others does not come; these every loss has.
+            # The last stage broadcasts nothing here; these are the metrics that every loss has.
             engine.runner.tell = lambda value: value or ["loss", "weight"]  # type: ignore[method-assign]
         if engine.optimizer is not None:
-            initialise_state(engine.optimizer)  # the peak is that of every step but the first
+            initialise_state(engine.optimizer)  # the peak is that of later steps
         parameters = [parameter for _, parameter in engine.named_parameters()]
         batches = _batches(engine, recipe)
         with _counted(engine, "forward_backward", traffic):
@@ -167,7 +168,7 @@ def _step(recipe: Recipe, traffic: dict[str, Traffic] | None = None) -> tuple[in
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         counted = (sum(local(p).numel() for p in parameters), _bytes(parameters), _bytes(gradients))
         if engine.guard is not None:
-            engine.guard.too_many()  # as a loop asks before each step: the step itself then reads nothing
+            engine.guard.too_many()  # as a loop calls before each step, which then reads nothing
         with _counted(engine, "optim_step", traffic):
             engine.optim_step()
         states = engine.optimizer.state.values() if engine.optimizer else ()
@@ -177,12 +178,12 @@ def _step(recipe: Recipe, traffic: dict[str, Traffic] | None = None) -> tuple[in
 
 @contextmanager
 def _counted(engine: Engine, verb: str, traffic: dict[str, Traffic] | None) -> Iterator[None]:
-    """Count the traffic of a verb inside the block, if `traffic` is there for it."""
+    """Count the traffic of a verb in the block, if `traffic` is given."""
     if traffic is None:
         yield
         return
     groups = engine.optimizer.param_groups if engine.optimizer else []
-    # torch keeps the count of steps on the host, but for its fused kernels; titan's own are on the device.
+    # torch keeps step counts on the host, except for fused kernels; titan's are on the device.
     on_host = [g for g in groups if "fused" in g and not g["fused"]]
     states = [engine.optimizer.state[p] for g in on_host for p in g["params"]]  # type: ignore[union-attr]
     with Traffic({id(state["step"]) for state in states if "step" in state}) as traffic[verb]:
@@ -190,7 +191,7 @@ def _counted(engine: Engine, verb: str, traffic: dict[str, Traffic] | None) -> I
 
 
 def _batches(engine: Engine, recipe: Recipe) -> list[Batch]:
-    """Rows of the recipe's sizes. From the second micro-batch on memory is what it is in all others.
+    """Return batches of the recipe's sizes. Memory is constant from the second micro-batch on.
 
     Raises:
         UsageError: the model does not take rows of tokens.
@@ -212,11 +213,11 @@ def _bytes(tensors: Sequence[Tensor]) -> int:
 
 @contextmanager
 def _process_group(rank: int, world: int) -> Iterator[None]:
-    """A process group in which every collective is done at once, and changes nothing."""
-    hook = sys.excepthook  # torch puts the rank before every traceback from now on
+    """Create a process group whose collectives return at once and change nothing."""
+    hook = sys.excepthook  # torch prefixes tracebacks with the rank from now on
     log = logging.getLogger("torch._subclasses.fake_tensor")
     level = log.level
-    log.setLevel(logging.CRITICAL)  # what fails is raised too
+    log.setLevel(logging.CRITICAL)  # errors are raised as well
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
         yield
@@ -228,7 +229,7 @@ def _process_group(rank: int, world: int) -> Iterator[None]:
 
 @contextmanager
 def _random_state() -> Iterator[None]:
-    """Building a model may draw from the generators of the process."""
+    """Restore the process's generators, which building a model may draw from."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]):

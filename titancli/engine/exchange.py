@@ -1,4 +1,4 @@
-"""Weights that leave an engine or come into it, whole and under Hugging Face names."""
+"""Exchange of whole weights under Hugging Face names, out of an engine and into it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def hf_form(engine: EngineCore) -> HFForm:
     """Return the Hugging Face form of an engine's model.
 
     Raises:
-        TitanError: there is none.
+        TitanError: the model has no such form.
     """
     if engine.hf_form is None:
         raise TitanError("this model has no Hugging Face form, so its weights have no Hugging Face names")
@@ -48,7 +48,7 @@ def weights(engine: EngineCore) -> Iterator[NamedTensor]:
     while True:
         if engine.busy is not None:
             raise TitanError(f"weights: the engine {engine.busy}")
-        if engine.version != version and engine.turn.verb != "load_weights":  # which may be fed from here
+        if engine.version != version and engine.turn.verb != "load_weights":  # it may read from here
             raise TitanError(
                 f"weights: the weights have changed since the first was sent (version {version}, now "
                 f"{engine.version})",

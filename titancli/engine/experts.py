@@ -1,4 +1,4 @@
-"""Experts over a whole call: how tokens fall to them, and whether biases balance them."""
+"""Token counts of experts over a whole call, and balancing by bias."""
 
 from __future__ import annotations
 
@@ -28,19 +28,17 @@ TINY = torch.finfo(torch.float32).tiny
 
 
 class RouterLosses:
-    """What the losses of routers, balancing and z, need to know of a whole call: how its tokens fall to
-    experts, and what makes means over them of sums that are divided by the loss's weight. Falsy where the
-    model has no such losses."""
+    """Token counts of a whole call for the auxiliary losses of routers (balancing and z), and the factors
+    that turn sums divided by the loss's weight into means. Falsy if the model has no such losses."""
 
     def __init__(
         self, parts: Sequence[Any], groups: Sequence[dist.ProcessGroup | None], names: Sequence[str]
     ) -> None:
         """
         Args:
-            groups: over all of which together every token is counted once; over the first of which the
-                weights of losses add up.
-            names: of the coefficients that the whole model has anywhere, `router_losses` of it: a stage of a
-                pipeline without experts keeps step with the others.
+            groups: all together count every token once; loss weights are summed over the first.
+            names: the coefficients of the whole model (`router_losses`), so that pipeline stages without
+                experts take part in the same collectives.
         """
         self.names = names
         self._parts, self._groups = parts, groups
@@ -50,10 +48,10 @@ class RouterLosses:
         return bool(self.names)
 
     def refuse(self, what: str, hint: str) -> None:
-        """Refuse what these losses, being means over all tokens of a step, cannot take part in.
+        """Refuse features that are incompatible with these losses, which are means over all tokens of a step.
 
         Raises:
-            TitanError: there are such losses.
+            TitanError: the model has such losses.
         """
         if self.names:
             raise TitanError(
@@ -64,7 +62,7 @@ class RouterLosses:
 
     @contextmanager
     def of_call(self) -> Iterator[None]:
-        """Forget the numbers at the end, so that no other call takes them for its own."""
+        """Reset the counts at the end of the block, so that no other call uses them."""
         try:
             yield
         finally:
@@ -74,8 +72,8 @@ class RouterLosses:
     def count_beforehand(
         self, batches: Sequence[Batch], loss: Any, forward: Callable[[Batch, Any], Any]
     ) -> None:
-        """Count the tokens of all batches, and what they weigh, in a forward of their own. Collective."""
-        # What it reports is reported by the forward that follows.
+        """Count the tokens and loss weights of all batches, in a separate forward pass. Collective."""
+        # Its metrics are reported by the forward that follows.
         with torch.no_grad(), collector.muted(), self.counted() as weights:
             weights += [checked(forward(batch, loss), loss).weight for batch in batches]
         for part in self._parts:
@@ -83,8 +81,8 @@ class RouterLosses:
 
     @contextmanager
     def counted(self) -> Iterator[list[Tensor]]:
-        """Count the tokens of the forwards inside, which add to the list the weights of their losses, and
-        have the layers know what comes of both. Collective."""
+        """Count the tokens of forward passes in the block, which append their loss weights to the list, and
+        set the resulting factors in the layers. Collective."""
         weights: list[Tensor] = []
         for layer in self._layers:
             layer.counting = torch.zeros(layer.config.num_experts, dtype=torch.int64, device=layer.device)
@@ -108,7 +106,7 @@ class RouterLosses:
 
 
 def router_losses(model: nn.Module) -> list[str]:
-    """Return which losses of routers a whole model has, by the names of their coefficients."""
+    """Return the names of the coefficients of a whole model's router losses."""
     layers = moe_layers(model).values()
     names = ("aux_loss_coeff", "z_loss_coeff")
     return [name for name in names if any(getattr(layer.config, name) for layer in layers)]
@@ -117,13 +115,13 @@ def router_losses(model: nn.Module) -> list[str]:
 # -------------------------------------------------------------------------------------------------- balancing
 
 
-# Not the module's own name: below titan's logger it is printed, and an event of the run.
+# Not the module's name: messages below titan's logger are printed and become events of the run.
 logger = logging.getLogger("titancli.experts")
 
 
 def begins_unbalanced(hf_form: Any, recipe: Recipe, start: StartFrom) -> bool:
-    """Whether the recipe would balance, after weights are read, a model whose Hugging Face form has no place
-    for the biases. The same on every rank."""
+    """Return whether the recipe would balance a model just loaded from weights whose Hugging Face form has no
+    balancing biases. The same on every rank."""
     moe = getattr(recipe.model, "moe", None)
     balanced = bool(getattr(moe, "load_balance_coeff", None)) and not getattr(
         moe, "freeze_expert_bias", False
@@ -133,7 +131,8 @@ def begins_unbalanced(hf_form: Any, recipe: Recipe, start: StartFrom) -> bool:
 
 
 def report_frozen(recipe: Recipe) -> None:
-    """Say that training leaves the biases of the weights alone, where the recipe balances otherwise."""
+    """Report that training leaves the biases of the weights unchanged, if the recipe would balance
+    otherwise."""
     moe = getattr(recipe.model, "moe", None)
     frozen = getattr(moe, "freeze_expert_bias", False) and getattr(moe, "load_balance_coeff", None)
     if frozen and dist.get_rank() == 0:
@@ -144,12 +143,12 @@ def report_frozen(recipe: Recipe) -> None:
 
 
 def hold_biases(parts: Iterable[Any], device: torch.device, held_before: bool) -> bool:
-    """Let biases that are zero stay so: moved, they would send tokens elsewhere than the export does, whose
-    folder has no place for them. Where some are not, the weights have been balanced before, and go on to be.
+    """Freeze biases that are all zero: moved, they would route tokens differently from the export, which
+    cannot contain them. Nonzero biases mean that the weights were balanced before; balancing then continues.
     Collective.
 
     Returns:
-        Whether they are held.
+        True if they are frozen.
     """
     layers = [layer for part in parts for layer in moe_layers(part).values()]
     biases = [layer.expert_bias for layer in layers if layer.expert_bias is not None]
@@ -170,7 +169,7 @@ def hold_biases(parts: Iterable[Any], device: torch.device, held_before: bool) -
 
 
 class Balancing:
-    """Moves what a model moves without gradients, by the tokens that all ranks' experts had in a step."""
+    """Updates state that has no gradients, by the token counts of all ranks' experts in a step."""
 
     def __init__(
         self,
@@ -183,18 +182,18 @@ class Balancing:
         """
         Args:
             groups: as for `RouterLosses`.
-            begins_unbalanced: whether biases that are zero stay so; see `hold_biases`.
+            begins_unbalanced: freeze biases that are zero; see `hold_biases`.
         """
         self._parts, self._groups, self._device = parts, groups, device
         self._begins_unbalanced, self._holds = begins_unbalanced, False
 
     def weights_loaded(self) -> None:
-        """Collective."""
+        """Check the biases of new weights. Collective."""
         if self._begins_unbalanced:
             self._holds = hold_biases(self._parts, self._device, self._holds)
 
     def step_applied(self, step: Step) -> None:
-        """Collective."""
+        """Update balancing state with the token counts of the step, and reset them. Collective."""
         counts = {name: count for part in self._parts for name, count in part.token_counts().items()}
         if not counts:
             return
@@ -203,7 +202,7 @@ class Balancing:
             dist.all_reduce(total, group=group)
         sizes = [len(count) for count in counts.values()]
         _report_load(dict(zip(counts, total.split(sizes), strict=True)))
-        if step.skipped is not None:  # counts of nothing move nothing
+        if step.skipped is not None:  # a skipped step moves no bias
             total = torch.where(step.skipped > 0, torch.zeros_like(total), total)
         sums = dict(zip(counts, total.split(sizes), strict=True))
         for part in self._parts:
@@ -213,7 +212,7 @@ class Balancing:
 
 
 def _report_load(sums: dict[str, Tensor]) -> None:
-    """Report how much more than the mean the busiest expert had to do, in each layer and in the worst."""
+    """Report the ratio of the busiest expert's load to the mean, per layer and for the worst layer."""
     loads = {name: count.max() / count.float().mean().clamp(min=TINY) for name, count in sums.items()}
     for name, load in loads.items():
         report(f"expert_load/{name}", load)

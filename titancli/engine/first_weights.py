@@ -1,4 +1,4 @@
-"""What a new engine's weights are: initial values, or those of a checkpoint or a Hugging Face folder."""
+"""The first weights of a new engine: initial values, or those of a checkpoint or a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PROGRESS_SECONDS = 5.0
-"""Between two lines of a load that takes long."""
+"""Seconds between two progress lines of a long load."""
 
 
 class FirstWeights(NamedTuple):
-    """Which weights a model begins with: see the fields of `titancli.Engine`."""
+    """Facts about the weights that a model begins with: see the fields of `titancli.Engine`."""
 
     kept: Mapping[str, bytes] = MappingProxyType({})
     base: dict[str, str] | None = None
@@ -49,9 +49,9 @@ class FirstWeights(NamedTuple):
 
 
 def awaited_checkpoint(recipe: Recipe, checkpoint: Path | None) -> Path | None:
-    """Return the run's own checkpoint if the weights that the recipe names are not needed because of it.
+    """Return the run's own checkpoint if it makes the weights that the recipe names unnecessary.
 
-    They would be read, or initialised, only to be replaced by it.
+    They would only be replaced by it.
     """
     if checkpoint is None or start_from(recipe).kind != "weights":
         return None
@@ -68,10 +68,10 @@ def first_weights(
     form: HFForm | None,
     awaited: Path | None,
 ) -> FirstWeights:
-    """Give the parts memory and their first weights.
+    """Allocate the parts and set their first weights.
 
     Args:
-        awaited: see `awaited_checkpoint`; then the values are left for it to fill in.
+        awaited: see `awaited_checkpoint`, which then fills in the values.
     """
     start = start_from(recipe)
     materialise(parts, converters, device, recipe.training.seed, start, initialised=awaited is None)
@@ -91,10 +91,10 @@ def materialise(
     *,
     initialised: bool = True,
 ) -> None:
-    """Give the meta model memory, and initial values where it does not begin with weights alone.
+    """Allocate the meta model, and set initial values unless it begins with weights alone.
 
-    Weights that come along with all other state are read with it, see `titancli.worker.data`. With
-    `initialised` false all of them come from a checkpoint of the run itself.
+    Weights in a complete checkpoint are read with its other state, see `titancli.worker.data`. With
+    `initialised` false all weights come from a checkpoint of the run itself.
     """
     adapters = adapters_of(converters)
     for part in parts:
@@ -108,9 +108,9 @@ def materialise(
 
 
 def allocate(model: nn.Module, device: torch.device, buffers: torch.device | None = None) -> None:
-    """Give the meta parameters memory, and the buffers theirs, on the same device where none is given.
+    """Allocate the meta parameters, and the buffers on their own device, or on the same one by default.
 
-    `to_empty` alone would turn a tied weight into two.
+    `to_empty` alone would split a tied weight in two.
     """
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
@@ -122,7 +122,7 @@ def allocate(model: nn.Module, device: torch.device, buffers: torch.device | Non
             module._parameters[other] = first._parameters[name]
     for module in model.modules() if buffers is not None and buffers != device else ():
         for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, buffer.to(buffers))  # a model may have given them values
+            setattr(module, name, buffer.to(buffers))  # the model may have set values
 
 
 def load_weights(
@@ -133,21 +133,21 @@ def load_weights(
     known: Iterable[Known],
     adapters: Any,
 ) -> FirstWeights:
-    """Take the first weights from a titan checkpoint or a Hugging Face folder; of a checkpoint of adapters
-    their base's.
+    """Load the first weights from a titan checkpoint or a Hugging Face folder; for a checkpoint of adapters
+    those of their base.
 
     Args:
-        tensors: this rank's part of the plain model.
-        known: of the whole plain model.
+        tensors: the plain model's parameters on this rank.
+        known: the parameters of the whole plain model.
 
     Raises:
-        EnvironmentProblem: the folder is missing, is neither, or holds another model's weights.
+        EnvironmentProblem: the folder is missing, is neither of these, or contains weights of another model.
         RecipeError: the model has no Hugging Face form.
     """
     from titancli.checkpoint.base import base_of, require_base
 
     def look() -> tuple[Path, dict[str, Any] | None, Path]:
-        if not start.is_here:  # a run whose start needed none of it, and whose reference does
+        if not start.is_here:  # the run resumed without it, but its reference model needs it
             start.fetch(logger.info)
         told = adapter_facts(adapters, folder := start.folder)
         return folder, told, folder if told is None else require_base(told, folder)
@@ -165,8 +165,8 @@ def load_weights(
 def _load_base(
     recipe: Recipe, start: StartFrom, form: HFForm | None, tensors: dict[str, Tensor], known: Iterable[Known]
 ) -> dict[str, bytes]:
-    """Fill the plain model's parameters; return what the folder has beside them. Collective: what is wrong on
-    one rank is raised on all of them."""
+    """Load the plain model's parameters; return the other files of the folder. Collective: an error on one
+    rank is raised on all."""
     from titancli.checkpoint import load_checkpoint
 
     ranks, folder = Ranks(patient_group()), start.folder
@@ -185,7 +185,7 @@ def _load_base(
         exclude = Exclusion((*exclusion.patterns, *further))
         load_checkpoint(folder, filled, verify=recipe.checkpoint.verify, exclude=exclude)
         return beside
-    # Apart from the load, in which ranks that are about to read wait for each other.
+    # Separate from the load, at whose start ranks wait for each other.
     readable = ranks.local(f"reading {folder}", lambda: _readable(recipe, start, form))
     kept: dict[str, bytes] = {}
     shapes = {one.name: one.shape for one in known}
@@ -212,8 +212,8 @@ def _readable(recipe: Recipe, start: StartFrom, form: HFForm | None) -> HFForm:
     """Return the form in which a Hugging Face folder of this model is read.
 
     Raises:
-        EnvironmentProblem: the folder is none, or another model's.
-        RecipeError: the recipe asks for what such a folder does not give.
+        EnvironmentProblem: it is not such a folder, or it is of another model.
+        RecipeError: the recipe requires state that such a folder does not have.
     """
     folder = start.folder
     if not (folder / "config.json").is_file():
@@ -240,7 +240,7 @@ def _readable(recipe: Recipe, start: StartFrom, form: HFForm | None) -> HFForm:
 def _load_hf(
     folder: Path, form: HFForm, tensors: dict[str, Tensor], shapes: dict[str, tuple[int, ...]]
 ) -> str:
-    """Fill them from a Hugging Face folder; see `load_hf_weights` for what is returned."""
+    """Load tensors from a Hugging Face folder; return the result of `load_hf_weights`."""
     from titancli.checkpoint.hf.load import load_hf_weights
 
     ranks = Ranks()
@@ -256,7 +256,7 @@ def _load_hf(
 
 
 def _seldom() -> Progress:
-    """Say now and then how much is loaded; what is quick is over before the first line."""
+    """Return a progress callback that logs now and then; short loads log nothing."""
     said = time.monotonic()
 
     def tell(name: str, done: int, total: int) -> None:
