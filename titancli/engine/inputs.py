@@ -1,4 +1,4 @@
-"""What a caller gives a verb, made what the engine needs: batches and losses, checked."""
+"""Batches and losses passed to verbs: conversion and checks."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ RESERVED = frozenset(
         *("expert_load", "data_wait", "data_wait_share", "slow_rank", "slow_rank_seconds"),
     )
 )
-"""What the engine and a run report themselves, beside `time/...` and `expert_load/...`: no loss has a metric
-of that name."""
+"""Names reserved for the engine and runs, besides `time/...` and `expert_load/...`: no metric of a loss may
+have them."""
 
 
 # ---------------------------------------------------------------------------------------------- batches
@@ -41,7 +41,7 @@ def batches_of(given: Given | Sequence[Given]) -> list[Batch]:
     """Return one batch or several as a list of batches.
 
     Raises:
-        TitanError: there is none, or one is no batch.
+        TitanError: there is no batch, or one is something else.
     """
     several = [given] if isinstance(given, Mapping) or not isinstance(given, Iterable) else list(given)
     if not several:
@@ -78,14 +78,14 @@ def batch_of(given: Given) -> Batch:
 def checked_batches(
     batches: Sequence[Batch], part: Any, loss: Any, limits: Limits, device: torch.device
 ) -> tuple[list[Batch], Tensor | None]:
-    """Check batches against the model and the loss, before anything is moved or exchanged.
+    """Check batches against the model and the loss, before anything is copied or exchanged.
 
     Returns:
-        The batches where they are, and what to add to every number that is made of them: None where all was
-        looked at, else a scalar that is 0, or NaN where a number in a tensor on a GPU may not be there.
+        The batches, and a scalar to add to every number computed from them: 0, or NaN if a tensor on a GPU
+        has an invalid value. None if all values were checked here.
 
     Raises:
-        TitanError: a tensor is missing, has another shape or dtype, or holds what it may not.
+        TitanError: a tensor is missing, or has a wrong shape, dtype or value.
     """
     found, marks = [], []
     for batch in map(with_integers, batches):
@@ -106,9 +106,9 @@ def with_integers(batch: Batch) -> Batch:
     """Convert ids and positions to int64, from any integer dtype; document ids to int32 or int64.
 
     Raises:
-        TitanError: they are no integers.
+        TitanError: they are not integers.
     """
-    # What was made in inference mode (log-probs of a reference, say) cannot be kept for backward.
+    # Tensors made in inference mode (say, log-probs of a reference) cannot be saved for backward.
     tensors = {name: value.clone() if value.is_inference() else value for name, value in batch.items()}
     for name in {*INTEGERS} & {*batch}:
         dtype = batch[name].dtype
@@ -122,10 +122,10 @@ def with_integers(batch: Batch) -> Batch:
 
 
 def check_batch(batch: Batch, part: Any, loss: Any, limits: Limits) -> None:
-    """Check that a batch has what the model and the loss take, in the right shapes.
+    """Check that a batch has the tensors that the model and the loss need, in the right shapes.
 
     Raises:
-        TitanError: it has not.
+        TitanError: a tensor is missing or has the wrong shape.
     """
     first = part.inputs[0]
     needed = [first, "targets"] if loss.output != "model" else [first]
@@ -193,7 +193,8 @@ def _check_needs(batch: Batch, loss: Any) -> None:
 
 
 def tokens_of(model: Any, batch: Batch) -> int:
-    """Return the tokens of a batch: the total length of its rows, in the inputs that count as tokens."""
+    """Return the number of tokens of a batch: the total length of its rows, in the inputs that count as
+    tokens."""
     names = model.token_inputs
     return sum(batch.rows * batch[name].shape[model.sequence_dim[name]] for name in names)
 
@@ -202,7 +203,7 @@ def tokens_of(model: Any, batch: Batch) -> int:
 
 
 class FunctionLoss(LossDefaults):
-    """A plain callable as a loss, which is asked for `output`, `entropy`, `steady` and so on."""
+    """A plain callable as a loss; `output`, `entropy`, `steady` and so on are its attributes."""
 
     def __init__(self, function: LossFunction) -> None:
         self._function = function
@@ -216,7 +217,7 @@ class FunctionLoss(LossDefaults):
 
 
 def loss_of(given: Any) -> Any:
-    """Return a loss: one as it is, one built from a component's config or name, or a plain callable as one.
+    """Return a loss: an object as it is, the component of a config or name, or a wrapped callable.
 
     Raises:
         TitanError: it is none of these.
@@ -254,10 +255,10 @@ def _check_output(output: Any, name: str) -> None:
 
 
 def trained_alone(loss: Any) -> Any:
-    """Return a loss that only the model is trained by.
+    """Return a loss after checking that it has no trainable parameters.
 
     Raises:
-        TitanError: it is a module with parameters of its own, which nothing would train or save.
+        TitanError: it is a module with parameters, which nothing would train or save.
     """
     module = getattr(loss, "_function", loss)
     parameters = module.named_parameters() if isinstance(module, nn.Module) else ()
@@ -273,7 +274,7 @@ def checked(made: Any, loss: Any) -> LossResult:
     """Check what a loss returned, and return its weight and metrics as tensors.
 
     Raises:
-        TitanError: it is no LossResult, or not of scalars, or has no gradient where one is needed.
+        TitanError: it is not a LossResult of scalars, or lacks a gradient where one is needed.
     """
     name = name_of(loss)
     if not isinstance(made, LossResult):
@@ -321,7 +322,7 @@ def name_of(loss: Any) -> str:
 
 
 class LogProbs(LossDefaults):
-    """The loss that is none: hands the log-probabilities on."""
+    """A placeholder loss that returns the log-probabilities."""
 
     output = "logprobs"
 
@@ -339,7 +340,7 @@ class LogProbs(LossDefaults):
 
 
 class Logits(LossDefaults):
-    """Hands the model's own output on."""
+    """A placeholder loss that returns the raw output of the model."""
 
     output = "model"
 

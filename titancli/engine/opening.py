@@ -1,4 +1,4 @@
-"""How an engine comes to be from a recipe: agreed on among the ranks, built, and given its weights."""
+"""Opening an engine from a recipe: agreement among the ranks, building, weights."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def opened(
     frozen: bool,
     checkpoint: Path | None = None,
 ) -> tuple[E, Recipe]:
-    """Return the engine, and its recipe as it was read here: all ranks must have read the same. Collective.
+    """Return the engine, and its recipe as read on this rank; all ranks must have read the same. Collective.
 
     Args:
         made: the engine's class.
-        recipe_here: reads the recipe, and which run it was taken from.
+        recipe_here: returns the recipe, and the run that it comes from.
         checkpoint: see `titancli.Engine.build`.
     """
     call = recipes.call()
@@ -55,7 +55,7 @@ def opened(
             try:
                 engine = build_engine(made, recipe, device=device, frozen=frozen, checkpoint=checkpoint)
                 break
-            except DamagedCheckpoint as error:  # found on the way into the tensors
+            except DamagedCheckpoint as error:  # found while reading into the tensors
                 if run is None or error.folder != recipe.weights:
                     raise
                 damaged[error.folder] = error.why
@@ -70,7 +70,7 @@ def opened(
 
 
 def take_over(engine: EngineCore, recipe: Recipe) -> None:
-    """Load all of the state of the checkpoint that the recipe names, where it says so. Collective."""
+    """Load the complete state of the checkpoint that the recipe names, if it asks for it. Collective."""
     start = start_from(recipe)
     if start.kind == "state":
 

@@ -1,5 +1,4 @@
-"""The state of training: an optimizer's, by parameter name and never by index; the counters beside it; and
-the learning rates of a step."""
+"""The state of training: optimizer state by parameter name, never by index; counters; and learning rates."""
 
 from __future__ import annotations
 
@@ -25,16 +24,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RATES = ("params", "lr", "initial_lr", "peak_lr")
-"""Of a parameter group: what the recipe and its schedule give anew at each start."""
+"""Keys of a parameter group that the recipe and its schedule set anew at each start."""
 SWITCHES = ("grad_scale", "found_inf")
-"""What a step sets and takes back, as torch's fused optimizers heed it."""
+"""Attributes set for a step and reset after it, read by torch's fused optimizers."""
 NOTES = ("_need_device_dtype_check_for_fused", "_opt_called", "_warned_capturable_if_run_uncaptured")
-"""What torch's own optimizers and schedulers note on an optimizer, on which no step depends."""
+"""Attributes that torch sets on an optimizer and that do not affect a step."""
 DEPTH = 4
-"""Of containers and optimizers within each other, how many are looked into."""
+"""Maximum depth of nested containers and optimizers that are searched."""
 
 _began: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[str, Any]] = weakref.WeakKeyDictionary()
-"""What an optimizer kept outside of its state when it was built."""
+"""The values that each optimizer had outside its state when it was built."""
 
 
 def optimizer_tensors(
@@ -43,7 +42,7 @@ def optimizer_tensors(
     """Return every tensor of the optimizer's state as `optimizer.<parameter>.<key>`.
 
     Raises:
-        TitanError: the state holds something else, which a checkpoint would lose.
+        TitanError: the state contains a value that is not a tensor, which a checkpoint would lose.
     """
     initialise_state(optimizer)
     _warn_of_what_is_lost(optimizer)
@@ -65,10 +64,10 @@ def optimizer_tensors(
 
 @torch.no_grad()
 def initialise_state(optimizer: torch.optim.Optimizer) -> None:
-    """Make an optimizer create the state of what it has not moved yet, changing no parameter.
+    """Create the missing state of an optimizer without changing a parameter.
 
-    A step with a learning rate and gradients of zero does it for any optimizer; its count is taken back. The
-    gradients that there are stay.
+    A step with zero learning rate and gradients does it for any optimizer; its step count is reset. Existing
+    gradients are kept.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     lacking = [p for p in parameters if p not in optimizer.state]
@@ -101,12 +100,12 @@ def initialise_state(optimizer: torch.optim.Optimizer) -> None:
 def outside_of_state(
     optimizer: torch.optim.Optimizer, of_tensor: Callable[[Tensor], Any], depth: int = 0
 ) -> dict[str, Any]:
-    """Return what an optimizer keeps on itself and in its groups, by where: no checkpoint holds it.
+    """Return the values that an optimizer keeps in attributes and groups, by place; checkpoints lack them.
 
     Args:
-        of_tensor: what stands for a tensor; numbers and texts are themselves, containers lists of what is in
-            them, and what is none of these is left out, as are parameters and what is in the state.
-        depth: in how many others the optimizer is.
+        of_tensor: maps a tensor to its stand-in. Numbers and strings are returned as they are, containers as
+            lists; other values, parameters and values in the state are left out.
+        depth: nesting depth of the optimizer.
     """
     saved = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for state in optimizer.state.values():
@@ -140,17 +139,18 @@ def outside_of_state(
 
 
 def remember(optimizer: torch.optim.Optimizer) -> None:
-    """Note what a new optimizer keeps outside of its state: what of it changes is warned of, once."""
+    """Record the values of a new optimizer outside its state; later changes cause a warning, once."""
     _began[optimizer] = outside_of_state(optimizer, _mark)
 
 
 def _mark(tensor: Tensor) -> tuple[WeakIdRef, int]:
-    """Another one for another tensor, also where that has taken its address, and after a change in place."""
+    """Return a mark that differs for every other tensor, even at the same address, and after a change in
+    place."""
     return WeakIdRef(tensor), 0 if tensor.is_inference() else tensor._version
 
 
 def _alike(one: Any, other: Any) -> bool:
-    """Whether two findings of `outside_of_state` are the same; NaN is like NaN."""
+    """Return whether two results of `outside_of_state` are equal; NaN equals NaN."""
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(_alike(one[name], other[name]) for name in one)
     if isinstance(one, list) and isinstance(other, list):
@@ -175,7 +175,7 @@ def _warn_of_what_is_lost(optimizer: torch.optim.Optimizer) -> None:
 
 
 class Counters(NamedTuple):
-    """Where a checkpoint's run stood."""
+    """The counters of a checkpoint."""
 
     step: int
     tokens_seen: int
@@ -188,7 +188,7 @@ def counters_of(
     """Return the counters in a checkpoint's state, None if they are excluded, and restore the guard.
 
     Raises:
-        EnvironmentProblem: the state has none, or none that titan writes.
+        EnvironmentProblem: the state has no counters, or invalid ones.
     """
     told = state.get("engine")
     if told is None:
@@ -220,10 +220,10 @@ def counters_of(
 def keep_peaks(optimizer: torch.optim.Optimizer, peak: Any) -> None:
     """Note in each group its own peak, `initial_lr`, and the recipe's, `peak_lr`.
 
-    The recipe's is not the first group's on a pipeline stage that has no parameters of that kind.
+    They differ on a pipeline stage without parameters of the first group's kind.
 
     Args:
-        peak: the optimizer's `lr` in the recipe; what is no number stands for the first group's.
+        peak: the optimizer's `lr` in the recipe; if it is not a number, the first group's peak is used.
     """
     groups = optimizer.param_groups
     for group in groups:
@@ -235,14 +235,14 @@ def set_rates(optimizer: torch.optim.Optimizer, lr: Any, factor: float) -> float
     """Give each group its learning rate for the next step.
 
     Args:
-        lr: what takes the place of the recipe's peak and its schedule; None: nothing does.
-        factor: the schedule's.
+        lr: replaces the recipe's peak times its schedule; None: does not.
+        factor: the schedule's factor.
 
     Returns:
         The recipe's rate at this step, or `lr`.
 
     Raises:
-        TitanError: a rate is not a finite number of 0 or more. No group has been changed then.
+        TitanError: a rate is not a finite number of 0 or more. No group has changed.
     """
     groups = optimizer.param_groups
     if lr is None:
@@ -258,7 +258,7 @@ def set_rates(optimizer: torch.optim.Optimizer, lr: Any, factor: float) -> float
 
 
 def _peak(group: dict[str, Any]) -> float:
-    peak: float = group.get("peak_lr", group["initial_lr"])  # a script's own optimizer has none
+    peak: float = group.get("peak_lr", group["initial_lr"])  # an optimizer built by a script has none
     return peak
 
 
@@ -288,7 +288,7 @@ def _checked(lr: Any, what: str) -> float:
         raise TitanError(f"{what} must be a number, not a {type(lr).__name__}")
     try:
         rate = float(lr)
-    except OverflowError:  # an integer beyond all floats
+    except OverflowError:  # an integer too large for a float
         rate = math.inf
     if not (math.isfinite(rate) and rate >= 0):
         raise TitanError(

@@ -1,4 +1,4 @@
-"""Samples made micro-batches: checked, dealt to ranks, and packed into rows that several of them share."""
+"""Packing of samples into micro-batches: checks, distribution over ranks, and rows that samples share."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from titancli.protocols.batch import IGNORE, Batch
 from titancli.protocols.samples import Sample
 
 STEP = 64
-"""Rows whose length follows from the samples are a multiple of it long: there are not too many lengths."""
+"""Row lengths are rounded up to a multiple of this, to limit the number of shapes."""
 COLUMNS = {"logprobs": "old_logprobs", "reference": "reference_logprobs"}
-"""What log-probabilities of a sample are called in a batch."""
+"""The names in a batch of a sample's log-probabilities."""
 OWN = ("tokens", "targets", "positions", "document_ids", "row", "weights", "advantages", *COLUMNS.values())
-"""Names that `extra` cannot have: they stand for something else in a batch."""
+"""Names that `extra` cannot have: they have another meaning in a batch."""
 
 
 # ----------------------------------------------------------------------------------------------- checked
@@ -31,16 +31,16 @@ OWN = ("tokens", "targets", "positions", "document_ids", "row", "weights", "adva
 
 @dataclass(frozen=True)
 class Checked:
-    """A sample as tensors on the CPU, with one number for each token; 0 where the mask is 0."""
+    """A sample as CPU tensors with one number per token, 0 where the mask is 0."""
 
     index: int
     tokens: Tensor
     columns: dict[str, Tensor]
-    """By their names in a batch, fp32; `weights` is the mask."""
+    """Columns by their names in a batch, fp32; `weights` is the mask."""
 
     @property
     def length(self) -> int:
-        """Places in a row: the last token is a target only."""
+        """The number of positions in a row: the last token is only a target."""
         return len(self.tokens) - 1
 
     @property
@@ -49,14 +49,14 @@ class Checked:
 
 
 def checked_samples(given: Any, vocab_size: int | None, room: int, why: str) -> list[Checked]:
-    """Check samples, and make them tensors.
+    """Check samples, and convert them to tensors.
 
     Args:
-        room: places of a row at most.
-        why: what limits them, a hint.
+        room: maximum positions of a row.
+        why: a hint on how to raise the limit.
 
     Raises:
-        TitanError: one is no sample, or wrong; names its index and what is wrong.
+        TitanError: an item is not a valid sample; names its index and the error.
     """
     found = [_checked(index, sample, vocab_size) for index, sample in enumerate(given)]
     for one in found:
@@ -130,11 +130,11 @@ def _tensor(index: int, name: str, value: Any) -> Tensor:
 
 
 def _numbers(index: int, name: str, value: Any, count: int, read: Tensor | None = None) -> Tensor:
-    """[count] fp32, 0 where it is not read."""
+    """Return [count] fp32, 0 where `read` is false."""
     if isinstance(value, Tensor | np.ndarray) and value.ndim == 0:
         value = value.item()
     each = [value] * count if isinstance(value, Real) and name not in COLUMNS.values() else value
-    # Python's floats would get the default dtype of the script.
+    # Python floats would get the script's default dtype.
     exact = torch.tensor(each, dtype=torch.float64) if _are_floats(each) else _tensor(index, name, each)
     if len(exact) != count:
         what = "one number" if len(exact) == 1 else f"{len(exact)} numbers"
@@ -156,12 +156,12 @@ def _are_floats(value: Any) -> bool:
 
 
 def field_of(name: str) -> str:
-    """Return what a column of a batch is called in a sample."""
+    """Return the name in a sample of a column of a batch."""
     return next((own for own, column in COLUMNS.items() if column == name), name)
 
 
 def checksum(samples: Sequence[Checked]) -> str:
-    """Return a checksum of tokens and targets. (Other numbers may differ by rounding.)"""
+    """Return a checksum of tokens and targets. (Floats may differ by rounding.)"""
     state = xxhash.xxh3_64()
     for sample in samples:
         state.update(sample.tokens.numpy().data)
@@ -173,7 +173,7 @@ def checksum(samples: Sequence[Checked]) -> str:
 
 
 class Place(NamedTuple):
-    """Where a sample lies in the rows of a rank."""
+    """The position of a sample in the rows of a rank."""
 
     sample: Checked
     row: int
@@ -184,11 +184,12 @@ class Rows:
     """The rows of one rank."""
 
     def __init__(self, samples: Sequence[Checked], length: int, *, shared: bool) -> None:
-        """The longest sample first, each into the first row that has room. One without targets is left out.
+        """Pack the longest sample first, each into the first row with room. Samples without targets are left
+        out.
 
         Args:
-            length: places in a row at most.
-            shared: whether samples share rows, as a model must know documents to allow.
+            length: maximum positions of a row.
+            shared: whether samples share rows; the model must then use document ids.
         """
         self.places: list[Place] = []
         filled: list[int] = []
@@ -215,20 +216,20 @@ def dealt(samples: Sequence[Checked], ranks: int) -> list[list[Checked]]:
 
 @dataclass(frozen=True)
 class Room:
-    """How large the micro-batches of a call may be."""
+    """The size of the micro-batches of a call."""
 
     row: int
-    """Places in a row at most."""
+    """Maximum positions of a row."""
     budget: int
-    """Places in a micro-batch at most."""
+    """Maximum positions of a micro-batch."""
     exact: bool
-    """Whether micro-batches are always that large; else as large as their samples need."""
+    """Whether micro-batches are always that large; otherwise as large as their samples need."""
     usual: int
-    """Places in a row, unless a sample needs more or `exact` says otherwise."""
+    """Positions of a row, unless a sample needs more or `exact` is set."""
     multiple: int = 1
-    """What the length of a row must be a multiple of."""
+    """Row lengths are multiples of this."""
     rows_multiple: int = 1
-    """What the number of rows must be a multiple of."""
+    """Row counts are multiples of this."""
 
     @classmethod
     def of(
@@ -236,7 +237,7 @@ class Room:
     ) -> Room:
         """
         Raises:
-            TitanError: the budget is not a number of tokens that has room for a row.
+            TitanError: the budget is not a number of tokens with room for a row.
         """
         if budget is not None and (type(budget) is not int or budget < limits.multiple):
             raise TitanError(
@@ -250,22 +251,22 @@ class Room:
 
     @property
     def why(self) -> str:
-        """What to do where a sample is too long."""
+        """A hint for samples that are too long."""
         if self.row + self.multiple > self.budget:
             return "pass a larger budget, in tokens"
         return "use shorter samples, or a larger training.seq_len"
 
     def length_for(self, samples: Sequence[Checked]) -> int:
-        """How many places of rows may be filled with these samples."""
+        """Return the maximum number of positions of a row that may be filled with these samples."""
         longest = max((one.length for one in samples if one.has_targets), default=0)
         return self.row if self.exact else max(self.usual, longest)
 
     def shape(self, count: int, longest: int) -> tuple[int, int, int]:
-        """Return micro-batches, their rows, and the length of rows.
+        """Return the number of micro-batches, their rows, and the row length.
 
         Args:
-            count: rows of the rank that has most.
-            longest: places of the row that is filled most, on any rank.
+            count: maximum rows of any rank.
+            longest: maximum filled positions of any row, on any rank.
         """
         length, rows = self.row, max(1, self.budget // self.row)
         if not self.exact:
@@ -280,23 +281,23 @@ class Room:
 
 @dataclass(frozen=True)
 class Packed:
-    """Samples of this rank as micro-batches on the CPU."""
+    """The samples of this rank as micro-batches on the CPU."""
 
     places: Sequence[Place]
     batches: list[Batch]
     lengths: Sequence[int]
-    """Tokens of each sample that was passed here, also of those that are on other ranks."""
+    """Tokens of each sample that was passed on this rank, including those dealt to other ranks."""
 
     def unpacked(self, rows: Tensor) -> list[Tensor]:
-        """Return numbers at the places of rows as those of samples: [R, S] -> [tokens] each, 0 for the first
-        token, and for samples of other ranks."""
+        """Return values of rows by sample: [R, S] -> [tokens] each, 0 for the first token, and for samples of
+        other ranks."""
         found = [rows.new_zeros(length) for length in self.lengths]
         for sample, row, start in self.places:
             found[sample.index][1:] = rows[row, start : start + sample.length]
         return found
 
     def repacked(self, numbers: Sequence[Tensor | None]) -> Tensor:
-        """The other way round: [tokens] for each sample -> [R, S] fp32; None stands for zeros."""
+        """Return values of samples by row: [tokens] for each sample -> [R, S] fp32; None means zeros."""
         tokens = [batch["tokens"] for batch in self.batches]
         found = torch.zeros(sum(map(len, tokens)), tokens[0].shape[1], device=_device_of(numbers))
         for sample, row, start in self.places:
@@ -310,11 +311,11 @@ def _device_of(numbers: Sequence[Tensor | None]) -> torch.device | None:
 
 
 def pack(rows: Rows, shape: tuple[int, int, int], names: Sequence[str], lengths: Sequence[int]) -> Packed:
-    """Put the samples of rows into micro-batches; what is lacking has no targets.
+    """Copy the samples of rows into micro-batches; padding has no targets.
 
     Args:
-        shape: micro-batches, rows, length; see `Room.shape`.
-        names: the columns.
+        shape: number of micro-batches, rows, length; see `Room.shape`.
+        names: the names of the columns.
     """
     batches, size, length = shape
     count = batches * size
@@ -332,7 +333,7 @@ def pack(rows: Rows, shape: tuple[int, int, int], names: Sequence[str], lengths:
         ids["document_ids"][here] = document
         for name in names:
             columns[name][here] = sample.columns[name][1:]
-        # What is left of a row is a document of its own.
+        # The padding of a row is a separate document.
         left = start + sample.length
         ids["positions"][row, left:] = torch.arange(length - left)
         ids["document_ids"][row, left:] = 0

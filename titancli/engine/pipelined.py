@@ -1,7 +1,7 @@
-"""How batches go through a model that is cut into pipeline stages.
+"""Execution of batches by a model that is split into pipeline stages.
 
-Training is torch's schedules over torch's stages, with shapes that are told and never exchanged. What runs
-without gradients needs no schedule: each micro-batch goes through the stages in their order.
+Training uses torch's schedules and stages, with shapes given in advance instead of exchanged. Without
+gradients no schedule is needed: each micro-batch goes through the stages in order.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ SHORT = {
     "InterleavedZeroBubble": "LoopedBFS",
     "DualPipeV": "ZBVZeroBubble",
 }
-"""What runs a step of too few micro-batches, such as the last one before the data ends: the schedule of the
+"""The schedule for a step with too few micro-batches, such as the last one before the data ends: one with the
 same placement that takes any number of them. Only the order of the work differs."""
 
 KEPT_SCHEDULES = 2
-"""Each holds the buffers of its micro-batches. Two: a full step and a short one."""
+"""Number of cached schedules, each with the buffers of its micro-batches: a full step and a short one."""
 
 
 class Stage(PipelineStage):
-    """torch's stage; its module is called with what it takes of its micro-batch."""
+    """torch's stage; it passes its micro-batch to the runner."""
 
     def __init__(self, runner: PipelinedModel, part: Any, index: int, hidden: torch.Size) -> None:
         self._runner = runner
         count = len(runner.placement)
-        # With requires_grad: it says whether what is received is to get a gradient.
+        # requires_grad: received states need a gradient.
         states = torch.empty(hidden, dtype=runner.dtype, device="meta", requires_grad=True)
         total = torch.empty((), dtype=torch.float32, device="meta", requires_grad=True)
         super().__init__(
@@ -72,14 +72,14 @@ class Stage(PipelineStage):
         return self._runner.forward_backward_part(self.submod, received, tensors["batch"])
 
     def _post_metadata_inference_cleanup(self) -> None:
-        """torch clears gradients here, when a schedule runs for the first time: of what it has tried out to
-        learn the shapes. They were told, and the gradients are those of the calls before."""
+        """Keep gradients: torch clears them here when a schedule first runs, after trying out shapes. The
+        shapes are given here, and the gradients are those of earlier calls."""
 
 
 class PipelinedModel:
     """The stages of this rank: a Runner whose micro-batches are `pipeline.microbatch_size` rows.
 
-    Results and sums of the last stage are handed to every rank of the pipeline.
+    Results and sums of the last stage are broadcast to every rank of the pipeline.
     """
 
     def __init__(
@@ -98,8 +98,8 @@ class PipelinedModel:
         """
         Args:
             parts: this rank's stages, in the order of `placement.mine`.
-            width: of the hidden states.
-            dtype: what hidden states are computed in.
+            width: the width of the hidden states.
+            dtype: the dtype of the hidden states.
         """
         self.placement, self.device, self.dtype = placement, device, dtype
         self.group: Any = mesh.pp_group
@@ -140,11 +140,11 @@ class PipelinedModel:
                 stack.enter_context(held(part))
             if self.router_losses:
                 self.router_losses.count_beforehand(batches, loss, self.forward)
-            self.exchanging = True  # and so it stays where something raises
+            self.exchanging = True  # and stays so if something raises
             try:
-                # The target is not looked at: the stage has made the loss.
+                # The target is ignored: the stage has computed the loss.
                 schedule.step(batch=tensors, target=next(iter(tensors.values())), return_outputs=False)
-            except RuntimeError as error:  # torch's words around what a stage has raised
+            except RuntimeError as error:  # torch wraps the error of a stage
                 if error.__cause__ is not None:
                     raise error.__cause__ from None
                 raise
@@ -165,7 +165,7 @@ class PipelinedModel:
         return result.sum
 
     def _schedule(self, count: int, hidden: torch.Size) -> Any:
-        """torch's schedule for so many micro-batches of hidden states of one shape."""
+        """Return torch's schedule for `count` micro-batches of hidden states of one shape."""
         key = (count, hidden)
         if key not in self._schedules:
             while len(self._schedules) >= KEPT_SCHEDULES:
@@ -186,7 +186,7 @@ class PipelinedModel:
         return name
 
     def _everywhere(self, sums: Sums) -> Sums:
-        """The last stage's sums on every rank of the pipeline."""
+        """Return the last stage's sums on every rank of the pipeline."""
         names = self.tell(sorted(sums))
         values = torch.empty(len(names), dtype=torch.float32, device=self.device)
         if self._has_last:
@@ -211,9 +211,9 @@ class PipelinedModel:
         return found
 
     def _through(self, batch: Batch, loss: Any, sends: list[tuple[Any, Tensor]]) -> Any:
-        """One micro-batch through this rank's stages; the result where the last one is.
+        """Run a micro-batch through this rank's stages; return the result on the rank with the last stage.
 
-        All ranks of a pair send and receive in the order of the stages, so none waits for one that waits.
+        Ranks send and receive in the order of the stages, so there is no deadlock.
         """
         holders, me = self.placement.holders, self.placement.rank
         made: Any = None
@@ -229,7 +229,7 @@ class PipelinedModel:
         return checked(made, loss) if isinstance(made, LossResult) else made
 
     def _spread(self, results: list[Any]) -> Any:
-        """What the last stage made of all micro-batches, on every rank of the pipeline."""
+        """Return the last stage's results of all micro-batches on every rank of the pipeline."""
         described, values = None, None
         if self._has_last:
             described, values = _described(results)
@@ -261,7 +261,7 @@ class PipelinedModel:
         return made
 
     def _prepared(self, batch: Batch) -> Batch:
-        """With positions, which a later stage cannot count: it sees no tokens, and maybe a part of a row."""
+        """Add positions, which later stages cannot count: they see no tokens, and perhaps a part of a row."""
         part = next(iter(self._parts.values()))
         if "positions" in batch or "positions" not in part.inputs:
             return batch
@@ -274,7 +274,7 @@ class PipelinedModel:
         return batch[first].shape[part.sequence_dim[first]]
 
     def _hidden(self, batch: Batch, rows: int) -> torch.Size:
-        """The shape of what passes from stage to stage."""
+        """Return the shape of hidden states between stages."""
         return torch.Size((rows, self._length(batch) // self._cut, self._width))
 
     def tell(self, value: Any) -> Any:
@@ -283,7 +283,7 @@ class PipelinedModel:
 
 
 def _joined(batches: Sequence[Batch]) -> Batch:
-    """All rows of a call."""
+    """Return all rows of a call as one batch."""
     first = batches[0]
     if len(batches) == 1:
         return first
@@ -297,7 +297,7 @@ def _joined(batches: Sequence[Batch]) -> Batch:
 
 
 def _described(results: list[Any]) -> tuple[tuple[list[str] | None, tuple[int, ...], torch.dtype], Tensor]:
-    """The results of all micro-batches as one tensor, and what the other ranks must know of it."""
+    """Return the results of all micro-batches as one tensor, and the metadata that the other ranks need."""
     if all(isinstance(result, LossResult) for result in results):
         sums: Sums = {}
         for result in results:

@@ -1,9 +1,8 @@
-"""The ranks of a process group as its engines see them: what they exchange on the CPU, and who has failed.
+"""The ranks of a process group as its engines see them: exchanges on the CPU, and failures.
 
-What raises in the middle of a verb is written to the store of the process group, where it can be read
-without the others' help. Ranks that all raised by themselves, at the same place in every group, go on as if
-nothing had been sent. Else their collectives do not fit each other any more: the group is lost, and every
-engine in it.
+An error in the middle of a verb is written to the store of the process group, where others can read it
+without a collective. If all ranks raised on their own, after the same number of collectives in every group,
+they continue. Otherwise their collectives no longer match: the group and every engine in it are lost.
 """
 
 from __future__ import annotations
@@ -25,21 +24,21 @@ from titancli.errors import RankFailure, TitanError, causes
 from titancli.observe.failures import is_communication
 
 PATIENCE = 1.0
-"""Seconds that a rank which has failed waits for the others' failures, beside the time that the verb has
-taken here: they began it together."""
+"""Seconds that a failed rank waits for the reports of the others, in addition to the time that the verb has
+taken here: all began it together."""
 ECHO_PATIENCE = 2.0
-"""Seconds that a rank which has lost the others waits for word of the cause."""
+"""Seconds that a rank which lost the connection waits for a report of the cause."""
 NEW_GROUP = "close the engines of the process group, and restart the ranks"
 
 
 class Report(NamedTuple):
-    """How a verb ended on a rank that failed."""
+    """The end of a verb on a rank that failed."""
 
     own: bool
-    """It raised by itself; else it has lost the others."""
+    """True if the rank raised on its own, false if it lost the connection to others."""
     words: str
     places: dict[str, int]
-    """Of each group of this rank, how many collectives were begun in it."""
+    """The number of collectives begun in each group of this rank."""
 
 
 class RankGroup:
@@ -53,25 +52,26 @@ class RankGroup:
         self.active = self.world > 1 and dist.get_backend() != "fake"
         self._process = os.getpid()
         self.lost: str | None = None
-        """Why no verb of any engine in this group can be called any more, if so."""
+        """The reason why all engines in this group are unusable, if they are."""
         self._engines = 0
         self._failures = 0
-        """That all ranks shared, and went on from."""
+        """The number of failures that all ranks shared and recovered from."""
         self._later: int | None = None
         self._ranks: Ranks | None = None
         self._verbs = 0
 
     def enlist(self) -> int:
-        """Return the number of a new engine: the same on every rank, since all build in the same order."""
+        """Return the number of a new engine: the same on every rank, because all build in the same order."""
         self._engines += 1
         return self._engines
 
     def require(self, verb: str) -> None:
-        """
+        """Check that the group can be used.
+
         Raises:
-            TitanError: the group is lost, or this process is a fork of the one that is in it.
+            TitanError: the group is lost, or this process is a fork of its member.
         """
-        if os.getpid() != self._process:  # the threads of the group are not here, and its collectives hang
+        if os.getpid() != self._process:  # the group's threads are missing, so its collectives hang
             raise TitanError(
                 f"{verb}: the engine belongs to process {self._process}, of which this process is a fork",
                 hint="build the engine in the process that uses it, or start processes with spawn",
@@ -85,14 +85,14 @@ class RankGroup:
     # ------------------------------------------------------------------------------------- time limits
 
     def wait_for_the_first_verb(self, seconds: int, then: int) -> None:
-        """Set the time limit of all collectives: another one once a verb is done, since until then ranks
-        compile and load at different speeds."""
+        """Set the time limit of all collectives, and a later limit that applies once a verb is done: until
+        then ranks compile and load at different speeds."""
         if self.active:
             process_group.set_timeouts(seconds)
             self._later, self._verbs = then, 0
 
     def model_runs(self) -> None:
-        """Note that a verb that runs the model is about to begin on all ranks."""
+        """Record that a verb that runs the model is about to begin on all ranks."""
         self._verbs += 1
         if self._later is not None and self._verbs > 1:
             seconds, self._later = self._later, None
@@ -107,8 +107,8 @@ class RankGroup:
 
     @property
     def on_the_cpu(self) -> Ranks:
-        """The ranks of the default group, in another one where it takes no tensors on the CPU: what they
-        exchange there waits for no device."""
+        """The ranks for exchanges on the CPU, which do not wait for the device: the default group, or a new
+        gloo group if that has no CPU backend."""
         if self._ranks is None:
             takes = not self.active or "cpu" in dist.get_backend_config()
             limit = None if takes else process_group.present_timeout()
@@ -116,20 +116,20 @@ class RankGroup:
         return self._ranks
 
     def fails(self, verb: str, error: BaseException, seconds: float) -> None:
-        """Let the others know of an error in the middle of a verb, and find out whether they shared it.
+        """Report an error in the middle of a verb to the other ranks, and find out whether they share it.
 
         Args:
             seconds: how long the verb has taken here.
 
         Raises:
-            RankFailure: the error is the echo of another rank's.
+            RankFailure: the error results from another rank's.
         """
         if _is_echo(error):
             raise self.echo(verb, error) from error
         words = f"{type(error).__name__}: {first_line(error)}"
         self._publish(Report(True, words, _places()))
         reports: dict[int, Report] = {}
-        if isinstance(error, Exception):  # nobody waits after Ctrl-C
+        if isinstance(error, Exception):  # do not wait after Ctrl-C
             reports = self._reports(min(self._limit, PATIENCE + seconds))
         shared = len(reports) == self.world and all(report.own for report in reports.values())
         if shared and _same_places(reports.values()):
@@ -138,7 +138,7 @@ class RankGroup:
             self.lost = f"rank {self.rank} failed in {verb}: {words}"
 
     def echo(self, verb: str, error: BaseException) -> RankFailure:
-        """Return the error of a rank that has lost the others: the cause, if one of them has reported it."""
+        """Return the error of a rank that lost the connection: the cause, if another rank has reported it."""
         self._publish(Report(False, first_line(error), {}))
 
         def known(reports: dict[int, Report]) -> bool:
@@ -159,15 +159,15 @@ class RankGroup:
     def _publish(self, report: Report) -> None:
         try:
             self._store().set(self._key(self.rank), json.dumps(report))
-        except RuntimeError:  # where it was served is gone, and so are the ranks that would read it
+        except RuntimeError:  # the store is gone, and so are its readers
             return
 
     def _reports(
         self, seconds: float, enough: Callable[[dict[int, Report]], bool] = lambda reports: False
     ) -> dict[int, Report]:
-        """The reports that there are by rank, after all are there, or `enough`, or after so many seconds.
+        """Return the reports by rank: waits until all have arrived, `enough` is true or the time is over.
 
-        Asked for by a thread: where the node of the store has lost its power, no answer ever comes.
+        A thread polls: if the node of the store is down, no answer ever comes.
         """
         found: dict[int, Report] = {}
         arguments = (found, enough, time.monotonic() + seconds)
@@ -214,7 +214,7 @@ def rank_group() -> RankGroup:
 
 
 def _is_echo(error: BaseException | None) -> bool:
-    """Whether an error, or what it was raised from, is about the connection to other ranks."""
+    """Return whether an error, or one of its causes, is about the connection to other ranks."""
     return any(is_communication(cause) for cause in causes(error))
 
 
@@ -223,7 +223,7 @@ def _places() -> dict[str, int]:
 
 
 def _same_places(reports: Iterable[Report]) -> bool:
-    """Whether in each group all ranks have begun as many collectives."""
+    """Return whether all ranks have begun the same number of collectives in each group."""
     found: dict[str, set[int]] = {}
     for report in reports:
         for group, number in report.places.items():

@@ -1,9 +1,9 @@
-"""A step computed twice: `[stability] recheck_every`, by which a device that computes wrong numbers is found.
+"""Steps computed twice (`[stability] recheck_every`), to find a device that computes wrong numbers.
 
-Each rank takes checksums of what it has locally, in the order in which it computes it: what modules are given
-and return, the gradients of these, and the gradients of parameters before they are reduced over ranks. From
-then on a wrong number is on all ranks. The rank whose first difference comes first computed it; one that only
-received it is told from it by where the difference begins.
+Each rank takes checksums of local values in the order of computation: inputs and outputs of modules, their
+gradients, and the gradients of parameters before they are reduced over ranks; reduction spreads a wrong
+number to all ranks. The rank with the earliest difference computed it; ranks that received it differ first at
+a received value.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ if TYPE_CHECKING:
     from titancli.recipe.schema import Recipe
 
 SAME, COMPUTED, RECEIVED, REDUCED = range(4)
-"""Where the two passes of a rank first differ."""
+"""Kinds of the first difference between the two passes of a rank."""
 
 
 class Record(NamedTuple):
-    """A checksum of something that a rank has had."""
+    """A checksum of a value on a rank."""
 
     name: str
     received: bool
-    """Whether another stage of the pipeline sent it."""
+    """Whether the value came from another pipeline stage."""
     checksum: Tensor
 
 
 class Finding(NamedTuple):
-    """Where the two passes of a rank first differ."""
+    """The first difference between the two passes of a rank."""
 
     kind: int
     place: int
-    """In the order of the records."""
+    """The index in the list of records."""
     name: str
 
 
 class Rechecks:
-    """Computes every so many steps twice; a hook (`titancli.engine.step`)."""
+    """A hook (`titancli.engine.step`) that computes every `every`th step twice."""
 
     def __init__(
         self,
@@ -67,8 +67,8 @@ class Rechecks:
     ) -> None:
         """
         Args:
-            every: 0: none.
-            compiled: whether blocks are.
+            every: interval in steps; 0: never.
+            compiled: whether blocks are compiled.
         """
         self._every, self._device, self._ranks = every, device, rank_group()
         self._parts, self._placement, self._compiled = parts, placement, compiled
@@ -99,7 +99,7 @@ class Recheck:
 
     @contextmanager
     def rehearsed(self) -> Iterator[None]:
-        """Compute inside for the first time; afterwards all is as before but for gradients."""
+        """Run the first pass in the block; afterwards everything but gradients is restored."""
         with ExitStack() as stack:
             stack.enter_context(collector.muted())
             buffers = [(b, b.detach().clone()) for part in self._parts for b in part.buffers()]
@@ -111,7 +111,7 @@ class Recheck:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Take checksums of what is computed inside."""
+        """Take checksums of the values computed in the block."""
         records: list[Record] = []
         with ExitStack() as stack:
             for number, part in zip(self._numbers(), self._parts, strict=True):
@@ -128,8 +128,8 @@ class Recheck:
         last = 0 if self._placement is None else len(self._placement) - 1
         seen: set[int] = set()
         for path, module in part.named_modules():
-            # Hooks of a module whose forward is compiled, or that has FSDP2's, are outside of compiled code;
-            # elsewhere they would be compiled too.
+            # Hooks of a module whose forward is compiled, or that has FSDP2 hooks, run outside compiled code;
+            # others would be compiled as well.
             own = not self._compiled and next(module.parameters(recurse=False), None) is not None
             outside = isinstance(module, FSDPModule) or is_wrapped(module)
             if path and not own and not outside:
@@ -140,7 +140,7 @@ class Recheck:
             stack.enter_context(_removed(module.register_forward_hook(watcher.after)))
 
     def finding(self) -> Finding:
-        """Return where this rank's two passes first differ."""
+        """Return the first difference between this rank's two passes."""
         first, second = self._passes
         equal = _equal([r.checksum for r in first], [r.checksum for r in second])
         for place, (record, same) in enumerate(zip(first, equal, strict=False)):
@@ -158,7 +158,7 @@ class Recheck:
         """Compare the two passes on every rank. Collective.
 
         Raises:
-            TitanError: they differ on some rank; on all ranks.
+            TitanError: the passes of some rank differ; raised on all ranks.
         """
         mine = self.finding()
         stage = 0 if self._placement is None else self._placement.rank
@@ -187,7 +187,7 @@ class _Watcher:
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._add(f"the input of {self._name}", (args, kwargs), received=self._input_is_received)
-        for name, parameter in module.named_parameters():  # gathered by now, where FSDP2 gathers them here
+        for name, parameter in module.named_parameters():  # FSDP2 has gathered them by now
             if id(parameter) not in self._seen and parameter.requires_grad and parameter.is_leaf:
                 self._seen.add(id(parameter))
                 full = f"{self._name}.{name}" if self._name != "the model" else name
@@ -228,13 +228,13 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @torch.no_grad()
 def checksum(tensor: Tensor) -> Tensor:
-    """Return a number of a tensor's bits, int64, on its device: a flipped bit changes it for certain."""
+    """Return a checksum of a tensor's bits, int64, on its device: any single flipped bit changes it."""
     local = tensor.detach()
     if isinstance(local, DTensor):
         local = local.to_local()
     if local.is_complex():
         local = torch.view_as_real(local)
-    if not local.numel():  # a shard of fewer rows than ranks
+    if not local.numel():  # an empty shard: fewer rows than ranks
         return torch.zeros((), dtype=torch.int64, device=local.device)
     bits = local.contiguous().view(_INTEGERS[local.element_size()])
     rows = bits.reshape(-1, bits.shape[-1] if bits.ndim else 1).sum(1, dtype=torch.int64)
@@ -243,26 +243,25 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def _equal(one: list[Tensor], other: list[Tensor]) -> list[bool]:
-    """Whether the numbers of two lists are equal, as far as both go: read to the host at once."""
+    """Return which numbers of two lists are equal, up to the shorter length, in one read to the host."""
     count = min(len(one), len(other))
     if not count:
         return []
-    home = one[0].device  # what is offloaded is on the CPU
+    home = one[0].device  # offloaded tensors are on the CPU
     first, second = (torch.stack([number.to(home) for number in side[:count]]) for side in (one, other))
     equal: list[bool] = (first == second).tolist()
     return equal
 
 
 def suspects(table: Sequence[Sequence[int]]) -> list[int]:
-    """Return the ranks that computed wrong numbers, as far as can be told; all of those where a difference
-    comes first.
+    """Return the ranks that probably computed wrong numbers: those with the earliest difference.
 
     Args:
-        table: for each rank what differs, its place among the records, and the rank in its pipeline.
+        table: the kind of difference, the index of the record and the pipeline rank, for each rank.
     """
     kinds = {kind for kind, _, _ in table}
     kind = next(kind for kind in (COMPUTED, RECEIVED, REDUCED) if kind in kinds)
-    # The records of different stages have no common order.
+    # Records of different stages have no common order.
     first = {
         stage: min(p for k, p, s in table if (k, s) == (kind, stage)) for k, _, stage in table if k == kind
     }
@@ -286,9 +285,10 @@ def _error(
 
 
 def refuse_on_device(recipe: Recipe, device: torch.device) -> None:
-    """
+    """Check that the device computes deterministically.
+
     Raises:
-        RecipeError: the device would not repeat its own numbers.
+        RecipeError: the device would not reproduce its numbers.
     """
     if recipe.stability.recheck_every and device.type != "cpu" and not recipe.debug.deterministic:
         raise RecipeError(

@@ -1,4 +1,4 @@
-"""The recipe that an engine is built of: named by a path, or made of parts."""
+"""The recipe of an engine: read from a path, or made from parts."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 JOIN_SECONDS = Comm().init_timeout_seconds
-"""How long ranks wait for each other until a recipe says it (`comm.init_timeout_seconds`)."""
+"""Seconds that ranks wait for each other until a recipe sets `comm.init_timeout_seconds`."""
 
 
 # ---------------------------------------------------------------------------------------------- recipes
 
 
 class Parts(TypedDict, total=False):
-    """What an engine may be built from beside its model: components' configs, and sections of a recipe."""
+    """Parts that an engine may be built from besides its model: component configs and recipe sections."""
 
     optimizer: Any
     loss: Any
@@ -74,17 +74,17 @@ class Parts(TypedDict, total=False):
 
 SLOTS = {"model": "model", "optimizer": "optimizer", "loss": "loss", "parallelize": "parallelize"}
 SLOTS |= {"converters": "converter", "lr_scheduler": "schedule", "tokenizer": "tokenizer"}
-"""The parts that are components, and their kinds."""
+"""Parts that are components, and their kinds."""
 
 
 BUILT: tuple[str, ...] = ("model", "mesh", "pipeline", "parallelize", "activation_checkpoint", "compile")
 BUILT += ("optimizer", "loss", "lr_scheduler", "training", "stability", "comm")
-"""The sections of a recipe that an engine is built of; they are the same on every rank."""
+"""Recipe sections that an engine is built from; they are the same on every rank."""
 
 
 def recipe_from(recipe: Recipe | str | Path, overrides: Sequence[str] = ()) -> tuple[Recipe, Path | None]:
-    """Return a checked recipe; that of a run or of a checkpoint starts from its weights. And the run, if its
-    newest checkpoint was chosen here: of the bytes of that nothing was read yet.
+    """Return a checked recipe; that of a run or checkpoint starts from its weights. Also return the run if
+    its newest checkpoint was chosen here and not read yet.
 
     Args:
         recipe: a path, a bundled name, a run folder (its newest good checkpoint), a checkpoint; or a Recipe,
@@ -92,7 +92,7 @@ def recipe_from(recipe: Recipe | str | Path, overrides: Sequence[str] = ()) -> t
         overrides: as on the command line, `"optimizer.lr=1e-4"`.
 
     Raises:
-        RecipeError: there is none, or everything that is wrong with it.
+        RecipeError: there is no such recipe, or it has problems, all of which are listed.
         EnvironmentProblem: a run without a good checkpoint, or a checkpoint without a recipe.
         UsageError: overrides beside a Recipe.
     """
@@ -128,7 +128,7 @@ def recipe_from(recipe: Recipe | str | Path, overrides: Sequence[str] = ()) -> t
 
 
 def weights_alone(recipe: Recipe) -> Recipe:
-    """Return the recipe with only, and all, the weights of the checkpoint that it names."""
+    """Return the recipe with only the weights, and all of them, of its checkpoint."""
     checkpoint = dataclasses.replace(recipe.checkpoint, initial_load_model_only=True, exclude_from_loading=[])
     return dataclasses.replace(recipe, checkpoint=checkpoint)
 
@@ -136,10 +136,10 @@ def weights_alone(recipe: Recipe) -> Recipe:
 def checkpoint_of(
     folder: Path, *, verify: Verify = "full", damaged: Mapping[Path, str] = MappingProxyType({})
 ) -> Path:
-    """Return a checkpoint as it is; of a run the newest good one. Rank 0 sees which it is. Collective.
+    """Return a checkpoint as it is, or the newest good one of a run, chosen by rank 0. Collective.
 
     Args:
-        damaged: what is known to be wrong with some of the run's.
+        damaged: known damage of checkpoints of the run.
 
     Raises:
         EnvironmentProblem: the run has none.
@@ -163,11 +163,11 @@ def checkpoint_of(
 
 
 def recipe_of(model: Any, parts: Parts, device: torch.device) -> Recipe:
-    """Make a recipe from parts. Other values are the defaults, except what a script does not expect: the
-    learning rate is constant, nothing is recomputed in backward, and on a CPU all is computed in float32.
+    """Make a recipe from parts. Other values are the defaults, except as a script expects: the learning rate
+    is constant, nothing is recomputed in backward, and a CPU computes in float32.
 
     Raises:
-        UsageError: a part that there is not, that is of another kind, or a class in place of its instance.
+        UsageError: a part does not exist, is of another kind, or is a class instead of an instance.
     """
     if unknown := [name for name in parts if name not in Parts.__annotations__]:
         raise UsageError(
@@ -219,7 +219,7 @@ def recipe_of(model: Any, parts: Parts, device: torch.device) -> Recipe:
 
 
 def _remark(recipe: Recipe) -> None:
-    """Say what the commands say of a recipe that is not wrong, once."""
+    """Log the remarks on a valid recipe that commands print, once."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         for line in remarks(recipe):
             logger.warning(line)
@@ -242,7 +242,7 @@ def _check_kind(name: str, value: Any, kind: str) -> None:
 
 
 def call() -> Call:
-    """Begin the building of an engine, which every rank takes part in.
+    """Begin the collective building of an engine.
 
     Raises:
         TitanError: the ranks have lost each other.
@@ -252,7 +252,7 @@ def call() -> Call:
 
 
 def compare(building: Call, recipe: Recipe, frozen: bool, checkpoint: Path | None) -> None:
-    """Say what this rank builds, field by field."""
+    """Declare the build on this rank, field by field."""
     building.given("frozen" if frozen else "trainable")
     building.given(f"with checkpoint = {checkpoint and checkpoint.name}")
     for name in BUILT:
@@ -264,6 +264,6 @@ def compare(building: Call, recipe: Recipe, frozen: bool, checkpoint: Path | Non
 
 
 def limit(section: Comm) -> None:
-    """Have ranks wait for each other as long as a recipe says, in a group that was made here."""
+    """Set the time limits of a recipe, in a process group that was created here."""
     if process_group.made_here():
         rank_group().wait_for_the_first_verb(section.init_timeout_seconds, section.train_timeout_seconds)

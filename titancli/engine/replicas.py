@@ -1,7 +1,7 @@
-"""Engines that train one model together, each in a process group of its own: their gradients, their state.
+"""Engines in separate process groups that train one model together: sums of gradients, transfer of state.
 
-Who else there is may change from step to step; that is known to the caller, who can reach the others. Rank n
-of each engine has the same shards as rank n of any other.
+The set of engines may change between steps; the caller knows it and can reach them. Rank n of each engine has
+the same shards as rank n of any other.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 def reduce_gradients(engine: Engine, add: Callable[[Sequence[Tensor]], None]) -> dict[str, Tensor]:
     """Add the gradients of other engines to those of `forward_backward`, before `optim_step`. Collective.
 
-    The weight that gradients are divided by is added up as well, so that the step is that of one engine on
-    all the rows.
+    Loss weights are summed as well, so that the step equals that of one engine on all rows.
 
     Args:
         add: adds to each tensor, in place, the same tensors of the other engines: the gradients of this
@@ -37,7 +36,7 @@ def reduce_gradients(engine: Engine, add: Callable[[Sequence[Tensor]], None]) ->
         `loss` and `tokens` of all engines.
 
     Raises:
-        TitanError: there are no gradients. What `add` raises is passed on; the gradients of the step are then
+        TitanError: there are no gradients. Errors of `add` are passed on, after the gradients of the step are
             discarded.
     """
     with engine._verb("reduce_gradients") as call:
@@ -53,7 +52,7 @@ def reduce_gradients(engine: Engine, add: Callable[[Sequence[Tensor]], None]) ->
         with engine._aborted("reduce_gradients", forget=True), call.shared(), torch.no_grad():
             trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             for parameter in trained:
-                if parameter.grad is None:  # other engines may have one
+                if parameter.grad is None:  # other engines may have a gradient
                     parameter.grad = torch.zeros_like(parameter)
             counts = [count for part in engine.parts for count in part.token_counts().values()]
             own = [step.loss, step.weight, torch.tensor(step.tokens)]
@@ -65,7 +64,7 @@ def reduce_gradients(engine: Engine, add: Callable[[Sequence[Tensor]], None]) ->
 
 
 def take_state(engine: Engine, tensors: Mapping[str, Tensor], counters: Mapping[str, Any]) -> None:
-    """Replace all that an engine has by what `shared_state` returned on the same rank of another. Collective.
+    """Replace the state of an engine by the result of `shared_state` on the same rank of another. Collective.
 
     Raises:
         TitanError: the other engine has another model, optimizer or layout. If it raises after it has started
@@ -95,7 +94,7 @@ def take_state(engine: Engine, tensors: Mapping[str, Tensor], counters: Mapping[
 
 
 def shared_state(engine: Engine) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return this rank's part of all that an engine has, the live tensors, and its counters as plain JSON."""
+    """Return this rank's part of the state of an engine: the live tensors, and counters as plain JSON."""
     tensors, counters = engine.save_state()
     return {name: local(tensor) for name, tensor in tensors.items()}, counters
 

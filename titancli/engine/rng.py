@@ -1,4 +1,4 @@
-"""Random numbers that follow from the seed alone, whatever the layout."""
+"""Random numbers that depend only on the seed, whatever the layout."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 def derive(*parts: object) -> int:
-    """Derive a 63-bit seed from anything that prints."""
+    """Derive a 63-bit seed from printable values."""
     return xxhash.xxh64_intdigest("\0".join(map(str, parts)).encode()) >> 1
 
 
@@ -25,26 +25,26 @@ def generator_for(seed: int, device: torch.device) -> Callable[[str], torch.Gene
 
 
 class Stream:
-    """Random numbers that follow from a seed, in the place of the process's own while something computes.
+    """Random numbers that depend only on a seed and replace the process's own during a computation.
 
-    It is Python's, NumPy's and torch's generators, the device's too, and it goes on where it was left: calls
-    that make up one step draw as one would. No state of it needs to be saved.
+    The stream covers the generators of Python, NumPy, torch and the device, and continues between calls: the
+    calls of a step draw the same numbers as a single call would. Its state need not be saved.
     """
 
     def __init__(self, device: torch.device, *parts: object) -> None:
-        """`parts` are what `derive` makes the seed of."""
+        """Seed the stream with `derive(*parts)`."""
         self._seed = derive(*parts)
         self._device = None if device.type == "cpu" else device
         self._state: _State | None = None
-        """Where it was left; None: nothing was drawn yet."""
+        """The state after the last use; None before the first."""
 
     def copy(self) -> Stream:
-        """Return one that draws the same from now on."""
+        """Return a stream that draws the same numbers from now on."""
         return copy(self)
 
     @contextmanager
     def drawn(self) -> Iterator[None]:
-        """Draw from this; afterwards, and where something raises, the process's generators are as before."""
+        """Draw from this stream in the block, and restore the process's generators after it."""
         own = _State.now(self._device)
         if self._state is None:
             _seed_all(self._seed, self._device)
@@ -67,7 +67,7 @@ def _seed_all(seed: int, device: torch.device | None) -> None:
 
 
 class _State(NamedTuple):
-    """Of every generator that a step may draw from."""
+    """The states of every generator that a step may draw from."""
 
     python: Any
     numpy: Any
@@ -76,7 +76,7 @@ class _State(NamedTuple):
 
     @classmethod
     def now(cls, device: torch.device | None) -> _State:
-        # The state of a GPU's generator is on the host: nothing waits for the device.
+        # The state of a GPU's generator is on the host: reading it does not wait for the device.
         on_device = None if device is None else torch.get_device_module(device).get_rng_state(device)
         return cls(random.getstate(), np.random.get_state(), torch.get_rng_state(), on_device)
 

@@ -1,4 +1,4 @@
-"""How batches go through a model: whole on this rank, here, or in stages (`titancli.engine.pipelined`)."""
+"""Execution of batches by a model: whole on this rank, or in stages (`titancli.engine.pipelined`)."""
 
 from __future__ import annotations
 
@@ -22,29 +22,30 @@ if TYPE_CHECKING:
     from titancli.protocols.result import LossResult
 
 Sums = dict[str, Tensor]
-"""`loss`, `weight`, and what the loss reports: fp32 scalars, summed over this rank's micro-batches."""
+"""`loss`, `weight` and metrics of a loss: fp32 scalars, summed over this rank's micro-batches."""
 
 
 class Runner(Protocol):
-    """Collective: every rank calls with as many batches of the same shapes."""
+    """Runs batches through the model. Collective: every rank passes equally many batches of the same
+    shapes."""
 
     exchanging: bool
-    """Whether messages may be under way that only another rank can take: not between two calls."""
+    """Whether messages to other ranks may be in flight; never between calls."""
     router_losses: RouterLosses
     rows_multiple: int
-    """What the number of rows in a batch must be a multiple of."""
+    """The number of rows of a batch must be a multiple of this."""
 
     def forward(self, batch: Batch, loss: Any) -> Any:
-        """Return the loss of the batch, on every rank that has a part of it; the caller has disabled
+        """Return the loss of the batch, on every rank with a part of it; the caller has disabled
         gradients."""
 
     def forward_backward(self, batches: Sequence[Batch], loss: Any) -> Sums:
-        """Add the gradients of the loss's sum over all batches, reduced when the call ends."""
+        """Add the gradients of the loss's sum over all batches, reduced at the end of the call."""
         ...
 
 
 class WholeModel:
-    """All layers on this rank: micro-batches one after the other."""
+    """The whole model on this rank, run on one micro-batch after the other."""
 
     exchanging = False
     rows_multiple = 1
@@ -57,7 +58,7 @@ class WholeModel:
 
     @cached_property
     def _whole(self) -> list[Any]:
-        # At the first step: a model's parameters get their memory after this was made, and stay from then on.
+        # At the first step: parameters are allocated after this object is built, and then stay.
         return whole_on_ranks([self._model])
 
     def forward(self, batch: Batch, loss: Any) -> Any:
@@ -99,7 +100,7 @@ def inputs_of(model: Any, batch: Batch, row_cut: RowCut | None) -> dict[str, Ten
 
 
 def add_up(sums: Sums, result: LossResult) -> None:
-    """Add a micro-batch's numbers to those before it."""
+    """Add a micro-batch's numbers to the sums."""
     for name, value in {"loss": result.sum, "weight": result.weight, **result.metrics}.items():
         value = value.detach().float()
         sums[name] = sums[name] + value if name in sums else value

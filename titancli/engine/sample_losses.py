@@ -1,4 +1,4 @@
-"""Losses of samples: those of batches, of which log-probabilities are kept; and functions of all samples."""
+"""Losses of samples: batch losses that keep log-probabilities, and functions of all samples."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ SampleLoss = Callable[[list[Tensor], list[Sample]], LossResult]
 
 
 def sample_loss(given: Any, loss_of: Callable[[Any], Any]) -> Kept:
-    """Return a loss for samples: a function of all of them, or what is a loss of batches.
+    """Return a loss for samples: a function of all of them, or a wrapped batch loss.
 
-    A function, or another callable, without an attribute `output` is of all samples.
+    A callable without an attribute `output` is a function of all samples.
     """
     plain = callable(given) and not isinstance(given, type) and not is_config(given)
     return OfSamples(given) if plain and not hasattr(given, "output") else Kept(loss_of(given))
 
 
 class Kept:
-    """A loss whose log-probabilities, and entropy if it has that computed, are kept for all rows."""
+    """A batch loss that keeps the log-probabilities of all rows, and their entropy if it uses that."""
 
     def __init__(self, loss: Any) -> None:
         self._loss, self._function = loss, getattr(loss, "_function", loss)
@@ -44,10 +44,10 @@ class Kept:
         self.steady, self.temperature, self.outputs = loss.steady, loss.temperature, loss.outputs
         self.check_batch, self.token_weights = loss.check_batch, loss.token_weights
         self.kept: list[Tensor] = []
-        """[R, S] fp32 each, the rows of a call: log-probabilities and, if `entropy`, that."""
+        """[R, S] fp32 each, over the rows of a call: log-probabilities, and entropy if used."""
 
     def begin(self, packed: Packed, device: torch.device) -> None:
-        """Make room for the rows of a call."""
+        """Allocate memory for the rows of a call."""
         shape = (sum(batch.rows for batch in packed.batches), packed.batches[0]["tokens"].shape[1])
         self.kept = [torch.zeros(shape, device=device) for _ in range(2 if self.entropy else 1)]
 
@@ -74,8 +74,8 @@ class Kept:
 class OfSamples(Kept):
     """A function of the log-probabilities of all samples.
 
-    It is differentiated by these log-probabilities. The gradients, as weights of the tokens, make a loss
-    −Σ w·log p, whose gradients are those of the function: what Tinker calls `forward_backward_custom`.
+    Its gradients by the log-probabilities become token weights w of the loss −Σ w·log p, which has the same
+    parameter gradients (Tinker's `forward_backward_custom`).
     """
 
     output = "logprobs"
@@ -98,16 +98,16 @@ class OfSamples(Kept):
         self._weights = self._weight = torch.zeros(())
 
     def check_batch(self, batch: Batch) -> None:
-        """There is nothing to check: the function reads samples."""
+        """Check nothing: the function reads samples."""
 
     def differentiate(
         self, log_probs: list[Tensor], samples: list[Sample], packed: Packed, shares: int
     ) -> Sums:
-        """Compute the function and its gradients, and return what it reports: this rank's share of it.
+        """Compute the function and its gradients, and return this rank's share of its metrics.
 
         Args:
             log_probs: [tokens] of each sample.
-            shares: how many ranks compute the same.
+            shares: the number of ranks that compute the same.
         """
         sums: Sums = {}
         if samples:
@@ -123,12 +123,12 @@ class OfSamples(Kept):
         nothing = torch.zeros((), device=self.kept[0].device)
         names = ("loss", "weight", *max(everyones, key=len))  # a rank without samples reports zeros
         shared = {name: sums.get(name, nothing).float() / shares for name in names}
-        # Each micro-batch has an equal part of it, for what a model divides by it.
+        # Each micro-batch has an equal share, because a model may divide by it.
         self._weight = shared["weight"] / len(packed.batches)
         return shared
 
     def token_weights(self, batch: Batch) -> Tensor:
-        """[B, S] fp32: the gradient of −function by each log-probability."""
+        """Return the negative gradient of the function by each log-probability, [B, S] fp32."""
         return self._weights[batch["row"]]
 
     def result(self, out: Tensor, batch: Batch) -> LossResult:

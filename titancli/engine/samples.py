@@ -1,4 +1,4 @@
-"""The verbs for lists of samples: packed into micro-batches here, and their numbers handed back by sample."""
+"""The verbs for lists of samples: packed into micro-batches, with results by sample."""
 
 from __future__ import annotations
 
@@ -35,20 +35,21 @@ if TYPE_CHECKING:
 
 
 class How(NamedTuple):
-    """How samples are passed to a verb."""
+    """Options of passing samples to a verb."""
 
     budget: int | None = None
     shared: bool = True
 
 
 def as_list(given: Any) -> Any:
-    """Return what a verb was given; an iterator as a list, which can be looked at twice."""
+    """Return the argument of a verb; an iterator becomes a list, so that it can be read twice."""
     plain = isinstance(given, Mapping | Sequence) or not isinstance(given, Iterable)
     return given if plain else list(given)
 
 
 def are_samples(given: Any, how: How) -> bool:
-    """Whether a verb was given samples, not batches: no samples at all where each rank passes its own."""
+    """Return whether a verb received samples, not batches; an empty list is samples if each rank passes its
+    own."""
     if isinstance(given, Sample):
         raise TitanError("a sample was passed, not a list of samples", hint="pass [sample]")
     if isinstance(given, Mapping) or not isinstance(given, Sequence):
@@ -57,9 +58,10 @@ def are_samples(given: Any, how: How) -> bool:
 
 
 def refuse_how(how: How) -> None:
-    """
+    """Check that options for samples are not passed with batches.
+
     Raises:
-        TitanError: batches are passed as samples are.
+        TitanError: they are.
     """
     if how != How():
         raise TitanError(
@@ -72,7 +74,7 @@ def refuse_how(how: How) -> None:
 
 
 def forward(engine: EngineCore, samples: Sequence[Sample], how: How, temperature: float) -> list[Tensor]:
-    """See `Engine.forward`."""
+    """Return log-probabilities of samples; see `Engine.forward`."""
     with engine._verb("forward") as call:
         packed, loss = _packed(engine, call, samples, lambda: LogProbs(temperature), how)
         with engine._no_gradients("forward"), call.shared():
@@ -81,7 +83,7 @@ def forward(engine: EngineCore, samples: Sequence[Sample], how: How, temperature
 
 
 def forward_backward(engine: EngineCore, samples: Sequence[Sample], loss: Any, how: How) -> Result:
-    """See `Engine.forward_backward`."""
+    """Add gradients of samples; see `Engine.forward_backward`."""
     with engine._verb("forward_backward") as call:
 
         def begin() -> Any:
@@ -113,13 +115,13 @@ def forward_backward(engine: EngineCore, samples: Sequence[Sample], loss: Any, h
 
 
 class Facts(NamedTuple):
-    """What ranks must know of the samples of one of them."""
+    """Facts about the samples of one rank that all ranks need."""
 
     rows: int
     longest: int
-    """Places of the row that is filled most."""
+    """The maximum number of filled positions of a row."""
     names: tuple[str, ...] | None
-    """The columns of its samples; None: it has none."""
+    """The columns of its samples; None if it has no samples."""
 
     @classmethod
     def of(cls, rows: Rows, samples: Sequence[Checked]) -> Facts:
@@ -129,8 +131,8 @@ class Facts(NamedTuple):
 def _packed(
     engine: EngineCore, call: Call, samples: Sequence[Sample], begin: Callable[[], Any], how: How
 ) -> tuple[Packed, Any]:
-    """This rank's part of the samples as micro-batches, and the loss; checked on all ranks before the model
-    runs on one of them."""
+    """Return this rank's samples as micro-batches, and the loss; all ranks check them before the model
+    runs."""
     settings, part = engine.settings, engine.parts[0]
     with call.agreed():
         if part.inputs[0] != "tokens":
@@ -170,7 +172,7 @@ def _packed(
 
 
 def _names(facts: Sequence[Facts], engine: EngineCore) -> list[str]:
-    """The columns of all ranks' samples.
+    """Return the columns of all ranks' samples.
 
     Raises:
         TitanError: they differ.
@@ -188,9 +190,10 @@ def _names(facts: Sequence[Facts], engine: EngineCore) -> list[str]:
 
 
 def _check_loss(samples: Sequence[Checked], loss: Any) -> None:
-    """
+    """Check that samples have what the loss needs.
+
     Raises:
-        TitanError: samples lack what the loss reads, or it does not read what they have.
+        TitanError: samples lack a field that the loss needs, or have weights that it ignores.
     """
     name = name_of(loss)
     needs = (loss.needs,) if isinstance(loss.needs, str) else loss.needs
@@ -219,13 +222,13 @@ def _check_loss(samples: Sequence[Checked], loss: Any) -> None:
 def _log_probs(
     engine: EngineCore, packed: Packed, loss: LogProbs, placed: Sequence[Any] | None = None
 ) -> Tensor:
-    """Log-probabilities of all rows, [R, S], on all ranks that have a part of them."""
+    """Return log-probabilities of all rows, [R, S], on all ranks with a part of them."""
     batches = placed or [batch.to(engine.device) for batch in packed.batches]
     return torch.cat([engine.runner.forward(batch, loss) for batch in batches])
 
 
 def _everywhere(engine: EngineCore, kept: Kept) -> list[Tensor]:
-    """What the loss has kept of each row, also on the ranks of a pipeline that have not computed it."""
+    """Return the kept values of all rows on every rank of a pipeline."""
     if engine.placement is not None:
         for rows in kept.kept:
             dist.broadcast(rows, group=engine.mesh.pp_group, group_src=engine.placement.last)
@@ -233,11 +236,11 @@ def _everywhere(engine: EngineCore, kept: Kept) -> list[Tensor]:
 
 
 def _by_sample(engine: EngineCore, packed: Packed, how: How, *several: Tensor) -> list[list[Tensor]]:
-    """Numbers of rows by sample, those of all data-parallel ranks where samples are shared."""
+    """Return values of rows by sample; shared samples get those of all data-parallel ranks."""
     found = [packed.unpacked(rows) for rows in several]
     if not how.shared or engine.dp_size == 1:
         return found
     flat = torch.cat([one for numbers in found for one in numbers])
-    dist.all_reduce(flat, group=engine.mesh.dp_group)  # a sample has numbers on one rank, and 0 elsewhere
+    dist.all_reduce(flat, group=engine.mesh.dp_group)  # a sample has values on one rank, and 0 on others
     pieces = iter(flat.split(list(packed.lengths) * len(several)))
     return [[next(pieces) for _ in numbers] for numbers in found]

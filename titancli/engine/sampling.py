@@ -1,4 +1,4 @@
-"""Samples of the model under training: its parameters gathered once, its forwards plain."""
+"""Sampling from the model under training: parameters are gathered once, and forward passes are plain."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from titancli.protocols.samples import Completion, SamplingParams
 
 FSDP = "torch.distributed.fsdp"
-"""Where the hooks come from that gather parameters before a forward and free them after it."""
+"""Module prefix of the hooks that gather parameters before a forward and free them after it."""
 
 
 def seeds_of(prompts: Sequence[Sequence[int]], n: int, seed: int) -> list[list[int]]:
-    """Return the seed of each of n completions of each prompt: of (seed, number, prompt) alone."""
+    """Return the seeds of n completions of each prompt, derived from (seed, number, prompt) alone."""
     return [[derive(seed, number, *prompt) for number in range(n)] for prompt in prompts]
 
 
@@ -49,7 +49,7 @@ def sampled(
     tokenizer: Tokenizer | None,
     batch_size: int,
 ) -> list[list[Completion]]:
-    """See `Engine.sample`."""
+    """Return completions; see `Engine.sample`."""
     engine.ready("sample")
     call, degrees = engine.call("sample"), engine.mesh.degrees
     tokenizer = tokenizer or engine.tokenizer
@@ -72,7 +72,7 @@ def sampled(
                 raise TitanError(f"sample: {name} is {number!r}", hint="it is an integer of 1 or more")
         whole = asked(slice(None))
         call.same_rows(f"with other prompts, seeds or options ({derive(whole.prompts, whole.rows, params)})")
-    # Ranks that have the same prompts take some each: they might round differently on a device.
+    # Ranks with the same prompts split them: their results might differ by rounding on a device.
     peers = degrees.cp * degrees.tp
 
     def run(asked: Completing) -> list[list[Completion]]:
@@ -88,9 +88,10 @@ def sampled(
 
 
 def refuse_layout(model: Any, degrees: Degrees) -> None:
-    """
+    """Check that the model and its layout can be sampled from.
+
     Raises:
-        TitanError: the layout, or the model, cannot be sampled from.
+        TitanError: they cannot.
     """
     if degrees.pp > 1:
         raise TitanError(
@@ -107,8 +108,7 @@ def refuse_layout(model: Any, degrees: Degrees) -> None:
 
 @contextmanager
 def not_training(parts: Iterable[nn.Module]) -> Iterator[None]:
-    """Have modules compute as they do after training: dropout drops nothing. What was training trains again
-    afterwards."""
+    """Set modules to evaluation mode in the block: no dropout. Training mode is restored after it."""
     training = [module for part in parts for module in part.modules() if module.training]
     for module in training:
         module.training = False
@@ -121,10 +121,9 @@ def not_training(parts: Iterable[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def whole_model(engine: Any) -> Iterator[Any]:
-    """Have the whole model in each rank's own memory inside, to be sampled from. Collective at its beginning.
+    """Provide the whole model in each rank's own memory in the block. Collective at its beginning.
 
-    Where ranks have parts of a row or of a matrix, it is a copy that is put together; else the module under
-    training itself.
+    With tp, cp or ep it is an assembled copy, otherwise the module under training itself.
     """
     degrees = engine.mesh.degrees
     if degrees.tp * degrees.cp * degrees.ep > 1:
@@ -136,7 +135,7 @@ def whole_model(engine: Any) -> Iterator[Any]:
 
 
 def assembled(engine: Any) -> Any:
-    """Return a copy of the model as one rank alone has it, in the compute dtype. Collective."""
+    """Return a copy of the whole model, as for a single rank, in the compute dtype. Collective."""
     model = engine.uncut()
     allocate(model.to(getattr(torch, engine.config["compute_dtype"])), engine.device)
     target = dict(named_state(model))
@@ -148,11 +147,11 @@ def assembled(engine: Any) -> Any:
 
 @contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
-    """Have all parameters whole on every rank, and forwards run without FSDP2's hooks, compiled code and
-    activation checkpointing; what converters have made of the model stays. All of it is put back.
+    """Gather all parameters on every rank in the block, and run forward passes without FSDP2 hooks,
+    compilation and activation checkpointing; converters' changes stay. Everything is restored after it.
     Collective at its beginning."""
     with ExitStack() as stack:
-        stack.callback(forget_iteration, model)  # frees what is gathered, also where gathering raises
+        stack.callback(forget_iteration, model)  # frees gathered parameters, even if gathering raises
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.unshard()
@@ -166,7 +165,7 @@ def gathered(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _without_fsdp_hooks(module: nn.Module) -> Iterator[None]:
-    # They would find everything gathered already, and take as long as a small layer does.
+    # They have nothing to gather, yet cost as much time as a small layer.
     registries: list[Any] = [module._forward_pre_hooks, module._forward_hooks]
     kept = [dict(registry) for registry in registries]
     try:

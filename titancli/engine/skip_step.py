@@ -1,13 +1,11 @@
 """Skipped steps: which steps are not applied, decided on the device.
 
-A step is judged by two numbers that all ranks share, its gradient norm and its loss. It is skipped where both
-are to be divided by nothing, since no rank had a target; where a hook of any rank has vetoed it; where one of
-them is not finite; or where one lies
-above what the last steps lead to expect: their mean plus `sigma` standard deviations. (That it helps to leave
-out the data of a spike is the experience of PaLM, arXiv 2204.02311.)
-Skipped steps leave the weights as they are; so where several in a row agree on a number, it is no spike but a
-new level, and to skip on would be to stand still for ever: from then on steps are judged by it.
-Nothing is read to the host for it: what the host reports, it hears of later.
+A step is judged by its loss and gradient norm, which all ranks share. It is skipped if no rank had a target,
+if a hook of any rank has vetoed it, if one of the two numbers is not finite, or if one exceeds the mean of
+the last steps plus `sigma` standard deviations. (Skipping the data of a spike follows PaLM, arXiv
+2204.02311.) Skipped steps leave the weights unchanged; so if several in a row agree on a number, it is a new
+level, not a spike, and skipping would never end: from then on steps are judged by that level. The decision
+reads nothing to the host, which reports skipped steps later.
 """
 
 from __future__ import annotations
@@ -30,39 +28,40 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LEAST_DEVIATION = 0.1
-"""Of the mean: numbers that hardly vary would make a spike of anything."""
+"""Minimum standard deviation relative to the mean: otherwise nearly constant numbers would make anything a
+spike."""
 LEVEL = 5
 """Steps in a row above the limit that make a new level, if they agree."""
 LAG = 2
-"""Steps after which a script is told what a GPU found: all ranks read the same one, and hardly ever wait."""
+"""Steps after which a script reads the result of a GPU: all ranks read the same step, and hardly ever
+wait."""
 NAMES = ("the loss", "the gradient norm")
 
 
 class Guard:
-    """Judges steps. Every rank has one, and all decide alike; the last hook (`titancli.engine.step`)."""
+    """Judges steps, alike on every rank; the last hook (`titancli.engine.step`)."""
 
     def __init__(self, section: Stability, device: torch.device) -> None:
         self._section = section
         self._values = torch.zeros(2, section.window, device=device)
-        """Losses and gradient norms of the last steps that were applied, the newest last."""
+        """Losses and gradient norms of the last applied steps, the newest last."""
         self._applied = torch.zeros((), dtype=torch.int64, device=device)
-        """How many of these columns are steps; no more is counted."""
+        """The number of valid columns, up to the window."""
         self._above = torch.zeros(2, LEVEL, device=device)
-        """The same of the last steps in a row that were above their limits."""
+        """Losses and gradient norms of the last steps in a row above their limits."""
         self._above_count = torch.zeros_like(self._applied)
         self._record = torch.zeros(16, dtype=torch.float64, device=device)
-        """Skipped steps in all and in a row; of the last one its number, which of the two numbers were not
-        finite, both numbers, and what they should have stayed below. How many new levels there were; of the
-        last one the step's number, both means before and both since. And whether the last skipped step had no
-        weight (1), or was vetoed (2)."""
+        """Skipped steps in total and in a row; of the last one: its number, which of the two numbers were not
+        finite, both numbers, and both limits. The number of new levels; of the last one: its step, both means
+        before and both means since. Finally 1 if the last skipped step had no weight, 2 if it was vetoed."""
         self._copies: deque[Copy] = deque(maxlen=16)
         self._lag = LAG if device.type == "cuda" else 0
         self._reads = type(self._values) is Tensor and device.type == "cpu"
-        """Whether to look at a number waits for nothing. (A fake tensor has none.)"""
+        """Whether reading a number waits for nothing. (A fake tensor has no numbers.)"""
         self._is_asked = False
-        """Whether somebody asks `too_many`, and answers for the skipped steps."""
+        """Whether a caller uses `too_many` and is responsible for skipped steps."""
         self._told = [0.0, 0.0]
-        """Skipped steps and new levels that the user has heard of."""
+        """Skipped steps and new levels reported so far."""
 
     def gradients_ready(self, step: Step) -> Tensor:
         """Return 1.0 if a step must be skipped, else 0.0. Collective."""
@@ -86,18 +85,18 @@ class Guard:
         """Return 1.0 if a step must be skipped, else 0.0: an fp32 scalar, the same on every rank. Collective.
 
         Args:
-            weight: what loss and gradients are to be divided by; None: it is above zero.
-            steady: whether the loss is one that keeps to a level; another is judged by what is not finite
-                alone, and is not remembered.
-            vetoed: whether a hook of this rank wants it skipped; None, on all ranks alike: none can.
+            weight: divisor of loss and gradients; None: above zero.
+            steady: whether the loss keeps to a level; otherwise only non-finite numbers count, and nothing is
+                remembered.
+            vetoed: whether a hook of this rank wants the step skipped; None, on all ranks: no hook can veto.
         """
         mine = torch.stack((loss, norm)).float()
         empty = torch.zeros_like(mine[:1]) if weight is None else (weight <= 0).float().reshape(1)
         veto = () if vetoed is None else (torch.zeros_like(empty) + vetoed,)
-        # What is not finite is replaced before ranks compare: a maximum over NaN is whatever comes first.
+        # Non-finite numbers are replaced before ranks compare: a maximum over NaN depends on the order.
         shared = torch.cat(((~mine.isfinite()).float(), mine.nan_to_num(0.0, 0.0, 0.0), empty, *veto))
         if dist.get_world_size() > 1:
-            # The same bits on every rank, or replicas whose sums differ in the last one would part for ever.
+            # The same bits on every rank: sums that differ in the last bit would make replicas diverge.
             dist.all_reduce(shared, op=dist.ReduceOp.MAX)
         broken, numbers, (is_empty, *vetoes) = shared[:2] > 0, shared[2:4], shared[4:] > 0
         is_vetoed = vetoes[0] if vetoes else torch.zeros_like(is_empty)
@@ -119,10 +118,10 @@ class Guard:
         return wrong.float()
 
     def _go_on(self, numbers: Tensor | None) -> None:
-        """What the rest of `judge` comes to after a step like most, without the work.
+        """Do the rest of `judge` for an ordinary step, with less work.
 
         Args:
-            numbers: to be remembered, if any.
+            numbers: to be remembered; None: nothing.
         """
         self._above_count = torch.zeros_like(self._above_count)
         self._record = self._record.clone()
@@ -134,27 +133,27 @@ class Guard:
 
     @property
     def skipped(self) -> Tensor:
-        """Steps skipped since the run began, a scalar on the device."""
+        """The number of steps skipped since the run began, a scalar on the device."""
         return self._record[0]
 
     def view(self) -> dict[str, Any]:
-        """Return what the next step is judged by, read to the host: the `loss_limit` and `grad_norm_limit`,
-        infinite until `steps` of the `window` have been applied."""
+        """Return the limits of the next step, read to the host: `loss_limit` and `grad_norm_limit`, infinite
+        until `steps` of the `window` have been applied."""
         loss, norm = self._limits().tolist()
         limits = {"loss_limit": loss, "grad_norm_limit": norm}
         return {**limits, "steps": int(self._applied), "window": self._section.window}
 
     def _limits(self) -> Tensor:
-        """[2], infinite until the window is full."""
+        """Return the limits of loss and norm, [2]; infinite until the window is full."""
         mean, deviation = self._values.mean(dim=1), self._values.std(dim=1, correction=0)
         limits = mean + self._section.sigma * deviation.maximum(LEAST_DEVIATION * mean.abs())
         known = (self._applied >= self._section.window) & (self._section.sigma > 0)
         return torch.where(known, limits, torch.full_like(limits, torch.inf))
 
     def _is_level(self, numbers: Tensor, limits: Tensor, is_above: Tensor) -> Tensor:
-        """Whether this step and those before it, all above their limits, agree on what they found.
+        """Return whether this step and those before it, all above their limits, agree on a new level.
 
-        They do where a number that was too great varies by less than half of what it has risen by.
+        They do if each number that was too large varies by less than half of its rise.
         """
         moved = torch.cat((self._above[:, 1:], numbers[:, None]), dim=1)
         self._above = torch.where(is_above, moved, self._above)
@@ -168,7 +167,7 @@ class Guard:
         moved = torch.cat((self._values[:, 1:], numbers[:, None]), dim=1)
         self._values = torch.where(keep, moved, self._values)
         self._applied = (self._applied + keep).clamp(max=self._section.window)
-        # A new level: the window begins anew with the steps that made it.
+        # A new level: the window restarts with the steps that made it.
         known = min(LEVEL, self._section.window)
         anew = torch.zeros_like(self._values)
         anew[:, -known:] = self._above[:, -known:]
@@ -197,10 +196,10 @@ class Guard:
     # -------------------------------------------------------------------------------------- on the host
 
     def too_many(self) -> bool:
-        """Report steps that were skipped, and whether they are `max_skips` in a row.
+        """Report skipped steps, and return whether `max_skips` in a row were skipped.
 
-        Waits for nothing: what the device has not done yet is reported at a later call. Whoever asks answers
-        for it: `check` does nothing from now on.
+        Does not wait: unfinished steps are reported by a later call. The caller becomes responsible for
+        skipped steps: `check` does nothing from now on.
         """
         self._is_asked = True
         record = None
@@ -210,7 +209,8 @@ class Guard:
         return record is not None and self._tell(record)
 
     def check(self) -> None:
-        """The same after a step of a script, where nobody asks `too_many`. On every rank of the same step.
+        """Report skipped steps after a step of a script that does not call `too_many`. All ranks check the
+        same step.
 
         Raises:
             TitanError: `max_skips` steps in a row were skipped. As many may be skipped again.
@@ -224,7 +224,7 @@ class Guard:
             raise self.verdict(None, record)
 
     def _tell(self, record: list[float]) -> bool:
-        """Report what is new; whether too many steps in a row were skipped."""
+        """Report new skipped steps and levels; return whether too many in a row were skipped."""
         skipped, levels = record[0] - self._told[0], record[9] - self._told[1]
         self._told = [record[0], record[9]]
         if skipped > 0:
@@ -242,8 +242,8 @@ class Guard:
         """Return the error that ends a run whose steps were skipped.
 
         Args:
-            saved: its last checkpoint, such as "checkpoints/step-60".
-            record: what was read of the device; None: what is there now.
+            saved: the run's last checkpoint, such as "checkpoints/step-60".
+            record: the record read from the device; None: the current one.
         """
         record = self._record.tolist() if record is None else record
         in_a_row, step = int(record[1]), int(record[2])
@@ -258,7 +258,7 @@ class Guard:
         )
 
     def state(self) -> dict[str, Any]:
-        """Return what a resumed run needs to decide as this one would: plain JSON, the same on every rank."""
+        """Return the state that makes a resumed run decide alike: plain JSON, the same on every rank."""
         count = int(self._applied)
         total, in_a_row = self._record[:2].tolist()
         losses, norms = self._values[:, self._section.window - count :].tolist()
@@ -267,7 +267,7 @@ class Guard:
         return found | {"above": {"losses": above[0], "norms": above[1]}}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from `state`. A run that ended for its skipped steps may skip as many again."""
+        """Continue from `state`. A run that ended because of skipped steps may skip as many again."""
         in_a_row = state["in_a_row"] if state["in_a_row"] < self._section.max_skips else 0
         self._record.zero_()
         self._record[0], self._record[1] = state["skipped"], in_a_row
@@ -286,7 +286,7 @@ class Guard:
 
 
 class Copy:
-    """Numbers on their way to the host."""
+    """A copy of numbers to the host."""
 
     def __init__(self, numbers: Tensor) -> None:
         self._done: Any = None
@@ -299,7 +299,7 @@ class Copy:
             self._numbers = numbers.detach()
 
     def read(self) -> list[float] | None:
-        """Return the numbers, or None while they are being copied."""
+        """Return the numbers, or None while the copy is in progress."""
         return self._numbers.tolist() if self._done is None or self._done.query() else None
 
     def wait(self) -> list[float]:
@@ -310,7 +310,7 @@ class Copy:
 
 
 def reason(record: list[float]) -> str:
-    """Describe what was wrong with the last skipped step."""
+    """Describe why the last step was skipped."""
     if record[15] == 1:
         return "the weight of its loss is not above 0, as where no token is a target"
     if record[15] == 2:
@@ -340,10 +340,10 @@ def new_level(record: list[float]) -> str:
 
 
 def step_with(optimizer: torch.optim.Optimizer, scale: Tensor, wrong: Tensor | None) -> None:
-    """Step on the gradients divided by `scale`, or leave weights and state alone where `wrong` is 1.0.
+    """Step on the gradients divided by `scale`, or leave weights and state unchanged if `wrong` is 1.0.
 
-    An optimizer that heeds `grad_scale` and `found_inf` on the device, as torch's fused ones do, is given
-    them. For any other, gradients are divided in a pass of their own, and the number is read to the host.
+    Optimizers that apply `grad_scale` and `found_inf` on the device, such as torch's fused ones, receive
+    them. For others, gradients are divided in a separate pass, and `wrong` is read to the host.
     """
     given: Any = optimizer
     home = next((p.device for group in optimizer.param_groups for p in group["params"]), scale.device)
@@ -367,8 +367,8 @@ def step_with(optimizer: torch.optim.Optimizer, scale: Tensor, wrong: Tensor | N
 
 
 def _divides(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer divides gradients as it steps: torch's fused ones, and what has `grad_scale`; but
-    where a script has hooks on its steps, these find gradients divided."""
+    """Return whether an optimizer divides gradients as it steps: torch's fused ones, and those with
+    `grad_scale`; not if a script has hooks on its steps, which expect divided gradients."""
     hooks = (*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks)
     if hooks or not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False

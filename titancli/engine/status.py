@@ -1,4 +1,4 @@
-"""What an engine is told and tells: its settings, where it stands, and whether a verb may be called now."""
+"""The settings and the status of an engine, and checks that a verb may be called."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from titancli.errors import TitanError
 
 
 class Status(TypedDict):
-    """Where an engine stands: plain numbers, the same on every rank."""
+    """The status of an engine: plain numbers, the same on every rank."""
 
     step: int
     """Optimizer steps done, skipped ones included."""
     version: int
-    """Counts the changes of the weights: it differs whenever they may."""
+    """The version of the weights: it differs whenever they may."""
     accumulated: int
     """Micro-batches whose gradients wait for `optim_step`."""
     tokens_seen: int
@@ -32,29 +32,29 @@ class Status(TypedDict):
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What the verbs need to know of a recipe."""
+    """The settings of a recipe that verbs need."""
 
     seed: int
     max_norm: float
-    """Gradients are clipped to it; 0: never."""
+    """Maximum norm of the gradients; 0: not clipped."""
     accumulation: int
-    """Micro-batches in one step, for the loop."""
+    """Micro-batches per step, for the loop."""
     lr_factor: Callable[[int], float]
-    """What the peak learning rate is multiplied by at a step, counted from 0."""
+    """Returns the factor of the peak learning rate at a step, counted from 0."""
     limits: Limits = Limits()  # noqa: RUF009 - a tuple
-    """What a batch may hold."""
+    """The limits of a batch."""
     seq_len: int = 0
-    """Tokens of the rows that the model is usually given."""
+    """The usual number of tokens of a row."""
     budget: int = 0
-    """Tokens of a micro-batch, for each data-parallel rank."""
+    """Tokens of a micro-batch on each data-parallel rank."""
 
 
 # --------------------------------------------------------------------------------------------------- unusable
 
 
 MendedBy = Literal["load", "weights", "nothing"]
-"""What makes an engine usable again: a `load` of everything that it has; new weights alone, from
-`load_weights` or a `load` without the optimizer's state; or only a new engine."""
+"""The remedy for an unusable engine: a `load` of its complete state; new weights alone, from `load_weights`
+or a `load` without the optimizer's state; or only a new engine."""
 
 _SEVERITY: tuple[MendedBy, ...] = ("weights", "load", "nothing")
 
@@ -67,18 +67,18 @@ _HINTS: dict[MendedBy, str] = {
 
 @dataclass(frozen=True)
 class Unusable:
-    """Why an engine's numbers cannot be trusted."""
+    """The reason why an engine's numbers cannot be trusted."""
 
     why: str
-    """Goes on from "the engine is unusable: "."""
+    """The end of the message "the engine is unusable: "."""
     mended_by: MendedBy = "load"
 
     def error(self, verb: str) -> TitanError:
-        """Return the error of a verb that is called nevertheless."""
+        """Return the error of calling a verb anyway."""
         return TitanError(f"{verb}: the engine is unusable: {self.why}", hint=_HINTS[self.mended_by])
 
     def mended_by_this(self, what: MendedBy | None) -> bool:
-        """Whether a verb that does `what` makes the engine usable."""
+        """Return whether the state that a verb restores makes the engine usable."""
         return what is not None and self.mended_by != "nothing" and not self.worse_than(what)
 
     def worse_than(self, other: MendedBy) -> bool:
@@ -89,15 +89,15 @@ class Unusable:
 
 
 COMPUTING = frozenset(("forward", "evaluate", "forward_backward", "optim_step"))
-"""The verbs in whose middle no other may be called, not even those that take no turn (such as `weights`)."""
+"""The verbs during which no other may be called, not even those that need no lock (such as `weights`)."""
 IN_HOOKS = frozenset(("forward", "evaluate"))
-"""The verbs that hooks may call in the middle of another."""
+"""The verbs that hooks may call during another."""
 
 
 class Turn:
-    """Which verb of an engine is running: one at a time, of all threads.
+    """The running verb of an engine: one at a time over all threads.
 
-    Two threads that both have just asked whether one is running would otherwise step through the same shards.
+    Without the lock two threads could both find no verb running, and step through the same shards.
     """
 
     def __init__(self) -> None:
@@ -108,14 +108,15 @@ class Turn:
 
     @property
     def verb(self) -> str | None:
-        """The one that is running."""
+        """The verb that is running."""
         return self._verb
 
     @contextmanager
     def of(self, verb: str) -> Iterator[None]:
-        """
+        """Run a verb in the block.
+
         Raises:
-            TitanError: another verb that takes a turn is running, in this thread or another.
+            TitanError: another verb is running, in this thread or another.
         """
         if self._lent_to == get_ident() and verb in IN_HOOKS:
             with self._as(verb, None):
@@ -131,7 +132,7 @@ class Turn:
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """Let hooks that are called inside the block call the verbs that change nothing."""
+        """Let hooks called in the block call the verbs that change nothing."""
         with self._as(self._verb, get_ident()):
             yield
 
@@ -145,7 +146,8 @@ class Turn:
             self._verb, self._lent_to = before
 
     def require(self, verb: str) -> None:
-        """
+        """Check that no other verb is computing.
+
         Raises:
             TitanError: another verb is computing.
         """
@@ -160,15 +162,16 @@ class Turn:
 
 
 def refuse_modes(verb: str, device: torch.device) -> None:
-    """
+    """Check torch's modes.
+
     Raises:
-        TitanError: torch is in a mode of the script's in which no verb can be called.
+        TitanError: the script has enabled a mode in which no verb can be called.
     """
-    if torch.is_inference_mode_enabled():  # what is gathered or loaded in it can never be trained
+    if torch.is_inference_mode_enabled():  # tensors made in it can never be trained
         raise TitanError(
             f"{verb} under torch.inference_mode()", hint="remove it: forward and evaluate record no graph"
         )
-    if torch.is_autocast_enabled(device.type):  # it would cast what titan has cast by its own rule
+    if torch.is_autocast_enabled(device.type):  # it would cast what titan has already cast
         raise TitanError(
             f"{verb} under torch.autocast()",
             hint="remove it: training.mixed_precision_param sets the compute dtype",
@@ -179,26 +182,27 @@ def refuse_modes(verb: str, device: torch.device) -> None:
 
 
 class Watched:
-    """The parameters of an engine's parts, and where they are.
+    """The parameters of an engine's parts, watched for replacement.
 
-    Sharding, optimizer and checkpoints know a parameter by its object: one that a script puts in its place
-    would be computed with or not, never trained, and saved under a name that means the other.
+    Sharding, optimizer and checkpoints refer to parameters as objects: a replacement by a script might or
+    might not be used in forward, would never be trained, and would be saved under the name of the original.
     """
 
     def __init__(self, parts: Sequence[nn.Module]) -> None:
         self._named = _named(parts)
         modules = [module for part in parts for module in part.modules()]
         self._places: list[dict[str, Any]] = [d for m in modules for d in (m._parameters, m._modules)]
-        """The modules' own dictionaries; and what was in them, compared by identity at each verb."""
+        """The modules' own dictionaries; their values are compared by identity at each verb."""
         self._sizes = [*map(len, self._places)]
         self._keys = [*chain.from_iterable(self._places)]
         self._values = [*chain.from_iterable(map(dict.values, self._places))]
 
     def check(self, verb: str, parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer | None) -> None:
-        """
+        """Check that the parameters are those of the build.
+
         Raises:
-            TitanError: parameters were replaced, added or taken away; or one requires a gradient, but the
-                optimizer does not have it.
+            TitanError: parameters were replaced, added or removed; or one requires a gradient but is not in
+                the optimizer.
         """
         if not self._same():
             self._compare(verb, _named(parts))
@@ -215,7 +219,7 @@ class Watched:
             )
 
     def _same(self) -> bool:
-        """Whether nothing has changed. (No loop of Python's own: there are hundreds of dictionaries.)"""
+        """Return whether nothing has changed. (No Python loop: there are hundreds of dictionaries.)"""
         return (
             [*map(len, self._places)] == self._sizes
             and [*chain.from_iterable(self._places)] == self._keys

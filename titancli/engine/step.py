@@ -1,14 +1,14 @@
 """One optimizer step, and the hooks that take part in it.
 
-The engine calls its hooks at three moments, in the same order on every rank; a hook has a method for those
-that it needs (`titancli.protocols.StepHook`):
+The engine calls its hooks at three moments, in the same order on every rank; a hook has methods for the
+moments that it needs (`titancli.protocols.StepHook`):
 
 - `around_backward(backward)`: a context manager around the backward pass, which may compute it once more;
-- `gradients_ready(step)`: all gradients are there, and not divided or clipped yet; it may veto the step;
+- `gradients_ready(step)`: all gradients are complete, but not divided or clipped yet; it may veto the step;
 - `step_applied(step)`: weights and counters are those after the step; it may return metrics.
 
-A hook that raises is a verb that raises: the other ranks hear of it, and the engine is as after any other
-error of `forward_backward` or `optim_step`. A hook may call the verbs `forward` and `evaluate`.
+An error in a hook is an error of the verb: it is reported to the other ranks, and has the same effect as any
+other error of `forward_backward` or `optim_step`. A hook may call the verbs `forward` and `evaluate`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from titancli.protocols.batch import Batch
 
 Metrics = dict[str, Any]
-"""Names to scalars on the device (or plain numbers). Nothing is read to the host until a logger reads it."""
+"""Scalars on the device (or plain numbers) by name. Nothing is read to the host until a logger reads it."""
 
 
 @dataclass
@@ -42,32 +42,32 @@ class Step:
     """
 
     number: int
-    """Counted from 1."""
+    """The number of the step, counted from 1."""
     stream: Stream
     """The random numbers of the step."""
     loss: Tensor
-    """The sum so far, which is to be divided by the weight."""
+    """The sum of the loss so far, not divided by the weight."""
     weight: Tensor
     norm: Tensor
-    """The norm of the gradients divided by the weight, before clipping; 0 until gradients are whole."""
+    """The norm of the gradients divided by the weight, before clipping; 0 until gradients are complete."""
     tokens: int = 0
     """Input tokens over all ranks."""
     batches: int = 0
-    """Micro-batches."""
+    """The number of micro-batches."""
     steady: bool = True
     """Whether all losses keep to a level (`titancli.protocols.Loss`)."""
     lr: float = 0.0
     """The learning rate; 0 until `optim_step`."""
     lr_given: float | None = None
-    """What `optim_step` was given; None: the rate is the recipe's."""
+    """The argument of `optim_step`; None if the rate is the recipe's."""
     vetoed: Tensor | bool | None = None
-    """Whether a hook of this rank has vetoed the step; None: no hook was asked."""
+    """Whether a hook of this rank has vetoed the step; None if no hook was asked."""
     skipped: Tensor | None = None
-    """1.0 where the step is not applied; None: it is. Known once all hooks have seen the gradients."""
+    """1.0 if the step is not applied; None if it is. Known once all hooks have seen the gradients."""
 
     @property
     def average(self) -> Tensor:
-        """The loss per weight; 0 if the weight is 0."""
+        """The loss divided by the weight; 0 if the weight is 0."""
         return quotient(self.loss, self.weight)
 
 
@@ -86,10 +86,10 @@ class Backward:
 
     def compute(self, batches: Sequence[Batch] | None = None) -> None:
         """Compute gradients of the loss's sum once more, or those of other batches, with the random numbers
-        of the step. They are in the parameters until `forget`. Collective.
+        of the step. They stay in the parameters until `forget`. Collective.
 
         Raises:
-            TitanError: the step has gradients, to which these would be added.
+            TitanError: the step already has gradients, to which these would be added.
         """
         if not self.is_first:
             raise TitanError(
@@ -99,7 +99,7 @@ class Backward:
         self._compute(self.batches if batches is None else batches)
 
     def forget(self) -> None:
-        """Discard what `compute` has left: gradients, and token counts of experts."""
+        """Discard the results of `compute`: gradients, and token counts of experts."""
         self._forget()
 
 
@@ -109,8 +109,8 @@ class Hooks:
     def __init__(self, own: Sequence[Any] = (), last: Any = None) -> None:
         """
         Args:
-            own: those of the engine.
-            last: the one that is called after all others, and decides whether the step is applied.
+            own: hooks of the engine.
+            last: the hook that is called after all others, and decides whether the step is applied.
         """
         self._own, self.last = list(own), last
         self._added: list[Any] = []
@@ -123,14 +123,14 @@ class Hooks:
 
     @property
     def callbacks(self) -> list[Any]:
-        """Those that were added."""
+        """The hooks that were added."""
         return list(self._added)
 
     def add(self, hook: Any) -> None:
         """Add a hook, before the first step.
 
         Raises:
-            TitanError: it is here already, or another one keeps its state under the same name.
+            TitanError: it was added before, or another hook keeps its state under the same name.
         """
         if any(one is hook for one in self):
             raise TitanError(f"the hook {name_of(hook)} was added to the engine twice")
@@ -147,10 +147,10 @@ class Hooks:
     def around_backward(
         self, backward: Backward, lent: Callable[[], AbstractContextManager[None]]
     ) -> Iterator[None]:
-        """Have hooks around the backward pass inside the block.
+        """Enter the hooks around the backward pass in the block.
 
         Args:
-            lent: lets hooks call verbs inside of a block.
+            lent: lets hooks call verbs inside a block.
         """
         with lent(), ExitStack() as entering:
             for hook in self._with("around_backward"):
@@ -169,25 +169,25 @@ class Hooks:
 
     @property
     def wait_for_gradients(self) -> bool:
-        """Whether callbacks look at gradients; the same on every rank."""
+        """Whether callbacks use gradients; the same on every rank."""
         return any(hasattr(hook, "gradients_ready") for hook in self._added)
 
     def gradients_ready(self, step: Step) -> None:
-        """Show the gradients to all hooks but the last, and collect their vetoes."""
+        """Pass the step with its gradients to all hooks but the last, and collect their vetoes."""
         for hook in self._with("gradients_ready"):
             if hook is not self.last:
                 step.vetoed = _either(hook, step.vetoed, hook.gradients_ready(step))
 
     def decide(self, step: Step) -> None:
-        """Have the last hook decide whether the step is applied. Collective."""
+        """Let the last hook decide whether the step is applied. Collective."""
         if self.last is not None:
             step.skipped = self.last.gradients_ready(step)
 
     def step_applied(self, step: Step) -> Metrics:
-        """Show the step, and return the metrics of all hooks.
+        """Pass the step to all hooks, and return their metrics.
 
         Raises:
-            TitanError: one returned something else, or a metric that another has.
+            TitanError: a hook returned something else, or a metric with a name already used.
         """
         found: Metrics = {}
         for hook in self._with("step_applied"):
@@ -206,7 +206,7 @@ class Hooks:
     # ----------------------------------------------------------------------------------------- state
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors that callbacks keep, the live ones, as `callbacks.<name>.<key>`."""
+        """Return the live tensors that callbacks keep, as `callbacks.<name>.<key>`."""
         return {
             f"{PART}.{name}.{key}": tensor
             for name, hook in self._keeping_state()
@@ -214,18 +214,18 @@ class Hooks:
         }
 
     def state(self) -> dict[str, Any]:
-        """Return what else callbacks keep, by name: plain JSON."""
+        """Return the other state of callbacks by name: plain JSON."""
         return {name: h.state() for name, h in self._keeping_state()}
 
     def lacking(self, states: Mapping[str, Any]) -> list[str]:
-        """Return which callbacks keep state of which there is none."""
+        """Return the names of callbacks that keep state but have none in `states`."""
         return [name for name, _ in self._keeping_state() if name not in states]
 
     def weights_loaded(self, states: Mapping[str, Any] | None = None) -> None:
-        """Let hooks know that the weights are others than steps have made.
+        """Notify hooks of new weights that no step has made.
 
         Args:
-            states: what came with them of `state`; the tensors of those that are in it are loaded.
+            states: the parts of `state` loaded with them; the tensors of the callbacks in it are loaded too.
         """
         for hook in self._with("weights_loaded"):
             hook.weights_loaded()
@@ -238,25 +238,25 @@ class Hooks:
 
 
 PART = "callbacks"
-"""The part of a checkpoint that hooks keep their state in."""
+"""The part of a checkpoint with the state of hooks."""
 ENGINE_METRICS = frozenset(("loss", "loss_max", "tokens", "grad_norm", "lr", "version", "data_wait"))
-"""What the verbs and loops report themselves."""
+"""Metrics of the verbs and loops."""
 
 
 def name_of(hook: Any) -> str:
-    """Return what a hook is called in messages."""
+    """Return the name of a hook in messages."""
     return type(hook).__qualname__
 
 
 def state_name(hook: Any) -> str | None:
-    """Return the name that a hook keeps its state under in checkpoints; None: it keeps none."""
+    """Return the name under which a hook keeps its state in checkpoints; None if it keeps none."""
     if not any(hasattr(hook, member) for member in ("tensors", "state", "load_state")):
         return None
     return str(getattr(hook, "name", None) or name_of(hook).lower())
 
 
 def _either(hook: Any, before: Tensor | bool | None, veto: Any) -> Tensor | bool:
-    """Whether a step is vetoed, by a hook or one before it."""
+    """Return whether a step is vetoed, by a hook or one before it."""
     if veto is None:
         veto = False
     elif isinstance(veto, Tensor) and veto.numel() == 1:

@@ -1,4 +1,4 @@
-"""The numbers of all data-parallel ranks as one: on the device, and nothing is read to the host."""
+"""Reductions over data-parallel ranks, on the device; nothing is read to the host."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def largest(value: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Return the largest of the ranks' scalars; NaN if one of them is. Collective."""
     if dist.get_world_size(group) == 1:
         return value
-    # A maximum over NaN is whatever comes first.
+    # A maximum over NaN depends on the order.
     both = torch.stack((value.isnan().float(), value.nan_to_num(-torch.inf, torch.inf, -torch.inf)))
     dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
     return torch.where(both[0] > 0, torch.full_like(both[1], torch.nan), both[1])

@@ -1,4 +1,4 @@
-"""How gradients are added up and applied: what `forward_backward` and `optim_step` do after their checks."""
+"""Gradients, added up and applied: `forward_backward` and `optim_step` after their checks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def refuse_another(engine: EngineCore) -> None:
-    """Refuse to add gradients where they cannot be.
+    """Check that gradients can be added.
 
     Raises:
         TitanError: gradients are disabled; or the model's routers have losses and this is the second call of
@@ -59,17 +59,18 @@ def accumulating(
     *,
     first: Callable[[Step], Sums] | None = None,
 ) -> Iterator[Pass]:
-    """Have the block add gradients of batches on the device, by the engine's runner, and set its sums.
+    """Let the block add gradients of batches by the engine's runner and set the pass's sums, then finish the
+    verb.
 
     Args:
         poison: see `titancli.engine.inputs.checked_batches`.
-        first: is called before the pass, and returns sums that take the place of those of the loss.
+        first: called before the pass; returns sums that replace those of the loss.
     """
     optimizer = engine._trained("forward_backward")
     is_first = engine.pending is None
     step = engine.pending = engine.pending or _begun(engine, optimizer)
     step.steady = step.steady and loss.steady
-    # Some micro-batches' gradients may be there by then, and nobody knows which.
+    # On an error an unknown part of the gradients may have been added.
     with engine._aborted("forward_backward", forget=True), call.shared():
         told, added = {} if first is None else first(step), Pass()
         backward = _backward(engine, step, placed, loss, is_first=is_first)
@@ -88,12 +89,12 @@ def accumulating(
 
 
 def apply(engine: EngineCore, call: Call, optimizer: torch.optim.Optimizer, step: Step) -> Metrics:
-    """Do all that `Engine.optim_step` does to the engine, and return the metrics of the hooks."""
+    """Clip, step and advance the engine for `optim_step`; return the metrics of the hooks."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     with call.shared(), phase("clip"):
         max_norm, stages = engine.settings.max_norm, engine.mesh.pp_group
         step.norm, scale = norm_and_scale(parameters, step.weight, max_norm, stages)
-    # A callback that raises on one rank alone would leave the others waiting in the last hook.
+    # If a callback raised on one rank alone, the others would wait in the last hook.
     together = call.agreed() if engine.hooks.wait_for_gradients else call.shared()
     with together, phase("clip"), engine.turn.lent():
         engine.hooks.gradients_ready(step)
@@ -111,7 +112,7 @@ def apply(engine: EngineCore, call: Call, optimizer: torch.optim.Optimizer, step
 
 
 def _begun(engine: EngineCore, optimizer: torch.optim.Optimizer) -> Step:
-    """The next step, without gradients."""
+    """Return the next step, without gradients."""
     optimizer.zero_grad(set_to_none=True)
     stream = Stream(engine.device, engine.settings.seed, engine.step, engine.mesh.dp_rank)
     nothing = torch.zeros((), dtype=torch.float32, device=engine.device)
@@ -121,7 +122,7 @@ def _begun(engine: EngineCore, optimizer: torch.optim.Optimizer) -> Step:
 def _backward(
     engine: EngineCore, step: Step, batches: Sequence[Batch], loss: Any, *, is_first: bool
 ) -> Backward:
-    """What hooks see of a backward pass."""
+    """Return the backward pass as hooks see it."""
 
     def compute(some: Sequence[Batch]) -> None:
         with step.stream.copy().drawn():

@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 
 class Known(NamedTuple):
-    """What every rank of a pipeline knows of a tensor that one of them has."""
+    """A tensor of one pipeline rank, as known to all of them."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     holder: int
-    """The rank of the pipeline that has it."""
+    """The pipeline rank that has it."""
 
 
 def adapters_of(converters: Iterable[Converter]) -> Any:
@@ -46,7 +46,7 @@ def adapters_of(converters: Iterable[Converter]) -> Any:
 
 def plain_parameters(parts: Iterable[Any], converters: Sequence[Converter]) -> list[tuple[str, Tensor]]:
     """Return parameters and other state by their names in the plain model on one device, detached and without
-    the converters' tensor classes: what is saved, and loaded into."""
+    the converters' tensor classes: the tensors to save, and to load into."""
     found = []
     for name, live in (named for part in parts for named in named_state(part)):
         tensor = live.detach()
@@ -65,13 +65,13 @@ def saved_parameters(parts: Iterable[Any], converters: Sequence[Converter]) -> l
 
 
 def base_parameters(parts: Iterable[Any], converters: Sequence[Converter]) -> dict[str, Tensor]:
-    """Return those of `plain_parameters` that the plain model has."""
+    """Return those of `plain_parameters` that belong to the plain model."""
     adapters = adapters_of(converters)
     return {n: t for n, t in plain_parameters(parts, converters) if adapters is None or not adapters.owns(n)}
 
 
 class Renewal:
-    """Lets converters renew what they have made of the weights, whenever these have changed."""
+    """Lets converters update what they derive from the weights, whenever the weights have changed."""
 
     def __init__(self, parts: Iterable[Any], converters: Iterable[Converter]) -> None:
         self._parts, self._converters = parts, converters
@@ -92,10 +92,10 @@ class Renewal:
 def all_known(
     named: Iterable[tuple[str, Tensor]], parts: Sequence[Any], mesh: Mesh, placement: Placement | None
 ) -> list[Known]:
-    """Return what all ranks of the pipeline have, in the order of the stages. Collective.
+    """Return the tensors of all pipeline ranks, in the order of the stages. Collective.
 
     Args:
-        named: of this rank's stages, in their order.
+        named: the tensors of this rank's stages, in their order.
         parts: these stages.
     """
     mine = [Known(name, tuple(tensor.shape), tensor.dtype, mesh.pp_rank) for name, tensor in named]
@@ -119,9 +119,9 @@ def whole_tensors(
     Away from rank 0 a tensor of another stage is on meta.
 
     Args:
-        mine: this rank's.
+        mine: this rank's tensors.
         known: all ranks', see `all_known`.
-        home: the device that parameters are on.
+        home: the device of parameters.
     """
     group, rank = mesh.pp_group, mesh.pp_rank
     to_rank_0 = dist.get_rank() == 0 or (group is not None and 0 in dist.get_process_group_ranks(group))
@@ -144,14 +144,14 @@ def whole_tensors(
 def adapter_facts(
     adapters: Any, folder: Path, *, base: dict[str, str] | None = None
 ) -> dict[str, Any] | None:
-    """Return what a checkpoint says about its adapters; None if it has none, or is not a checkpoint.
+    """Return a checkpoint's facts about its adapters; None if it has none, or is not a checkpoint.
 
     Args:
-        adapters: the engine's, if it has any.
-        base: the one that the engine's adapters stand beside, if it is known by now.
+        adapters: the engine's adapters, if it has any.
+        base: the base of the engine's adapters, if known by now.
 
     Raises:
-        TitanError: they are others than the engine's, or it has none.
+        TitanError: they do not match the engine's, or it has none.
         EnvironmentProblem: they were trained on another base.
     """
     told = told_by(read_manifest(folder)) if is_checkpoint(folder) else None
@@ -181,10 +181,11 @@ NamedTensor = tuple[str, Tensor | None]
 
 
 class Loads(Protocol):
-    """What takes all weights in one call: vLLM's models have this method, for one."""
+    """A target that takes all weights in one call, such as vLLM's models."""
 
     def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> Any:
-        """Copy every tensor; what is returned is not looked at. One is good until the next is asked for."""
+        """Copy every tensor; the return value is ignored. A tensor is valid until the next one is
+        requested."""
 
 
 Target = Loads | Callable[[str, Tensor], Any]
@@ -194,7 +195,7 @@ Target = Loads | Callable[[str, Tensor], Any]
 
 
 def push(weights: Iterator[NamedTensor], target: Target) -> None:
-    """See `Engine.push_weights`."""
+    """Send all weights to a target; see `Engine.push_weights`."""
     ranks = Ranks()
 
     def hand_over() -> None:
@@ -202,7 +203,7 @@ def push(weights: Iterator[NamedTensor], target: Target) -> None:
             if ranks.rank == 0:
                 _hand_over(weights, target)
         finally:
-            for _ in weights:  # other ranks, and what a target has left: the gathers are everyone's
+            for _ in weights:  # other ranks, and what the target left unread: gathering is collective
                 pass
 
     ranks.local("push_weights: handing over the weights", hand_over)
@@ -225,7 +226,7 @@ def _hand_over(weights: Iterator[Any], target: Any) -> None:
 
 
 def take_weights(intake: Intake, weights: Iterable[NamedTensor] | None, device: torch.device) -> None:
-    """See `Engine.load_weights`."""
+    """Load all weights; see `Engine.load_weights`."""
     given: Iterator[Any] = iter(() if weights is None else weights)
     if weights is None and dist.get_rank() == 0:
         given = _nothing_given()
@@ -235,7 +236,7 @@ def take_weights(intake: Intake, weights: Iterable[NamedTensor] | None, device: 
 
 
 class Intake:
-    """Puts tensors in their places as they come, and remembers what was wrong. Every rank has one."""
+    """Copies tensors into parameters as they arrive, and collects errors. Every rank has one."""
 
     def __init__(
         self,
@@ -246,15 +247,15 @@ class Intake:
     ) -> None:
         """
         Args:
-            mine: this rank's parameters.
-            shapes: of the whole model's.
+            mine: the parameters of this rank.
+            shapes: the shapes of the whole model's parameters.
             begin: called before a parameter is replaced, here or on another rank.
         """
         self._mine, self._shapes, self._form, self._begin = mine, shapes, form, begin
         self._wanted = {name: sources for name in shapes if (sources := form.sources(name))}
         self._owners = {source: name for name, sources in self._wanted.items() for source in sources}
         self._waiting: dict[str, dict[str, Tensor]] = {}
-        """What has come of parameters that are made of several tensors."""
+        """The tensors received so far of parameters that consist of several."""
         self._seen: set[str] = set()
         self._wrong: dict[str, list[str]] = {"unknown": [], "given twice": [], "shapes differ": []}
 
@@ -269,7 +270,7 @@ class Intake:
             return
         self._seen.add(hf_name)
         parts = self._waiting.setdefault(name, {})
-        # Where several make one, the first must outlast the one that is given next.
+        # If several make one parameter, the first must outlive the next one's arrival.
         parts[hf_name] = tensor.clone() if len(self._wanted[name]) > 1 else tensor
         if len(parts) == len(self._wanted[name]):
             self._put(name, self._waiting.pop(name))
@@ -291,9 +292,10 @@ class Intake:
                 put(self._mine[name], whole)
 
     def finish(self) -> None:
-        """
+        """Check that all parameters are loaded.
+
         Raises:
-            TitanError: with everything that was wrong.
+            TitanError: lists all errors.
         """
         missing = [source for source in self._owners if source not in self._seen]
         found = name_lists({"missing": missing, **self._wrong})
@@ -306,7 +308,7 @@ class Intake:
 
 
 def _everywhere(weights: Iterator[Any], device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """Rank 0's tensors on every rank, on the device; the ranks' own iterators are run in step."""
+    """Yield rank 0's tensors on every rank, on the device; other ranks' iterators advance in step."""
     ranks, tensor = Ranks(), None
 
     def take() -> tuple[str, tuple[int, ...], torch.dtype] | None:
