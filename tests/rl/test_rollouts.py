@@ -12,11 +12,11 @@ import torch
 from titancli.errors import EnvironmentProblem, TitanError
 from titancli.loops.grpo_rollouts import Rollouts, Sampled, sample
 from titancli.protocols.samples import Completion, Prompt
-from titancli.rl.prompts import Asked
+from titancli.rl.prompts import TokenizedPrompt
 from titancli.rl.rollouts import Recorder, read, recorded
 from titancli.rl.scoring import Score
 
-ASKED = [Asked(Prompt("a"), [1]), Asked(Prompt("b"), [2])]
+ASKED = [TokenizedPrompt(Prompt("a"), [1]), TokenizedPrompt(Prompt("b"), [2])]
 ENGINE: Any = SimpleNamespace(
     settings=SimpleNamespace(seed=0),
     step=0,
@@ -83,7 +83,7 @@ def test_prompts_that_teach_nothing_are_replaced_by_others_that_do() -> None:
     config: Any = SimpleNamespace(failed_reward="zero", mask_truncated=False)
 
     def of(text: str, *totals: tuple[float, float]) -> Rollouts:
-        asked = [Asked(Prompt(f"{text}{number}"), [1]) for number in range(len(totals))]
+        asked = [TokenizedPrompt(Prompt(f"{text}{number}"), [1]) for number in range(len(totals))]
         made = [[MADE] * 2] * len(totals)
         return Rollouts(Sampled(asked, made), [[Score(total=x) for x in row] for row in totals], config)
 

@@ -64,7 +64,7 @@ def load(
     mends: MendedBy | None = "load" if everything else "weights"
     if exclude.patterns:
         mends = None if exclude.may_have_weights else "weights"
-    with engine.turn.of("load"):
+    with engine.verb_lock.of("load"):
         engine.ready("load" if everything else "load(optimizer=False)", mends)
         if wanted:
             engine._trained("load(optimizer=True)")

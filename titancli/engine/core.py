@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from titancli.distributed.private import forget_iteration
 from titancli.engine.agreement import Call
-from titancli.engine.inputs import loss_of
+from titancli.engine.inputs import Given, batches_of, checked_batches, loss_of, name_of, tokens_of
 from titancli.engine.ranks import RankGroup, rank_group
 from titancli.engine.rng import Stream
 from titancli.engine.runners import Runner
@@ -24,8 +24,8 @@ from titancli.engine.status import (
     EngineSettings,
     MendedBy,
     Status,
-    Turn,
     Unusable,
+    VerbLock,
     Watched,
     refuse_modes,
 )
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from titancli.distributed.mesh import Mesh
     from titancli.parallel.pipeline import Placement
     from titancli.protocols import Converter, HFForm, Loss, Tokenizer
+    from titancli.protocols.batch import Batch
     from titancli.recipe.schema import Recipe
 
 
@@ -97,7 +98,7 @@ class EngineCore:
     """A checkpoint of adapters that must be loaded before any verb is called."""
     watched: Watched = field(init=False, repr=False)
     """The parameters at the time of building."""
-    turn: Turn = field(default_factory=Turn, repr=False)
+    verb_lock: VerbLock = field(default_factory=VerbLock, repr=False)
     """The verb that is running, if any."""
     pending: Step | None = field(default=None, repr=False)
     """The step whose gradients wait for `optim_step`."""
@@ -153,7 +154,7 @@ class EngineCore:
         """
         self._usable(verb, mends)
         refuse_modes(verb, self.device)
-        self.turn.require(verb)
+        self.verb_lock.require(verb)
         self.watched.check(verb, self.parts, self.optimizer)
 
     def _usable(self, verb: str, mends: MendedBy | None = None) -> None:
@@ -166,7 +167,7 @@ class EngineCore:
     @contextmanager
     def _verb(self, name: str, mends: MendedBy | None = None) -> Iterator[Call]:
         """Run a verb in the block: one at a time over all threads, and on every rank; see `ready`."""
-        with self.turn.of(name):
+        with self.verb_lock.of(name):
             self.ready(name, mends)
             yield self.call(name)
 
@@ -239,6 +240,22 @@ class EngineCore:
         if self._given is None or self._given[0] is not given:
             self._given = (given, loss_of(given))
         return self._given[1]
+
+    def _checked_batches(
+        self, given: Given | Sequence[Given], loss: Any
+    ) -> tuple[list[Batch], Tensor | None]:
+        """Return batches, checked before anything is exchanged: see `checked_batches`."""
+        return checked_batches(batches_of(given), self.parts[0], loss, self.settings.limits, self.device)
+
+    def _checked_call(
+        self, call: Call, given: Given | Sequence[Given], loss: Any
+    ) -> tuple[Any, list[Batch], Tensor | None]:
+        """Return the loss and the checked batches, and declare them to the other ranks."""
+        loss = self._loss_of(loss)
+        own, poison = self._checked_batches(given, loss)
+        call.given_batches(own, sum(tokens_of(self.parts[0], batch) for batch in own))
+        call.given(f"with the loss {name_of(loss)}")
+        return loss, own, poison
 
     def _forget_gradients(self) -> None:
         self._drop_gradients()

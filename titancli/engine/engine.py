@@ -16,19 +16,9 @@ from titancli.checkpoint import save_checkpoint
 from titancli.checkpoint.exclude import NOTHING, Exclusion
 from titancli.distributed import process_group
 from titancli.engine import checkpoints, exchange, recipes, samples
-from titancli.engine.agreement import Call
 from titancli.engine.copies import Form, export, own_lock, snapshot
 from titancli.engine.core import EngineCore
-from titancli.engine.inputs import (
-    Given,
-    Logits,
-    LogProbs,
-    batches_of,
-    checked,
-    checked_batches,
-    name_of,
-    tokens_of,
-)
+from titancli.engine.inputs import Given, Logits, LogProbs, checked
 from titancli.engine.opening import opened, take_over
 from titancli.engine.optimizer_state import set_rates
 from titancli.engine.samples import How, are_samples, as_list, refuse_how
@@ -45,7 +35,6 @@ from titancli.protocols.samples import Completion, SamplingParams
 if TYPE_CHECKING:
     from titancli.checkpoint.format.manifest import Verify
     from titancli.protocols import Tokenizer
-    from titancli.protocols.batch import Batch
     from titancli.protocols.result import Result
     from titancli.protocols.samples import Sample
     from titancli.recipe.schema import Recipe
@@ -210,7 +199,7 @@ class Engine(EngineCore):
         with self._verb("forward") as call:
             with call.agreed():
                 loss = Logits() if return_logits else LogProbs(temperature)
-                (own,), poison = self._looked_at([given], loss)
+                (own,), poison = self._checked_batches([given], loss)
                 call.given_batches([own])
                 call.given(f"with return_logits={return_logits} and temperature={temperature}")
             with self._no_gradients("forward"), call.shared():
@@ -229,7 +218,7 @@ class Engine(EngineCore):
         with self._verb("evaluate") as call:
             sums: dict[str, Any] = {}
             with call.agreed():
-                loss, own, poison = self._taken(call, batches, loss)
+                loss, own, poison = self._checked_call(call, batches, loss)
             with phase("evaluation"), self._no_gradients("evaluate"), call.shared():
                 for batch in own:
                     result = checked(self.runner.forward(batch.to(self.device), loss), loss)
@@ -350,7 +339,7 @@ class Engine(EngineCore):
             self._trained("forward_backward")
             with call.agreed():
                 refuse_another(self)
-                loss, own, poison = self._taken(call, given, loss)
+                loss, own, poison = self._checked_call(call, given, loss)
                 placed = [batch.to(self.device) for batch in own]
             with accumulating(self, call, placed, loss, poison) as added:
                 added.sums = self.runner.forward_backward(placed, loss)
@@ -571,22 +560,6 @@ class Engine(EngineCore):
             # Other ranks may be in a collective that this one has left: to end the group would wait for them.
             self._ends.pop_all()
         self.close()
-
-    # ----------------------------------------------------------------------------------------- helpers
-
-    def _looked_at(self, given: Given | Sequence[Given], loss: Any) -> tuple[list[Batch], Tensor | None]:
-        """What was given as batches, checked before anything is exchanged: see `checked_batches`."""
-        return checked_batches(batches_of(given), self.parts[0], loss, self.settings.limits, self.device)
-
-    def _taken(
-        self, call: Call, given: Given | Sequence[Given], loss: Any
-    ) -> tuple[Any, list[Batch], Tensor | None]:
-        """The loss, and the batches as `_looked_at` has them."""
-        loss = self._loss_of(loss)
-        own, poison = self._looked_at(given, loss)
-        call.given_batches(own, sum(tokens_of(self.parts[0], batch) for batch in own))
-        call.given(f"with the loss {name_of(loss)}")
-        return loss, own, poison
 
 
 CLOSED = "is closed"

@@ -9,11 +9,11 @@ import torch.distributed as dist
 
 from titancli.engine.core import EngineCore
 from titancli.engine.weights import (
-    Intake,
     NamedTensor,
-    all_known,
+    WeightLoader,
     base_parameters,
     take_weights,
+    tensor_infos,
     whole_tensors,
 )
 from titancli.errors import TitanError
@@ -42,13 +42,13 @@ def weights(engine: EngineCore) -> Iterator[NamedTensor]:
     with call.shared():
         mine = dict(engine.plain_parameters())
         home = engine.parts[0].parameter_device or engine.device
-        known = all_known(mine.items(), engine.parts, engine.mesh, engine.placement)
+        known = tensor_infos(mine.items(), engine.parts, engine.mesh, engine.placement)
         wholes = whole_tensors(mine, known, engine.mesh, home)
     parameters = iter(wholes if engine.adapters is None else engine.adapters.merged(wholes))
     while True:
         if engine.busy is not None:
             raise TitanError(f"weights: the engine {engine.busy}")
-        if engine.version != version and engine.turn.verb != "load_weights":  # it may read from here
+        if engine.version != version and engine.verb_lock.verb != "load_weights":  # it may read from here
             raise TitanError(
                 f"weights: the weights have changed since the first was sent (version {version}, now "
                 f"{engine.version})",
@@ -76,14 +76,14 @@ def load_weights(engine: EngineCore, given: Iterable[NamedTensor] | None) -> Non
             form = hf_form(engine)
         with call.shared():
             own = base_parameters(engine.parts, engine.converters)
-            known = all_known(own.items(), engine.parts, engine.mesh, engine.placement)
+            known = tensor_infos(own.items(), engine.parts, engine.mesh, engine.placement)
             shapes = {one.name: one.shape for one in known}
 
             def begin() -> None:
                 engine.spoil("load_weights failed after it had started", "weights")
 
-            intake = Intake(dict(engine.plain_parameters()), shapes, form, begin)
-            take_weights(intake, given, engine.device)
+            loader = WeightLoader(dict(engine.plain_parameters()), shapes, form, begin)
+            take_weights(loader, given, engine.device)
         engine._has_new_weights(before + 1)
         engine.hooks.weights_loaded()
         engine.unusable = None

@@ -22,7 +22,7 @@ from titancli.checkpoint.start_from import StartFrom, start_from, still_needs_we
 from titancli.distributed.process_group import patient_group
 from titancli.distributed.together import Ranks
 from titancli.engine.rng import generator_for
-from titancli.engine.weights import Known, adapter_facts, adapters_of, all_known, base_parameters
+from titancli.engine.weights import TensorInfo, adapter_facts, adapters_of, base_parameters, tensor_infos
 from titancli.errors import EnvironmentProblem, RecipeError
 from titancli.parallel.alone import as_stored
 from titancli.recipe.schema import Recipe
@@ -78,7 +78,7 @@ def first_weights(
     if start.kind != "weights" or awaited is not None:
         return FirstWeights()
     tensors = base_parameters(parts, converters)
-    known = all_known(tensors.items(), parts, mesh, placement)
+    known = tensor_infos(tensors.items(), parts, mesh, placement)
     return load_weights(recipe, start, form, tensors, known, adapters_of(converters))
 
 
@@ -130,7 +130,7 @@ def load_weights(
     start: StartFrom,
     form: HFForm | None,
     tensors: dict[str, Tensor],
-    known: Iterable[Known],
+    known: Iterable[TensorInfo],
     adapters: Any,
 ) -> FirstWeights:
     """Load the first weights from a titan checkpoint or a Hugging Face folder; for a checkpoint of adapters
@@ -163,7 +163,11 @@ def load_weights(
 
 
 def _load_base(
-    recipe: Recipe, start: StartFrom, form: HFForm | None, tensors: dict[str, Tensor], known: Iterable[Known]
+    recipe: Recipe,
+    start: StartFrom,
+    form: HFForm | None,
+    tensors: dict[str, Tensor],
+    known: Iterable[TensorInfo],
 ) -> dict[str, bytes]:
     """Load the plain model's parameters; return the other files of the folder. Collective: an error on one
     rank is raised on all."""

@@ -94,7 +94,7 @@ IN_HOOKS = frozenset(("forward", "evaluate"))
 """The verbs that hooks may call during another."""
 
 
-class Turn:
+class VerbLock:
     """The running verb of an engine: one at a time over all threads.
 
     Without the lock two threads could both find no verb running, and step through the same shards.

@@ -74,7 +74,7 @@ def accumulating(
     with engine._aborted("forward_backward", forget=True), call.shared():
         told, added = {} if first is None else first(step), Pass()
         backward = _backward(engine, step, placed, loss, is_first=is_first)
-        with engine.hooks.around_backward(backward, engine.turn.lent), step.stream.drawn():
+        with engine.hooks.around_backward(backward, engine.verb_lock.lent), step.stream.drawn():
             yield added
         sums = poisoned(call.in_order({**added.sums, **told}), poison)
         worst = largest(quotient(sums["loss"], sums["weight"]), engine.mesh.dp_group)
@@ -96,16 +96,16 @@ def apply(engine: EngineCore, call: Call, optimizer: torch.optim.Optimizer, step
         step.norm, scale = norm_and_scale(parameters, step.weight, max_norm, stages)
     # If a callback raised on one rank alone, the others would wait in the last hook.
     together = call.agreed() if engine.hooks.wait_for_gradients else call.shared()
-    with together, phase("clip"), engine.turn.lent():
+    with together, phase("clip"), engine.verb_lock.lent():
         engine.hooks.gradients_ready(step)
     with call.shared():
-        with phase("clip"), engine.turn.lent():
+        with phase("clip"), engine.verb_lock.lent():
             engine.hooks.decide(step)
         with phase("optimizer"), step.stream.drawn():
             step_with(optimizer, scale, step.skipped)
             engine.step, engine.version = engine.step + 1, engine.version + 1
             engine.tokens_seen += step.tokens
-            with engine.turn.lent():
+            with engine.verb_lock.lent():
                 reported = engine.hooks.step_applied(step)
         engine._forget_gradients()
     return reported

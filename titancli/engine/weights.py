@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from titancli.protocols import Converter, HFForm
 
 
-class Known(NamedTuple):
+class TensorInfo(NamedTuple):
     """A tensor of one pipeline rank, as known to all of them."""
 
     name: str
@@ -89,16 +89,16 @@ class Renewal:
 # ------------------------------------------------------------------------------- over a pipeline's stages
 
 
-def all_known(
+def tensor_infos(
     named: Iterable[tuple[str, Tensor]], parts: Sequence[Any], mesh: Mesh, placement: Placement | None
-) -> list[Known]:
+) -> list[TensorInfo]:
     """Return the tensors of all pipeline ranks, in the order of the stages. Collective.
 
     Args:
         named: the tensors of this rank's stages, in their order.
         parts: these stages.
     """
-    mine = [Known(name, tuple(tensor.shape), tensor.dtype, mesh.pp_rank) for name, tensor in named]
+    mine = [TensorInfo(name, tuple(tensor.shape), tensor.dtype, mesh.pp_rank) for name, tensor in named]
     if placement is None:
         return mine
     stage_of: dict[str, int] = {}
@@ -112,7 +112,7 @@ def all_known(
 
 
 def whole_tensors(
-    mine: dict[str, Tensor], known: Iterable[Known], mesh: Mesh, home: torch.device
+    mine: dict[str, Tensor], known: Iterable[TensorInfo], mesh: Mesh, home: torch.device
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield names and whole tensors of the whole model, one at a time. Collective.
 
@@ -120,7 +120,7 @@ def whole_tensors(
 
     Args:
         mine: this rank's tensors.
-        known: all ranks', see `all_known`.
+        known: all ranks', see `tensor_infos`.
         home: the device of parameters.
     """
     group, rank = mesh.pp_group, mesh.pp_rank
@@ -225,17 +225,17 @@ def _hand_over(weights: Iterator[Any], target: Any) -> None:
 # ------------------------------------------------------------------------------------------------------ in
 
 
-def take_weights(intake: Intake, weights: Iterable[NamedTensor] | None, device: torch.device) -> None:
+def take_weights(loader: WeightLoader, weights: Iterable[NamedTensor] | None, device: torch.device) -> None:
     """Load all weights; see `Engine.load_weights`."""
     given: Iterator[Any] = iter(() if weights is None else weights)
     if weights is None and dist.get_rank() == 0:
         given = _nothing_given()
     for name, tensor in _everywhere(given, device):
-        intake.take(name, tensor)
-    intake.finish()
+        loader.take(name, tensor)
+    loader.finish()
 
 
-class Intake:
+class WeightLoader:
     """Copies tensors into parameters as they arrive, and collects errors. Every rank has one."""
 
     def __init__(

@@ -17,7 +17,7 @@ from titancli.engine.rng import derive
 from titancli.errors import TitanError
 from titancli.observe.phases import phase
 from titancli.protocols.samples import Completion, Sample
-from titancli.rl.prompts import Asked, PromptSource
+from titancli.rl.prompts import PromptSource, TokenizedPrompt
 
 if TYPE_CHECKING:
     from titancli.engine import Engine
@@ -58,7 +58,7 @@ class Stopwatch:
 class Sampled:
     """This rank's prompts of a step, and their completions."""
 
-    asked: list[Asked]
+    asked: list[TokenizedPrompt]
     completions: list[list[Completion]]
     version: int = 0
     """Optimizer steps of the weights that sampled."""
@@ -96,7 +96,12 @@ def collect(
 
 
 def sample(
-    generator: Generator, engine: Engine, asked: Sequence[Asked], samples: int, seq_len: int, number: int = 0
+    generator: Generator,
+    engine: Engine,
+    asked: Sequence[TokenizedPrompt],
+    samples: int,
+    seq_len: int,
+    number: int = 0,
 ) -> Sampled:
     """Continue this rank's share of a step's prompts, which are numbered from `number` on; seeds are of
     (seed, step, prompt, sample)."""
@@ -112,7 +117,7 @@ def sample(
 
 def continued(
     generator: Generator,
-    asked: Sequence[Asked],
+    asked: Sequence[TokenizedPrompt],
     seeds: list[list[int]],
     seq_len: int,
     *,

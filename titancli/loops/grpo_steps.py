@@ -12,7 +12,7 @@ from titancli.loops.grpo_rollouts import ROUNDING, Rollouts, continued, counts, 
 from titancli.loops.reference import Reference
 from titancli.observe.phases import phase
 from titancli.registry.component import build
-from titancli.rl.prompts import Asked, PromptSource
+from titancli.rl.prompts import PromptSource, TokenizedPrompt
 
 if TYPE_CHECKING:
     from titancli.engine import Engine
@@ -98,7 +98,7 @@ class Evaluation:
     ) -> None:
         self._config, self._engine, self._generator, self._scorer = config, engine, generator, scorer
         self._seq_len = seq_len
-        self._asked: list[Asked] = []
+        self._asked: list[TokenizedPrompt] = []
         if config.eval_freq:
             if config.eval_task is not None:
                 task = build(config.eval_task, seed=engine.settings.seed)

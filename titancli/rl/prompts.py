@@ -16,7 +16,7 @@ TRIES = 1000
 """So many prompts in a row that are too long mean that all are."""
 
 
-class Asked(NamedTuple):
+class TokenizedPrompt(NamedTuple):
     """A prompt as the model reads it."""
 
     prompt: Prompt
@@ -34,7 +34,7 @@ class PromptSource:
         self.too_long = 0
         """Number of prompts skipped as too long since this process began."""
 
-    def take(self, count: int) -> list[Asked]:
+    def take(self, count: int) -> list[TokenizedPrompt]:
         """The next ones.
 
         Raises:
@@ -47,10 +47,10 @@ class PromptSource:
             found.append(asked)
         return found
 
-    def first(self, count: int) -> list[Asked]:
+    def first(self, count: int) -> list[TokenizedPrompt]:
         """Return the first `count` prompts, whatever the position; each once, if there are fewer."""
         last = self._task.count
-        found: list[Asked] = []
+        found: list[TokenizedPrompt] = []
         number = 0
         while len(found) < count:
             asked, number = self._from(number)
@@ -59,7 +59,7 @@ class PromptSource:
             found.append(asked)
         return found
 
-    def _from(self, number: int) -> tuple[Asked, int]:
+    def _from(self, number: int) -> tuple[TokenizedPrompt, int]:
         """The first prompt from a number on that is not too long, and the number after it."""
         for tried in range(number, number + TRIES):
             prompt = self._task.prompt(tried)
@@ -76,7 +76,7 @@ class PromptSource:
                     hint="a prompt needs text, or a tokenizer with an end marker to start from",
                 )
             if len(tokens) <= self._longest:
-                return Asked(prompt, tokens), tried + 1
+                return TokenizedPrompt(prompt, tokens), tried + 1
             self.too_long += 1
             if self.too_long == 1:
                 logger.warning(
