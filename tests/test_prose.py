@@ -26,7 +26,7 @@ TURNED_ROUND = {
 """Each with its replacement."""
 
 NOT_DONE = dict.fromkeys(
-    ("checkpoint", "engine"),
+    ("checkpoint",),
     "its code was being rewritten when the other folders were done",
 )
 """Folders of titancli that the next pass over the prose shortens, each with its reason."""

@@ -1,4 +1,4 @@
-"""Agreement of the ranks on a call of a verb, and what happens where one of them fails.
+"""Agreement of the ranks on a call of a verb, and handling of failures on some of them.
 
 Before a verb communicates, the ranks compare its arguments in one exchange of a few numbers on the CPU. If
 they differ, or the checks of a rank fail, all ranks raise and nothing has changed. Later errors are reported

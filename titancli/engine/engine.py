@@ -1,4 +1,4 @@
-"""The engine. All its verbs are collective: every rank calls each, in the same order."""
+"""The engine, whose verbs are all collective: every rank calls each, in the same order."""
 
 from __future__ import annotations
 
@@ -45,10 +45,9 @@ __all__ = ["Engine", "EngineSettings", "Metrics"]
 class Engine(EngineCore):
     """A sharded model, its optimizer, and the verbs that work on them.
 
-    Created by `build`, `frozen` or `of`; `close` it, or use it as a context manager. An engine without an
-    optimizer is frozen: it can compute, save, load and send weights, but cannot be trained. Batches are
-    those of this data-parallel rank: the ranks of tp, cp and pp must pass the same ones (see
-    `titancli.Batch`).
+    Create it by `build`, `frozen` or `of`; `close` it, or use it as a context manager. An engine without an
+    optimizer is frozen: it can compute, save, load and send weights, but not train. Batches are those of this
+    data-parallel rank: the ranks of tp, cp and pp must pass the same ones (see `titancli.Batch`).
     """
 
     # ---------------------------------------------------------------------------------------- building
@@ -65,11 +64,10 @@ class Engine(EngineCore):
     ) -> Engine:
         """Build the engine of a recipe, with new initial weights or those that the recipe names.
 
-        It runs in the process group that is initialized; else in one of the ranks that torchrun has started;
-        else in one of this process alone. A group that was created here is destroyed with the last engine
-        that is closed. It uses the parts of the recipe that concern model, layout and optimization, and in a
-        group created here also the time limits of `comm`; data, loggers, loop, launcher and `env` belong to
-        a run.
+        It runs in the initialized process group; otherwise in a new one, of the ranks started by torchrun or
+        of this process alone, which is destroyed when its last engine is closed. It uses the parts of the
+        recipe for model, layout and optimization, and in a new group also the time limits of `comm`; data,
+        loggers, loop, launcher and `env` belong to a run.
 
         Args:
             recipe: a path, a bundled name such as `"llama3_debug"`; a run folder (its newest good
@@ -79,11 +77,11 @@ class Engine(EngineCore):
             overrides: as on the command line: `["optimizer.lr=1e-4", "mesh.tp=2"]`.
             device: None: this rank's GPU, or the CPU if there is none.
             frozen: build it without an optimizer.
-            checkpoint: of a run of this recipe, to be loaded next: what it contains is not read from
-                `weights` first, and until it is loaded the engine is unusable.
+            checkpoint: a checkpoint of a run of this recipe that is loaded next: its contents are not read
+                from `weights` first, and the engine is unusable until it is loaded.
 
         Raises:
-            RecipeError: everything that is wrong with the recipe or does not fit the ranks.
+            RecipeError: lists all problems of the recipe, also with these ranks.
             EnvironmentProblem: weights are missing or damaged, or the ranks cannot connect.
             TitanError: the weights do not fit the model.
         """
@@ -96,7 +94,7 @@ class Engine(EngineCore):
                 take_over(engine, found)
             return engine
         finally:
-            process_group.leave()  # nothing is ended where an engine stands now
+            process_group.leave()  # destroys the group unless an engine uses it
 
     @classmethod
     def frozen(
@@ -128,21 +126,21 @@ class Engine(EngineCore):
         `training.mixed_precision_param` is float32.
 
         Raises:
-            UsageError: a part that does not exist or is of another kind.
+            UsageError: a part does not exist, or is of another kind.
             TitanError: as for `build`.
         """
         chosen = process_group.join(device, recipes.JOIN_SECONDS)
         try:
             engine, _ = opened(cls, lambda: (recipes.recipe_of(model, parts, chosen), None), chosen, frozen)
-            if "training" not in parts:  # nobody has said how long rows are
+            if "training" not in parts:  # no part sets the length of rows
                 engine.settings = replace(engine.settings, limits=engine.settings.limits.of_model())
             return engine
         finally:
             process_group.leave()
 
     def snapshot(self) -> Self:
-        """Return a frozen engine with the same layout and a copy of the weights as they are: a reference to
-        compare later weights with, to be closed by itself. Collective."""
+        """Return a frozen engine with the same layout and a copy of the current weights, to compare later
+        weights with. The caller closes it. Collective."""
         return snapshot(self)
 
     # ------------------------------------------------------------------------------------------- state
@@ -152,7 +150,7 @@ class Engine(EngineCore):
         """The whole model.
 
         Raises:
-            TitanError: it is cut into pipeline stages.
+            TitanError: it is split into pipeline stages.
         """
         self._usable("model")
         if self.mesh.degrees.pp > 1:
@@ -243,31 +241,31 @@ class Engine(EngineCore):
     ) -> list[list[Completion]]:
         """Continue this data-parallel rank's prompts (token ids), each n times; a rank may have none.
 
-        A completion follows from the seed, the prompt and its number alone, whatever else is asked for.
+        A completion depends only on the seed, the prompt and its number, not on other completions.
 
         Args:
             params: None: `SamplingParams()`.
-            seeds: of each completion of each prompt, in place of n and `params.seed`.
-            limits: of each prompt, new tokens at most, where that is less than `params.max_tokens`.
-            tokenizer: None: the recipe's, if it has one.
-            batch_size: completions that a rank makes together.
+            seeds: the seed of each completion of each prompt; replaces n and `params.seed`.
+            limits: maximum new tokens of each prompt, if less than `params.max_tokens`.
+            tokenizer: None: that of the recipe, if any.
+            batch_size: completions that a rank generates together.
 
         Raises:
             TitanError: as for `sampling`; a prompt, named by its index, is empty, too long, or has ids that
-                the model does not have; the model gives numbers that are not finite.
+                the model does not have; the model returns numbers that are not finite.
         """
         how: dict[str, Any] = {"seeds": seeds, "limits": limits, "tokenizer": tokenizer}
         return sampled(self, prompts, n, params or SamplingParams(), **how, batch_size=batch_size)
 
     @contextmanager
     def sampling(self) -> Iterator[Any]:
-        """Gather the module under training, to sample from it, with uncompiled blocks.
+        """Gather the module under training to sample from it; its blocks run without compilation.
 
             with engine.sampling() as model:
                 titancli.rl.decode.decode(model, prompts, rows, ...)
 
-        Inside, ranks do not have to stay in step, and the engine's verbs are rejected; afterwards training
-        continues bit for bit. A gathered model is a copy of all weights in the compute dtype, on each rank.
+        In the block, ranks need not stay in step, and the engine's verbs are rejected; afterwards training
+        continues bit for bit. Gathering copies all weights to each rank, in the compute dtype.
 
         Raises:
             TitanError: with mesh.pp above 1, or a model without `new_cache`.
@@ -303,11 +301,10 @@ class Engine(EngineCore):
         without any computes rows without targets.
 
         It may be called any number of times before `optim_step`, which divides once by the total weight; so
-        the distribution over calls, ranks and micro-batches does not change the step. (A model whose routers
-        have losses, `model.moe.aux_loss_coeff` or `z_loss_coeff`, takes one call a step: they are means over
-        all of its tokens, which must be known before the first gradient.) Random numbers of a
-        step follow from the seed, the step and the data-parallel rank; the generators of the process are not
-        changed.
+        the distribution over calls, ranks and micro-batches does not change the step. (A model with router
+        losses, `model.moe.aux_loss_coeff` or `z_loss_coeff`, takes one call per step: they are means over all
+        tokens of the step.) Random numbers of a step follow from the seed, the step and the data-parallel
+        rank; the generators of the process are not changed.
 
         Args:
             loss: the name or config of a loss component, or an object or a function called with (out, batch)
@@ -321,15 +318,15 @@ class Engine(EngineCore):
                 be empty.
 
         Returns:
-            `loss` (the average over all ranks), `loss_max` (of the worst rank), `tokens` (input tokens over
-                all ranks), and the metrics of the loss, each divided by the weight. For samples a `Result`
-                with these metrics, and the log-probabilities of the samples that were passed here.
+            `loss` (the average over all ranks), `loss_max` (the maximum over ranks), `tokens` (input tokens
+                over all ranks), and the metrics of the loss, each divided by the weight. For samples a
+                `Result` with these metrics, and the log-probabilities of the samples that were passed here.
 
         Raises:
             TitanError: the engine is frozen or closed; a batch or sample lacks something; the loss returned
                 something other than a LossResult, or one without gradient; or it is the second call of a step
-                and the model's routers have losses. Errors of the loss are passed on;
-                the gradients of the step so far are then discarded.
+                and the model has router losses. Errors of the loss are passed on, after the gradients of the
+                step so far are discarded.
         """
         given, how = as_list(batches), How(budget, shared)
         if are_samples(given, how):
@@ -349,8 +346,8 @@ class Engine(EngineCore):
         """Divide the gradients by the total weight of the loss, clip them, step, and advance the
         schedule.
 
-        If the guard rejects the numbers of the step, or no token of it was a target (the weight is not above
-        0), weights and optimizer state stay unchanged; everything else continues as after any other step.
+        If the guard rejects the step, or it had no target (the weight is not above 0), weights and optimizer
+        state stay unchanged; everything else continues as after any other step.
 
         Args:
             lr: the learning rate of this step, instead of the recipe's peak times its schedule (None).
@@ -362,10 +359,10 @@ class Engine(EngineCore):
 
         Raises:
             TitanError: there are no gradients since the last step, the engine is frozen or closed, or the
-                learning rate is not a finite number of at least 0. In a script also after the last of
-                `stability.max_skips` skipped steps in a row (on a GPU two steps later, on all ranks alike);
-                the weights are those before the skipped steps, and as many may be skipped again. Any other
-                error in the middle is passed on; the engine is then unusable until `load`.
+                learning rate is not a finite number of at least 0. In a script also after
+                `stability.max_skips` skipped steps in a row (on a GPU two steps later); the weights are those
+                before these steps, and as many may be skipped again. Any other error in the middle is passed
+                on; the engine is then unusable until `load`.
         """
         with self._verb("optim_step") as call:
             optimizer = self._trained("optim_step")
@@ -382,7 +379,7 @@ class Engine(EngineCore):
                 factor = self.settings.lr_factor(self.step) if lr is None else 1.0
                 rate = set_rates(optimizer, lr, factor)
                 step.lr, step.lr_given = rate, lr
-                # To 9 digits: another machine's cos may round its last bit otherwise.
+                # To 9 digits: cos may round its last bit differently on another machine.
                 call.given(f"with the schedule at {factor:.9g}" if lr is None else f"with lr={rate!r}")
             try:
                 reported = apply(self, call, optimizer, step)
@@ -406,13 +403,13 @@ class Engine(EngineCore):
     # ------------------------------------------------------------------------------------- checkpoints
 
     def save_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return everything that a resume needs: tensors by name (the live ones, sharded), and counters
-        as plain JSON."""
+        """Return the complete state for a resume: the live sharded tensors by name, and counters as plain
+        JSON."""
         self.ready("save_state")
         return self.live_state()
 
     def live_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return the state of an engine that may be unusable, to load into it."""
+        """Return the state of an engine, even an unusable one, to load into it."""
         return checkpoints.live_state(self)
 
     def save(self, folder: str | Path, *, lock_text: str | None = None, run_id: str = "") -> None:
@@ -476,7 +473,7 @@ class Engine(EngineCore):
         """Export the weights as a folder that transformers, or peft, loads as it is. Collective.
 
         Args:
-            folder: one that does not exist, on a disk that all ranks share, with room for two copies.
+            folder: a new folder on a disk shared by all ranks, with room for two copies.
             form: "hf" for the whole model, adapters merged; "peft" for the adapters alone.
             dtype: "float32", "bfloat16" or "float16"; None keeps that of the parameters.
 
@@ -501,8 +498,7 @@ class Engine(EngineCore):
         return exchange.weights(self)
 
     def push_weights(self, target: Target) -> int:
-        """Send all weights to a target that samples from them, scores with them or stores them.
-        Collective.
+        """Send all weights to a target that samples from, scores with or stores them. Collective.
 
         Args:
             target: an object with `load_weights(iterator)`, or a function called with each `(name, tensor)`;
@@ -532,9 +528,9 @@ class Engine(EngineCore):
         bias) are kept.
 
         Raises:
-            TitanError: names are unknown, missing or duplicate, or shapes are wrong: all are reported, on
-                every rank, at the end. Weights that fit have been loaded by then, and the engine is unusable
-                until weights are loaded again. Or the model has no Hugging Face form, or has adapters (which
+            TitanError: names are unknown, missing or duplicate, or shapes are wrong: lists all, on every
+                rank, at the end. The other weights are loaded by then, and the engine is unusable until
+                weights are loaded again. Or the model has no Hugging Face form, or has adapters (which
                 `weights` merges).
         """
         exchange.load_weights(self, weights)
@@ -557,7 +553,7 @@ class Engine(EngineCore):
 
     def __exit__(self, error_type: Any, error: Any, trace: Any) -> None:
         if error is not None and dist.is_initialized() and dist.get_world_size() > 1:
-            # Other ranks may be in a collective that this one has left: to end the group would wait for them.
+            # Others may be in a collective that this rank has left; destroying the group would wait for them.
             self._ends.pop_all()
         self.close()
 

@@ -169,7 +169,7 @@ class Hooks:
 
     @property
     def wait_for_gradients(self) -> bool:
-        """Whether callbacks use gradients; the same on every rank."""
+        """Return whether callbacks use gradients; the same on every rank."""
         return any(hasattr(hook, "gradients_ready") for hook in self._added)
 
     def gradients_ready(self, step: Step) -> None:

@@ -1,15 +1,15 @@
-"""Losses of policy gradients: what a model wrote is made more or less probable, by its advantage.
+"""Policy-gradient losses: sampled tokens become more or less probable, by their advantage.
 
-They read from the batch, besides `targets` (what was sampled) and `document_ids` (which sample it is of: any
-integers, each sample in one piece; absent: a row is one): `advantages` [B, S], `old_logprobs` [B, S],
-log-probabilities under the weights that sampled, with `importance` `sampler_logprobs` [B, S], those that the
-sampler computed with these weights, and with `kl_coef` `reference_logprobs` [B, S]; all fp32.
-Only what stands at a target is read. Targets count by their `weights` [B, S], where there are any.
+They read from the batch: `targets`, the sampled tokens; `document_ids`, their samples (any integers, each
+sample contiguous; if absent, a row is one sample); and as fp32 [B, S] `advantages`; `old_logprobs`,
+log-probabilities under the weights that sampled; with `importance` `sampler_logprobs`, the sampler's own
+log-probabilities under these weights; and with `kl_coef` `reference_logprobs`. Only entries at targets are
+read. Targets are weighted by `weights` [B, S], if present.
 
-Each is a sum over tokens, Σ c·(−w·objective + kl_coef·k3 − entropy_coef·H), where w is 1, or corrects for the
-sampler (`importance`), H is the entropy, and c makes of it an average over tokens, or over
-samples of their averages; and so is each metric. k1 and k3 are the estimates of Schulman, "Approximating KL
-divergence".
+Each loss is a sum over tokens, Σ c·(−w·objective + kl_coef·k3 − entropy_coef·H), where w is 1, or corrects
+for the sampler (`importance`), H is the entropy, and c makes the sum an average over tokens, or over samples
+of their averages. Metrics are averaged in the same way. k1 and k3 are the estimators of Schulman,
+"Approximating KL divergence".
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class Samples:
         targets = batch["targets"]
         rows, length = targets.shape
         self.drawn = targets != IGNORE
-        """[B, S] bool."""
+        """Mask of sampled tokens, [B, S] bool."""
         counts = self.drawn.float()
         self.weights = torch.where(self.drawn, batch["weights"], 0.0) if "weights" in batch else counts
-        """[B, S] fp32, how much each counts; 0 where nothing was drawn."""
-        # Numbers in the order of the row, whatever integers the ids are: a document lies in one piece.
+        """The weight of each token, [B, S] fp32; 0 where nothing was sampled."""
+        # Number the documents of a row in order, whatever their ids: each is contiguous.
         numbers = torch.arange(rows, device=targets.device)[:, None].expand(rows, length) * length
         if "document_ids" in batch:
             ids = batch["document_ids"]
@@ -52,15 +52,15 @@ class Samples:
         self._lengths = self._sums(self.weights)
         lengths = self._lengths[self._numbers].view(rows, length)
         self.length = torch.where(lengths > 0, lengths, 1.0)
-        """[B, S] fp32, tokens of the sample that a token is of, by their weights."""
+        """The length of each token's sample, in weighted tokens, [B, S] fp32."""
         self.count = (self._lengths > 0).sum().float()
 
     def total(self, x: Tensor) -> Tensor:
-        """[B, S], 0 where nothing was drawn -> at each token its sample's sum."""
+        """Return at each token its sample's sum of x, [B, S], which is 0 where nothing was sampled."""
         return self._sums(x)[self._numbers].view(x.shape)
 
     def mean(self, x: Tensor) -> Tensor:
-        """[B, S], 0 where nothing was drawn -> at each token its sample's mean."""
+        """Return at each token its sample's mean of x, [B, S], which is 0 where nothing was sampled."""
         return self.total(x * self.weights) / self.length
 
     def _sums(self, x: Tensor) -> Tensor:
@@ -72,11 +72,11 @@ class PolicyLoss(LossDefaults, ABC):
 
     output = "logprobs"
     entropy = True
-    """The engine puts `entropy` [B, S] into the batch: it is reported, and part of the loss if `entropy_coef`
-    says so."""
+    """The engine adds `entropy` [B, S] to the batch: it is reported, and part of the loss with
+    `entropy_coef`."""
     weighted = True
     steady = False
-    """The value changes with every batch of samples: a jump is no spike."""
+    """The value changes with every batch of samples, so a jump is not a spike."""
     needs: Mapping[str, Literal["B", "BS"]] = {"advantages": "BS", "old_logprobs": "BS"}
     """Required entries of the batch."""
 
@@ -89,7 +89,7 @@ class PolicyLoss(LossDefaults, ABC):
             self.needs = {**self.needs, "sampler_logprobs": "BS"}
 
     def sampled_at(self, temperature: float) -> None:
-        """Divide logits by the temperature of sampling, unless the config has another."""
+        """Divide logits by the sampling temperature, unless the config sets another."""
         if self.config.temperature is None:
             self.temperature = temperature
 
@@ -131,8 +131,8 @@ class PolicyLoss(LossDefaults, ABC):
 
     @torch.no_grad()
     def _importance(self, log_ratio: Tensor, samples: Samples) -> tuple[Tensor, Tensor]:
-        """Return the factor of each token's objective that corrects for another sampler than the model, and
-        where `importance_max` bounds it, [B, S] each.
+        """Return the factor of each token's objective that corrects for a sampler that differs from the
+        model, and where `importance_max` bounds it, [B, S] each.
 
         Args:
             log_ratio: [B, S] log p(old) − log p(sampler), 0 where nothing was sampled.
@@ -144,7 +144,8 @@ class PolicyLoss(LossDefaults, ABC):
         return kept if how == "truncate" else ratio.masked_fill(bounded, 0.0), bounded
 
     def _shares(self, samples: Samples) -> tuple[Tensor, Tensor, Tensor]:
-        """Return each token's share in a metric, and in the loss, [B, S]; and the sum of those in metrics."""
+        """Return each token's share in a metric, and in the loss, [B, S]; and the sum of the shares in a
+        metric."""
         return samples.weights, samples.weights, samples.weights.sum()
 
 
@@ -155,8 +156,8 @@ def k3(log_ratio: Tensor) -> Tensor:
 
 
 def _clipped(ratio: Tensor, advantages: Tensor, config: Any) -> tuple[Tensor, Tensor]:
-    """PPO's lower bound (arXiv 1707.06347), and where it takes the clipped ratio; with `delta` ratios above
-    it count as that, which bounds the objective where the advantage is negative (arXiv 1912.09729)."""
+    """Return PPO's lower bound (arXiv 1707.06347), and where it uses the clipped ratio. `delta` caps the
+    ratio, which bounds the objective if the advantage is negative (arXiv 1912.09729)."""
     free = ratio if config.delta is None else ratio.clamp(max=config.delta)
     kept, bound = free * advantages, ratio.clamp(1 - config.clip_low, 1 + config.clip_high) * advantages
     return torch.minimum(kept, bound), (bound < kept) | (free < ratio)
@@ -199,7 +200,7 @@ class Gspo(PolicyLoss):
 
 
 class Cispo(PolicyLoss):
-    """clip(r)·A·log p, the clipped ratio without gradient: no token loses its own."""
+    """clip(r)·A·log p, the clipped ratio without gradient: no token loses its gradient."""
 
     def __init__(self, config: losses.Cispo) -> None:
         super().__init__(config)

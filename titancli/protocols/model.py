@@ -25,36 +25,35 @@ class ModelDefaults(Protocol):
     """Optional members of a model, with their defaults."""
 
     token_inputs: tuple[str, ...] = ("tokens",)
-    """The inputs that make up a row, one after the other, each along its `sequence_dim`: their lengths
-    are counted as tokens."""
+    """The inputs that make up a row, each along its `sequence_dim`; their lengths are counted as tokens."""
     parameter_device: torch.device | None = None
-    """Set by a parallelize plan whose parameters are on another device than the computation; None: the
-    same device."""
+    """Set by a parallelize plan if parameters are on another device than the computation; None: the same
+    device."""
     row_cut: RowCut | None = None
     """Set by a parallelize plan: how rows are sharded over the ranks of mesh.cp."""
     config: Any = ModelConfigDefaults()
-    """The config that the model was built from; by default one whose sizes are not known."""
+    """The config that the model was built from; by default one of unknown sizes."""
     mesh_faults: Mapping[str, str] = {}
-    """By degree of [mesh], why the model cannot be sharded by it; a run with such a degree is refused."""
+    """For each degree of [mesh] that cannot shard the model, the reason; a run with that degree is
+    refused."""
     roles: Mapping[str, Role] = {}
-    """Maps patterns of parameter names (fnmatch) to roles, where these do not follow from the modules: for
-    what is a linear layer and yet no matrix of hidden states, as a router, or the reverse. See
-    `titancli.models.roles.roles_of`."""
+    """Maps patterns of parameter names (fnmatch) to roles that do not follow from the modules: for example a
+    linear layer that is a router. See `titancli.models.roles.roles_of`."""
     new_cache: Callable[[], Cache] | None = None
     """For a model that can generate: returns an empty cache. `forward(tokens, cache=cache.extend(rows,
-    counts, device))` appends tokens to rows of it, and returns the logits of the last token of each, [R, V];
-    tokens, [1, N], are those of the first of the rows, then those of the second, …"""
+    counts, device))` appends tokens to these rows, and returns the logits of the last token of each, [R, V];
+    tokens, [1, N], are those of the first row, then those of the second, …"""
 
     stage: Callable[..., Any] | None = None
-    """For a model whose children are not its stages: `stage(names)`, the part that has these modules, named
-    `layers.0` and on and as in `stage_ends`."""
+    """For a model whose children are not its stages: `stage(names)` returns the part with these modules,
+    named `layers.0` and so on, and as in `stage_ends`."""
     stage_ends: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
-    """With `stage`: the names of what comes before the blocks, and after them."""
+    """With `stage`: the names of the modules before the blocks, and after them."""
 
     def token_counts(self) -> dict[str, Tensor]:
-        """Return how many tokens each expert has trained on here since the last step, by layer; for a
-        model with state that depends on these counts and not on gradients. It keeps that state in
-        persistent buffers."""
+        """Return the number of tokens that each expert has processed in training since the last step, by
+        layer; for a model with state that depends on these counts and not on gradients. It keeps that state
+        in persistent buffers."""
         return {}
 
     def forget_token_counts(self) -> None:
@@ -71,16 +70,16 @@ class Model(ModelDefaults, Protocol):
     `forward(**inputs)` returns the raw output; with `batch=` and `loss=` it returns what `output(hidden,
     batch, loss)` returns, a LossResult, computed inside the output module.
 
-    With pipeline parallelism a rank has stages of the model: copies in which the children of other stages
-    are None and `layers` holds the blocks of the stage. Forward must skip children that are None. A stage
-    other than the first gets the hidden states of the previous stage, [B, S, dim] (`dim` of the config), in
-    place of the first of `inputs`, and always `positions`; a stage other than the last gets no loss and
-    returns its hidden states. All parameters must be in children, none in the model itself.
+    With pipeline parallelism a rank has stages of the model: copies in which the children of other stages are
+    None and `layers` holds the blocks of the stage. Forward must skip children that are None. A stage other
+    than the first gets the hidden states of the previous stage, [B, S, dim] (`dim` of the config), instead of
+    the first of `inputs`, and always `positions`; a stage other than the last gets no loss and returns its
+    hidden states. All parameters must be in children, not in the model itself.
 
     With context parallelism a plan replaces the method `core_attention(q, k, v, mask, causal=True)` of each
     attention by one that calls the original method with whole keys and values, or with whole rows of some
     heads; it also sets `row_cut` on the model and on its output. An attention with sinks passes them as
-    `sinks`, [heads], and is given those of the heads.
+    `sinks`, [heads], and receives those of its heads.
 
     Optional members of a model are in `ModelDefaults`, those of its modules in `ModuleDefaults`.
     """
@@ -107,28 +106,28 @@ class Model(ModelDefaults, Protocol):
         every layout: see `titancli.models.blocks.init`."""
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Return the floating-point operations of forward and backward for one token of a row of seq_len."""
+        """Return the floating-point operations of forward and backward per token, for rows of seq_len."""
         ...
 
 
 class ModuleDefaults:
     """Optional members of the modules of a model, with their defaults. They are not filled in: most modules
-    are torch's own."""
+    are torch's."""
 
     core_attention: Callable[..., Tensor] | None = None
     """For an attention: `core_attention(q, k, v, mask, causal=True)`, which context parallelism replaces."""
     core_recurrence: Callable[..., Tensor] | None = None
     """For a layer that goes through rows in order: `core_recurrence(per_head, mask, heads=slice(None))`,
-    which context parallelism replaces. `per_head` are tensors [B, S, heads, ...], `mask` is [B, S] bool
-    (the tokens with which a document begins) or None, and `heads` tells which of this rank's heads the
-    tensors hold."""
+    which context parallelism replaces. `per_head` are tensors [B, S, heads, ...], `mask` is [B, S] bool (the
+    tokens with which a document begins) or None, and `heads` selects the heads of this rank that the tensors
+    contain."""
     reach: Any = None
-    """For an attention: how far back a token sees, a `titancli.models.blocks.reach.Reach`; None: to the
-    start of the row."""
+    """For an attention: the distance that a token can look back, a `titancli.models.blocks.reach.Reach`;
+    None: to the start of the row."""
     is_plain_softmax: bool = False
     """For an attention: whether `core_attention` is plain softmax attention, which a ring can compute."""
     loss_backend: str | None = None
-    """For an output: set by a parallelize plan, the backend that compiles its loss; None: the loss is
+    """For an output: the backend that compiles its loss, set by a parallelize plan; None: the loss is
     eager."""
     takes_local_parameters: bool = False
     """True if `forward` itself computes with this rank's shards of the parameters."""
@@ -137,7 +136,7 @@ class ModuleDefaults:
     where `weight` is sharded in `style`."""
 
     def parts(self) -> list[tuple[nn.Module, str]]:
-        """Return the methods of a block, by module and name, that can each be compiled as a whole."""
+        """Return the methods of a block that can each be compiled as a whole, as (module, name)."""
         return [(cast("nn.Module", self), "forward")]
 
     def tensor_plan(self, style: str | None) -> Mapping[str, str]:
@@ -150,26 +149,27 @@ class CacheDefaults(Protocol):
     """Optional members of a cache, with their defaults."""
 
     apart: bool = False
-    """Whether rows must begin in one call and grow together, so that others begin when they have ended."""
+    """Whether rows must begin in one call and grow together, so that others begin only when they have
+    ended."""
 
 
 class Cache(CacheDefaults, Protocol):
-    """The state that a model keeps of rows of tokens; they begin and end independently of each other."""
+    """The state that a model keeps for rows of tokens; rows begin and end independently."""
 
     def begin(self) -> int:
         """Begin an empty row, and return its number."""
         ...
 
     def fork(self, row: int, count: int) -> list[int]:
-        """Begin so many rows with the tokens of this one, and return their numbers."""
+        """Begin `count` rows with the tokens of this one, and return their numbers."""
         ...
 
     def close(self, row: int) -> None:
-        """End a row; its number may be that of a later one."""
+        """End a row; its number may be reused."""
 
     def extend(self, rows: Sequence[int], counts: Sequence[int], device: torch.device) -> Any:
-        """Return what `forward` is passed to append so many tokens to each of these rows: any number to a
-        row that is empty, one to others. After a forward that raised, the cache is not used again."""
+        """Return the argument of `forward` that appends `counts` tokens to these rows: any number to an empty
+        row, one to others. After a forward that raised, the cache is not used again."""
 
 
 class ModelConfig(Protocol):

@@ -43,8 +43,8 @@ class Generator(Protocol):
     """
 
     def update(self, version: int) -> None:
-        """Take over new weights; called on every rank before samples of weights that it has not seen are
-        needed. `version` counts optimizer steps."""
+        """Take over new weights. Called on every rank before samples from weights that the generator has not
+        seen are needed. `version` counts optimizer steps."""
 
     def sample(
         self,
@@ -54,7 +54,7 @@ class Generator(Protocol):
         *,
         greedy: bool = False,
     ) -> list[list[Completion]]:
-        """Continue this rank's prompts (token ids), each once for each of its seeds. Collective.
+        """Continue this rank's prompts (token ids), once for each of a prompt's seeds. Collective.
 
         The sample for a seed must depend only on the prompt and the weights, not on other samples.
 
@@ -74,8 +74,8 @@ class GeneratorBuilder(Protocol):
 class Reward(Protocol):
     """Rates one completion with a number; higher is better.
 
-    A reward that raises, takes too long, or returns something else than a number counts as failed. Its
-    weight is in its config, see `titancli.registry.defaults`.
+    A reward that raises, takes too long, or returns anything but a number counts as failed. Its weight is in
+    its config, see `titancli.registry.defaults`.
     """
 
     def __call__(self, prompt: Prompt, completion: Completion) -> float: ...

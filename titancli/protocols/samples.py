@@ -1,4 +1,4 @@
-"""Prompts, how they are continued, their completions, and samples to learn from: plain data, torch-free."""
+"""Prompts, sampling options, completions, and samples to learn from: plain data without torch."""
 
 from __future__ import annotations
 
@@ -27,19 +27,20 @@ class SamplingParams:
     """
 
     max_tokens: int = 256
-    """New tokens of a completion at most; fewer where the model's context leaves less room."""
+    """Maximum number of new tokens per completion; less if the model's context leaves less room."""
     temperature: float = 1.0
-    """Logits are divided by this; 0: the most probable token always."""
+    """Divisor of the logits; 0: always the most probable token."""
     top_k: int | None = None
-    """Only so many most probable tokens; None: all."""
+    """Sample from this many most probable tokens; None: from all."""
     top_p: float = 1.0
-    """Nucleus: the fewest of the most probable tokens that reach this probability together."""
+    """Nucleus sampling: sample from the smallest set of most probable tokens with this cumulative
+    probability."""
     stop: Sequence[str] = ()
-    """Texts that end a completion, and are not part of its text."""
+    """Stop texts, which end a completion and are not part of its text."""
     stop_ids: Sequence[int] = ()
-    """Tokens that end a completion, beside those of the tokenizer and the model's generation_config.json."""
+    """Stop tokens, in addition to those of the tokenizer and the model's generation_config.json."""
     seed: int = 0
-    """What is drawn follows from it, the prompt and the number of the completion."""
+    """Seed; a completion depends only on it, the prompt and the number of the completion."""
 
     def __post_init__(self) -> None:
         def whole(value: Any, least: int) -> bool:
@@ -78,7 +79,7 @@ class Prompt:
     messages: tuple[dict[str, str], ...] = ()
     """A conversation (`{"role": …, "content": …}` each), put into the tokenizer's chat template instead."""
     row: Mapping[str, Any] = field(default_factory=dict)
-    """All that the task's data contain about the prompt, for rewards."""
+    """The complete row of the task's data, for rewards."""
 
 
 @dataclass(frozen=True)
@@ -88,42 +89,43 @@ class Completion:
     text: str
     """The text without the end marker, and without a stop text; empty without a tokenizer."""
     tokens: list[int]
-    """All tokens that were drawn, including the end marker and those that a stop text cut off."""
+    """All sampled tokens, including the end marker and tokens cut off by a stop text."""
     logprobs: list[float]
-    """log p of each of them under the model at the temperature that they were drawn with, before top-k and
-    top-p; of the most probable tokens (temperature 0) at temperature 1."""
+    """The log-probability of each token under the model at the sampling temperature, before top-k and top-p;
+    with temperature 0 at temperature 1."""
     finish: Finish
-    """Why it ended: an end marker (including `stop_ids`), a stop text, or no room."""
+    """Why it ended: an end marker (including `stop_ids`), a stop text, or the length limit."""
     version: int | None = None
-    """The `Engine.version` of the weights that drew it; None if it is not known."""
+    """The `Engine.version` of the weights that sampled it; None if unknown."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A text to learn from, or to be scored, as a list of token ids.
+    """A text to learn from, or to score, as a list of token ids.
 
-    Lists have one entry for each token. The entry at t belongs to `tokens[t]` as a target, which a model
-    predicts from the tokens before it. Entries where the mask is 0 are not read. The engine checks samples
-    when they are passed to it.
+    Lists have one entry per token. The entry at t belongs to `tokens[t]` as a target, which a model predicts
+    from the tokens before it. Entries where the mask is 0 are not read. The engine checks samples when they
+    are passed to it.
     """
 
     tokens: Sequence[int] | ndarray[Any, Any] | Tensor
     """The whole text, not shifted: prompt, turns, tool results, completion."""
     mask: Numbers
-    """The weight of each token as a target, at least 0: 0 for what the model did not write. That of the first
-    token is not read, since nothing comes before it."""
+    """The weight of each token as a target, at least 0; 0 for text that the model did not write. The first
+    entry is not read, because no token precedes it."""
     logprobs: Numbers | None = None
     """Log-probabilities of the tokens, in nats, under the weights that sampled them."""
     advantages: float | Numbers = 0.0
-    """Of all tokens, or of each."""
+    """The advantage of all tokens, or of each."""
     reference: Numbers | None = None
     """Log-probabilities of the tokens, in nats, under a reference model."""
     extra: Mapping[str, float | Numbers] = field(default_factory=dict)
-    """What else a loss reads, by its names in the batch: a number for all tokens, or one for each."""
+    """Other values that a loss reads, by their names in the batch: one number for all tokens, or one for
+    each."""
 
     @classmethod
     def of(cls, prompt: Sequence[int], completion: Completion, advantage: float = 0.0) -> Self:
-        """Return a completion of a prompt, to learn from what was sampled."""
+        """Return a sample made from a completion of a prompt."""
         given, drawn = [0.0] * len(prompt), len(completion.tokens)
         return cls(
             tokens=[*prompt, *completion.tokens],

@@ -1,7 +1,6 @@
-"""Learning from what a model writes itself: the configs of tasks, generators, rewards and advantages.
+"""Learning from sampled text: the configs of tasks, generators, rewards and advantages.
 
-Torch-free. How prompts are continued is in `complete.py`, `decode.py` and `sampling.py`, which
-`titan generate` shares.
+Without torch. Sampling is in `complete.py`, `decode.py` and `sampling.py`, which `titan generate` shares.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from titancli.recipe.schema import Recipe
 
 PATIENCE = 3
-"""A reward that ran out of time so often is not asked again in the same step: other ranks are waiting."""
+"""Timeouts after which a reward is not called again in the same step: other ranks are waiting."""
 
 
 @component("generator", "local", target="titancli.rl.generator:build")

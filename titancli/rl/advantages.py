@@ -1,4 +1,4 @@
-"""Advantages: by how much each sample did better than the others of its prompt, or of its step."""
+"""Advantages: how much better each sample is than the others of its prompt, or of its step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from titancli import rl
 
 EPSILON = 1e-4
-"""Added to a standard deviation."""
+"""Constant added to a standard deviation."""
 
 
 class _Advantage:
@@ -58,7 +58,8 @@ class GlobalNorm(_Advantage):
 
 
 def _centred(rewards: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
-    """[G, N] less the group's mean over those that count, 0 for the others; and how many count, [G, 1]."""
+    """Return the rewards minus the group's mean over those that count, [G, N], 0 for the others; and the
+    number that count, [G, 1]."""
     number = counted.sum(1, keepdim=True)
     kept = torch.where(counted, rewards, 0.0)
     mean = kept.sum(1, keepdim=True) / number.clamp(min=1)

@@ -1,4 +1,5 @@
-"""Prompts in, completions out: what `engine.sample`, the generator `local` and `titan generate` share."""
+"""From prompts to completions: the code shared by `engine.sample`, the generator `local` and `titan
+generate`."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ OnDone = Callable[[list[Completion]], None]
 
 
 class Completing:
-    """Prompts that are to be continued, each as often as it has seeds; checked."""
+    """Checked prompts to continue, each once per seed."""
 
     def __init__(
         self,
@@ -35,16 +36,16 @@ class Completing:
     ) -> None:
         """
         Args:
-            model: as it is or cut; only its config is looked at.
+            model: sharded or not; only its config is read.
             prompts: token ids.
             tokenizer: None: completions have no text.
-            end_ids: tokens that end a completion, beside `params.stop_ids`.
-            limits: of each prompt, new tokens at most; None: `params.max_tokens` alone.
-            on_text: called with each piece of text as it comes, of all completions alike.
+            end_ids: tokens that end a completion, in addition to `params.stop_ids`.
+            limits: maximum new tokens of each prompt; None: only `params.max_tokens`.
+            on_text: called with each new piece of text of any completion.
 
         Raises:
-            TitanError: a prompt is no list of ids, is empty, holds an id that the model does not have, or
-                leaves no room in its context; stop texts are asked for without a tokenizer.
+            TitanError: a prompt is not a list of ids, is empty, has an id that the model does not have, or
+                leaves no room in its context; or there are stop texts but no tokenizer.
         """
         if params.stop and tokenizer is None:
             raise TitanError(
@@ -80,11 +81,11 @@ class Completing:
         """Return the completions of each prompt.
 
         Args:
-            batch_size: how many are continued together at most.
-            on_done: called with completions in their order, as soon as all before them are complete.
+            batch_size: maximum number of completions generated together.
+            on_done: called with completions in order, as soon as all before them are complete.
 
         Raises:
-            TitanError: the model gives numbers that are not finite.
+            TitanError: the model returns numbers that are not finite.
         """
         tokenizer = self._tokenizer
         writers = [self._writer(self.prompts[row.prompt]) for row in self.rows]

@@ -1,4 +1,4 @@
-"""Token after token: the loop that `titan generate` and rollouts share."""
+"""Decoding token by token: the loop shared by `titan generate` and rollouts."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from titancli.registry.defaults import fill_in
 from titancli.rl.sampling import choose, uniforms
 
 OnToken = Callable[[int, int], bool]
-"""Called with a row and its new token; returns whether the row goes on."""
+"""Called with a row and its new token; returns whether the row continues."""
 READ_AT_ONCE = 4096
-"""Tokens of prompts that are read in one call at most, if there are several."""
+"""Maximum number of prompt tokens read in one call, if there are several prompts."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One completion that is to be made."""
+    """A completion to generate."""
 
     prompt: int
-    """Index of the prompt that it continues; several rows may continue one."""
+    """Index of the prompt; several rows may continue one."""
     seed: int
-    """Seed of its random numbers, with the prompt; the rows beside it have no influence."""
+    """Seed of its random numbers, together with the prompt; other rows have no influence."""
     limit: int
-    """Tokens at most."""
+    """Maximum number of tokens."""
 
 
 @torch.no_grad()
@@ -49,22 +49,22 @@ def decode(
     log_probs: Sequence[list[float]] | None = None,
     batch_size: int = 256,
 ) -> None:
-    """Continue prompts, each row until `on_token` says that it ends or its limit is reached.
+    """Continue prompts, each row until `on_token` ends it or its limit is reached.
 
-    Where a row ends, the next begins, in the order of their prompts. A prompt is read once, however many rows
+    When a row ends, the next begins, in the order of prompts. A prompt is read once, however many rows
     continue it, and a row that has ended costs nothing more.
 
     Args:
         model: has `new_cache` (see `titancli.protocols.Model`).
         prompts: token ids; none is empty.
-        vocab_size: ids from here on are never chosen; None: the model's own.
-        log_probs: of each row, the list that the log-probabilities of its tokens are added to: those that the
-            model gives, among all of its ids, whatever they are drawn with.
-        batch_size: how many rows are continued together at most.
+        vocab_size: ids from here on are never sampled; None: the model's.
+        log_probs: for each row, the list to which the model's log-probabilities of its tokens, over all ids,
+            are appended.
+        batch_size: maximum number of rows continued together.
 
     Raises:
-        TitanError: a prompt is empty, holds an id that the model does not have, or leaves less room in its
-            context than a row may take; or the model gives numbers that are not finite.
+        TitanError: a prompt is empty, has an id that the model does not have, or leaves less room in its
+            context than a row may need; or the model returns numbers that are not finite.
     """
     check(model, prompts, rows)
     decoding = _Decoding(model, prompts, rows, device, batch_size)
@@ -95,12 +95,12 @@ class _Running:
 
     number: int
     uniforms: Tensor
-    """[limit] float64: what its tokens are drawn with."""
+    """The uniform random numbers of its tokens, [limit] float64."""
     place: int | None = None
-    """Its row of the cache; None: its first token is to be drawn."""
+    """Its row of the cache; None until its first token is sampled."""
     drawn: int = 0
     token: int = 0
-    """The last one."""
+    """The last token."""
 
 
 @dataclass(eq=False)
@@ -110,15 +110,15 @@ class _Read:
     place: int
     """Its row of the cache."""
     logits: Tensor
-    """[V], of its last token."""
+    """Logits of its last token, [V]."""
     waiting: deque[int]
-    """Rows that continue it and have not begun."""
+    """Rows that will continue it and have not begun."""
     begun: list[_Running] = field(default_factory=list)
-    """Those whose first token is being drawn."""
+    """Rows whose first token is being sampled."""
 
 
 class _Decoding:
-    """Which rows go on, and what the cache has of them."""
+    """The rows in progress, and their cache."""
 
     def __init__(
         self,
@@ -144,7 +144,7 @@ class _Decoding:
         return bool(self._unread or self._read or self._running)
 
     def forward(self) -> tuple[Tensor, list[_Running]]:
-        """Return logits, [B, V], and the rows of which each draws its next token with them."""
+        """Run the model; return logits, [B, V], and the rows that sample their next token from them."""
         running, asked = self._running, self._to_read()
         parts = []
         if running or asked:
@@ -166,7 +166,7 @@ class _Decoding:
         return logits, [*running, *(row for read in self._read for row in read.begun)]
 
     def _to_read(self) -> dict[int, deque[int]]:
-        """The prompts that there is room for, and which rows will continue each."""
+        """Return the prompts that there is room for, and the rows that will continue each."""
         room = self._batch_size - len(self._running) - sum(len(read.waiting) for read in self._read)
         if self._apart and self._running:
             room = 0
@@ -189,7 +189,7 @@ class _Decoding:
         return _Running(number, uniforms(row.seed, row.limit))
 
     def advance(self, drawn: Sequence[_Running], tokens: Sequence[int], on_token: OnToken) -> None:
-        """Give rows their new tokens; those that end leave their place to others."""
+        """Give rows their new tokens; rows that end free their cache row."""
         for row, token in zip(drawn, tokens, strict=True):
             row.token, row.drawn = token, row.drawn + 1
         goes_on = {
@@ -206,7 +206,8 @@ class _Decoding:
         self._running = [row for row in drawn if id(row) in goes_on]
 
     def _place(self, read: _Read, rows: list[_Running]) -> None:
-        """Give rows that continue a prompt what the cache has of it; the last of all takes its own place."""
+        """Fork a prompt's cache for the rows that continue it; the last of all takes over the prompt's
+        row."""
         keeps = bool(read.waiting) or not rows
         copies = self._cache.fork(read.place, len(rows) - (not keeps)) if rows else []
         for row, place in zip(rows, [*copies, read.place], strict=False):
@@ -216,7 +217,8 @@ class _Decoding:
 
 
 def check(model: Any, prompts: Sequence[Sequence[int]], rows: Sequence[Row]) -> None:
-    """
+    """Check prompts and rows.
+
     Raises:
         TitanError: see `decode`.
     """
@@ -238,7 +240,7 @@ def check(model: Any, prompts: Sequence[Sequence[int]], rows: Sequence[Row]) -> 
                 f"row {number} continues prompt {row.prompt} of {len(prompts)} by {row.limit} tokens at most",
                 hint="prompts are numbered from 0, and limits must be at least 1",
             )
-        length = len(prompts[row.prompt]) + row.limit - 1  # the last token that is drawn is never read
+        length = len(prompts[row.prompt]) + row.limit - 1  # the last sampled token is never read
         if longest is not None and length > longest:
             raise TitanError(
                 f"prompt {row.prompt} has {len(prompts[row.prompt])} tokens and may have {row.limit} "
@@ -248,8 +250,8 @@ def check(model: Any, prompts: Sequence[Sequence[int]], rows: Sequence[Row]) -> 
 
 
 def _log_probs(logits: Tensor, chosen: Tensor, temperature: float) -> list[float]:
-    """Return log softmax(logits [B, V] / temperature)[chosen [B]] as the trainer computes it; the most
-    probable tokens, of temperature 0, have those of temperature 1."""
+    """Return log softmax(logits [B, V] / temperature)[chosen [B]] as the trainer computes it; with
+    temperature 0 at temperature 1."""
     logits = logits.float() / (temperature or 1.0)
     picked = logits.gather(1, chosen[:, None])[:, 0]
     found: list[float] = (picked - logits.logsumexp(1)).tolist()

@@ -1,4 +1,4 @@
-"""The generator `local`: samples from the very module that is trained, so that there is nothing to sync."""
+"""The generator `local`, which samples from the module under training, so no weights are transferred."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class LocalGenerator:
         )
 
     def update(self, version: int) -> None:
-        """Its weights are the engine's own."""
+        """Do nothing: its weights are the engine's."""
 
     def sample(
         self,
@@ -37,10 +37,10 @@ class LocalGenerator:
         *,
         greedy: bool = False,
     ) -> list[list[Completion]]:
-        """See `titancli.protocols.Generator`.
+        """Continue prompts; see `titancli.protocols.Generator`.
 
         Raises:
-            TitanError: the model gives numbers that are not finite.
+            TitanError: the model returns numbers that are not finite.
         """
         found: list[list[Completion]] = self._engine.sample(
             prompts,
@@ -54,10 +54,10 @@ class LocalGenerator:
 
 
 def build(config: rl.Local, *, engine: Any, tokenizer: Tokenizer) -> LocalGenerator:
-    """
+    """Build the generator.
+
     Raises:
-        TitanError: the engine cannot be sampled from: it is cut into pipeline stages, or its model cannot
-            generate.
+        TitanError: the engine cannot be sampled from: it has pipeline stages, or its model cannot generate.
     """
-    with engine.sampling():  # says so before the first step
+    with engine.sampling():  # raises before the first step
         return LocalGenerator(config, engine, tokenizer)

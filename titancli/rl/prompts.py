@@ -1,4 +1,4 @@
-"""The prompts of a run, one after the other, and the place reached: the same on every rank."""
+"""The prompts of a run in order, and the position reached: the same on every rank."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from titancli.protocols.samples import Prompt
 logger = logging.getLogger(__name__)
 
 TRIES = 1000
-"""So many prompts in a row that are too long mean that all are."""
+"""After this many prompts in a row that are too long, all are taken to be."""
 
 
 class TokenizedPrompt(NamedTuple):
-    """A prompt as the model reads it."""
+    """A prompt and its token ids."""
 
     prompt: Prompt
     tokens: list[int]
 
 
 class PromptSource:
-    """Prompts of a task, in tokens; what is too long for a row is passed over."""
+    """The tokenized prompts of a task; prompts that are too long for a row are skipped."""
 
     def __init__(self, task: Task, tokenizer: Any, *, longest: int) -> None:
-        """`longest`: tokens that leave room for one more."""
+        """Prepare the prompts of at most `longest` tokens."""
         self._task, self._tokenizer, self._longest = task, tokenizer, longest
         self._identity = {**task.identity, "tokenizer": tokenizer_identity(tokenizer)}
         self._next = 0
@@ -35,11 +35,11 @@ class PromptSource:
         """Number of prompts skipped as too long since this process began."""
 
     def take(self, count: int) -> list[TokenizedPrompt]:
-        """The next ones.
+        """Return the next `count` prompts.
 
         Raises:
-            TitanError: the tokenizer has no chat template; or what the task gives is no prompt, or an empty
-                one; or all are too long.
+            TitanError: the tokenizer has no chat template; or the task returned something else than a prompt,
+                or an empty one; or all prompts are too long.
         """
         found = []
         for _ in range(count):
@@ -60,7 +60,7 @@ class PromptSource:
         return found
 
     def _from(self, number: int) -> tuple[TokenizedPrompt, int]:
-        """The first prompt from a number on that is not too long, and the number after it."""
+        """Return the first prompt from a number on that is not too long, and the next number."""
         for tried in range(number, number + TRIES):
             prompt = self._task.prompt(tried)
             if not isinstance(prompt, Prompt):
@@ -100,24 +100,24 @@ class PromptSource:
                 hint="Prompt(text, answer)",
             )
         ids = self._tokenizer.encode(prompt.text)
-        # An empty text begins after the end of another.
+        # An empty text begins with the end marker of another.
         return ids or ([] if self._tokenizer.eos_id is None else [self._tokenizer.eos_id])
 
     # -------------------------------------------------------------------------- as the data of a run
 
     @property
     def state(self) -> dict[str, Any]:
-        """The place after the last prompt that was taken: plain JSON."""
+        """The position after the last prompt that was taken: plain JSON."""
         return {"version": STATE_VERSION, "prompts": self._next, "data": self._identity}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Continue from a place.
+        """Continue from a position.
 
         Raises:
-            EnvironmentProblem: it is of other prompts, or of no prompts at all.
+            EnvironmentProblem: it belongs to other prompts, or to none.
         """
         refuse_other_data(state, self._identity, "loop.task", "prompts")
         self._next = state["prompts"]
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """Do nothing."""

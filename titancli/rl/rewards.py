@@ -1,4 +1,4 @@
-"""The built-in rewards. None of them imports torch."""
+"""The built-in rewards, without torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FENCED = re.compile(r"\s*```(?:json)?\s*\n(.*?)\n?\s*```\s*\Z", re.DOTALL)
 
 
 class ExactMatch:
-    """1 where the completion is the answer, apart from space around both."""
+    """1 if the completion equals the answer, ignoring surrounding whitespace."""
 
     def __init__(self, config: rl.ExactMatch) -> None:
         self._ignore_case = config.ignore_case
@@ -31,7 +31,7 @@ class ExactMatch:
 
 
 class Regex:
-    """1 where the pattern is found; its group `answer`, if it has one, must be the prompt's answer."""
+    """1 if the pattern matches; its group `answer`, if any, must equal the prompt's answer."""
 
     def __init__(self, config: rl.Regex) -> None:
         self._pattern = re.compile(config.pattern)
@@ -48,7 +48,7 @@ class Regex:
 
 
 class Numeric:
-    """1 where the last number of the completion is that of the answer."""
+    """1 if the last number of the completion equals that of the answer."""
 
     def __init__(self, config: rl.Numeric) -> None:
         self._tolerance, self._after = config.tolerance, config.after
@@ -67,7 +67,7 @@ class Numeric:
 
 
 class JsonSchema:
-    """1 where the completion is JSON that the schema allows; a ``` fence around it is no part of it."""
+    """1 if the completion is JSON that is valid under the schema; a surrounding ``` fence is removed."""
 
     def __init__(self, config: rl.JsonSchema) -> None:
         try:
@@ -83,9 +83,7 @@ class JsonSchema:
             kind.check_schema(config.schema)
         except Exception as error:
             raise RecipeError(f"loop.rewards: invalid JSON Schema: {error}") from error
-        self._validator = kind(
-            config.schema, registry=REGISTRY
-        )  # the default one fetches what is referred to
+        self._validator = kind(config.schema, registry=REGISTRY)  # the default one fetches references
 
     def __call__(self, prompt: Prompt, completion: Completion) -> float:
         fenced = FENCED.match(completion.text)

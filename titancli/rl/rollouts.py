@@ -1,6 +1,6 @@
-"""The samples of a run, kept in its folder: `rollouts/step-N.jsonl`, a line for each prompt. Torch-free.
+"""The samples of a run, stored in its folder: `rollouts/step-N.jsonl`, one line per prompt. Without torch.
 
-A step that is done again after a resume writes its file anew.
+A step that is repeated after a resume replaces its file.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ logger = logging.getLogger(__name__)
 
 
 class Recorder:
-    """Writes them on rank 0. A disk error is reported once, and does not end the run."""
+    """Writes samples on rank 0. A disk error is reported once, and does not end the run."""
 
     def __init__(self, run_folder: Path) -> None:
         self._folder = run_folder / FOLDER
         self._healthy = True
 
     def write(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
-        """The prompts of a step, see docs/post-training.md for what a row holds."""
+        """Write the prompts of a step; docs/post-training.md describes the rows."""
         text = "".join(json.dumps(plain(row), ensure_ascii=False) + "\n" for row in rows)
         try:
             self._folder.mkdir(exist_ok=True)
@@ -42,7 +42,7 @@ class Recorder:
 
 
 def recorded(run_folder: Path) -> dict[int, Path]:
-    """The steps of a run whose rollouts are there, in their order."""
+    """Return the recorded steps of a run, in order."""
     found = {
         int(match[1]): path
         for path in (run_folder / FOLDER).glob("step-*.jsonl")
@@ -52,9 +52,10 @@ def recorded(run_folder: Path) -> dict[int, Path]:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """
+    """Return the rows of a file.
+
     Raises:
-        EnvironmentProblem: the file cannot be read, or is none of titan's.
+        EnvironmentProblem: the file cannot be read, or was not written by titan.
     """
     try:
         # As bytes: at U+2028, which a model may write, a str would be split, and JSON has no line end there.

@@ -1,8 +1,8 @@
-"""Rewards of completions: one that fails is counted and reported, and never ends a run.
+"""Rewards of completions: a failed reward is counted and reported, and never ends a run.
 
-A reward fails when it raises, takes longer than its time, or returns something that is not a finite number.
-Time is kept by an alarm in the main thread, which reaches Python code, waiting, and regular expressions; so a
-reward needs no process of its own. Rewards that are `async def` wait for their answers side by side.
+A reward fails if it raises, exceeds its time limit, or returns something that is not a finite number. An
+alarm in the main thread enforces the limit; it interrupts Python code, waits and regular expressions, so a
+reward needs no separate process. Rewards that are `async def` wait concurrently.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 SKIPPED = f"skipped: timed out {PATIENCE} times in this step"
 AGAIN = 1.0
-"""Seconds after which the alarm rings once more, for code that takes no notice of it."""
+"""Seconds after which the alarm rings again, for code that ignores it."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,11 @@ class Score:
     """The rewards of one completion."""
 
     rewards: dict[str, float] = field(default_factory=dict)
-    """By reward, unweighted; those that failed are not here."""
+    """Unweighted rewards by name, without those that failed."""
     failed: dict[str, str] = field(default_factory=dict)
-    """By reward, in words."""
+    """Failures by name of the reward, in words."""
     total: float = 0.0
-    """Σ weight · reward, a failed one counting 0."""
+    """Σ weight · reward, with failed rewards as 0."""
 
 
 class _Weighted(NamedTuple):
@@ -53,7 +53,7 @@ class _Weighted(NamedTuple):
 
 
 class _Waiting(NamedTuple):
-    """The call of a reward that is `async def`, and where its number or its failure goes."""
+    """The call of a reward that is `async def`, and where its result or failure is stored."""
 
     name: str
     answer: Awaitable[Any]
@@ -62,21 +62,21 @@ class _Waiting(NamedTuple):
 
 
 class _TooLong(BaseException):
-    """Not an Exception, which a reward may well catch."""
+    """A timeout; not an Exception, which a reward might catch."""
 
 
 class Scorer:
-    """Asks every reward about every completion."""
+    """Calls every reward for every completion."""
 
     def __init__(self, configs: Sequence[Any], seconds: float, concurrency: int = 64) -> None:
-        """`seconds`: the time limit of one call of a reward; `concurrency`: how many of those that are
-        `async def` are under way at a time."""
+        """Build the rewards; `seconds` is the time limit of a call, `concurrency` the number of concurrent
+        calls of rewards that are `async def`."""
         self._rewards: list[_Weighted] = []
         self._seconds, self._concurrency = seconds, concurrency
         self._loop: asyncio.AbstractEventLoop | None = None
-        """Made when the first reward waits, and kept: clients of rewards may belong to it."""
+        """Created when the first reward waits, and kept: clients of rewards may belong to it."""
         self.first_failures: dict[str, str] = {}
-        """By reward, in words: how it failed first."""
+        """The first failure of each reward, by name, in words."""
         count: Counter[str] = Counter()
         for config in configs:
             name = component_info(config).name
@@ -86,7 +86,7 @@ class Scorer:
 
     @property
     def names(self) -> list[str]:
-        """Return the names of the rewards; the second of a name has a number."""
+        """The names of the rewards; repeated names are numbered."""
         return [reward.name for reward in self._rewards]
 
     def score(self, asked: Sequence[tuple[Prompt, Sequence[Completion]]]) -> list[list[Score]]:
@@ -112,7 +112,8 @@ class Scorer:
         alarm: _Alarm,
         waiting: list[_Waiting],
     ) -> Score:
-        """Return the rewards of a completion; those that wait are added to `waiting`, and later to it."""
+        """Return the rewards of a completion; calls that wait are added to `waiting`, and fill in their
+        reward later."""
         score = Score()
         for name, _, reward in self._rewards:
             if late[name] >= PATIENCE:
@@ -128,7 +129,7 @@ class Scorer:
         return score
 
     async def _answers(self, waiting: Sequence[_Waiting], late: Counter[str], alarm: _Alarm) -> None:
-        """Wait for all, `concurrency` at a time, each within its limit."""
+        """Wait for all calls, `concurrency` at a time, each within its limit."""
         free = asyncio.Semaphore(self._concurrency)
 
         async def answer(one: _Waiting) -> None:
@@ -136,7 +137,7 @@ class Scorer:
                 if late[one.name] >= PATIENCE:
                     one.failed[one.name] = SKIPPED
                     if inspect.iscoroutine(one.answer):
-                        one.answer.close()  # or Python warns that it was never awaited
+                        one.answer.close()  # otherwise Python warns that it was never awaited
                     return
                 with self._failing(one.name, one.failed, late, alarm):
                     one.rewards[one.name] = number_of(await _within(self._seconds, one.answer, alarm))
@@ -147,12 +148,12 @@ class Scorer:
     def _failing(
         self, name: str, failed: dict[str, str], late: Counter[str], alarm: _Alarm
     ) -> Iterator[None]:
-        """Note how a reward fails that does within; the first failure is reported."""
+        """Record a failure of the reward called in the block; the first one is reported."""
         try:
             yield
             return
         except _TooLong:
-            alarm.stop()  # it may have rung while it was being stopped
+            alarm.stop()  # it may have rung while being stopped
             late[name] += 1
             failed[name] = f"took longer than {self._seconds:g} s"
         except NoNumber as error:
@@ -165,7 +166,7 @@ class Scorer:
         return sum(weight * rewards.get(name, 0.0) for name, weight, _ in self._rewards)
 
     def warn(self, name: str, why: str) -> None:
-        """Report how a reward failed first, here or on another rank."""
+        """Report the first failure of a reward, here or on another rank."""
         if name not in self.first_failures:
             self.first_failures[name] = why
             logger.warning(
@@ -177,7 +178,7 @@ async def _within(seconds: float, answer: Awaitable[Any], alarm: _Alarm) -> Any:
     """Await an answer.
 
     Raises:
-        _TooLong: it takes longer, waiting or by its own code.
+        _TooLong: it takes longer, waiting or computing.
     """
     try:
         async with asyncio.timeout(seconds) as limit:
@@ -185,13 +186,13 @@ async def _within(seconds: float, answer: Awaitable[Any], alarm: _Alarm) -> Any:
     except TimeoutError:
         if limit.expired():
             raise _TooLong from None
-        raise  # the reward's own
+        raise  # the reward's own error
 
 
 @types.coroutine
 def _in_steps(answer: Awaitable[Any], alarm: _Alarm, seconds: float) -> Generator[Any, Any, Any]:
-    """Await an answer, with the alarm set whenever its own code runs: one that blocks holds up all others,
-    whose time runs on."""
+    """Await an answer, with the alarm set while its own code runs: code that blocks delays all others, whose
+    time continues."""
     steps: Any = answer.__await__()
     go: Any = partial(next, steps)
     while True:
@@ -202,7 +203,7 @@ def _in_steps(answer: Awaitable[Any], alarm: _Alarm, seconds: float) -> Generato
             return end.value
         try:
             sent = yield waits_for
-        except BaseException as error:  # to be handled by the reward: it is cancelled, for example
+        except BaseException as error:  # passed to the reward: a cancellation, for example
             go = partial(steps.throw, error)
         else:
             go = partial(next, steps) if sent is None else partial(steps.send, sent)
@@ -213,10 +214,10 @@ class NoNumber(ValueError):
 
 
 def number_of(value: Any) -> float:
-    """Return what a reward returned as a number.
+    """Return the result of a reward as a number.
 
     Raises:
-        NoNumber: it is none, or not finite.
+        NoNumber: it is not a number, or not finite.
     """
     if isinstance(value, (str, bytes)) or value is None:
         raise NoNumber(f"it returned {value!r}, which is not a number")
@@ -227,7 +228,7 @@ def number_of(value: Any) -> float:
 
 
 def _place(error: BaseException) -> str:
-    """Return where a reward raised: the last line of its plugin, or the last outside titan's own call."""
+    """Return where a reward raised: the last line of its plugin, or the last outside titan."""
     if (found := blame(error)) is not None:
         return f" ({found.place})"
     frames = traceback.extract_tb(error.__traceback__)[1:]
@@ -237,7 +238,7 @@ def _place(error: BaseException) -> str:
 
 
 class _Alarm:
-    """Raises _TooLong in the main thread some time after its `start`, and before its `stop`."""
+    """Raises _TooLong in the main thread a given time after `start`, unless stopped."""
 
     def __init__(self) -> None:
         self._armed = False
@@ -256,7 +257,7 @@ class _Alarm:
             raise _TooLong
 
     def start(self, seconds: float) -> None:
-        # Again each time: rewards that keep time themselves (math_verify) leave another handler, or none,
+        # Set each time: rewards with their own alarm (math_verify) leave another handler, or none,
         # with which the alarm would end the process.
         signal.signal(signal.SIGALRM, self._ring)
         self._armed = True
@@ -264,7 +265,7 @@ class _Alarm:
 
     @contextmanager
     def limit(self, seconds: float) -> Iterator[None]:
-        """Let what is done within take so long."""
+        """Limit the time of the block."""
         self.start(seconds)
         try:
             yield

@@ -1,4 +1,4 @@
-"""Sources of prompts: generated on the fly, or the rows of a file or dataset."""
+"""Sources of prompts: generated, or the rows of a file or dataset."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOLD = 5
 
 
 class Made:
-    """Prompts that are drawn, each from a generator of its own that follows from (seed, number)."""
+    """Generated prompts, each from its own generator seeded by (seed, number)."""
 
     def __init__(self, name: str, make: Callable[[random.Random], Prompt], seed: int) -> None:
         self._make, self._seed = make, seed
@@ -33,7 +33,7 @@ class Made:
 
 
 def build_digit(config: rl.Digit, *, seed: int) -> Made:
-    """`[loop.task] type = "digit"`."""
+    """Build `[loop.task] type = "digit"`."""
 
     def make(numbers: random.Random) -> Prompt:
         digit = str(numbers.randrange(10))
@@ -43,7 +43,7 @@ def build_digit(config: rl.Digit, *, seed: int) -> Made:
 
 
 def build_sum(config: rl.Sum, *, seed: int) -> Made:
-    """`[loop.task] type = "sum"`."""
+    """Build `[loop.task] type = "sum"`."""
 
     def make(numbers: random.Random) -> Prompt:
         a, b = numbers.randrange(10), numbers.randrange(10)
@@ -55,7 +55,7 @@ def build_sum(config: rl.Sum, *, seed: int) -> Made:
 
 
 class FromRows:
-    """Prompts out of rows: each epoch has every one, in an order that follows from (seed, epoch)."""
+    """Prompts from rows: each epoch has every row once, in an order that depends on (seed, epoch)."""
 
     def __init__(self, prompts: list[Prompt], identity: dict[str, Any], *, shuffle: bool, seed: int) -> None:
         self._prompts, self._shuffle, self._seed = prompts, shuffle, seed
@@ -72,10 +72,10 @@ class FromRows:
 
 
 def build_prompts(config: rl.Prompts, *, seed: int) -> FromRows:
-    """`[loop.task] type = "prompts"`; all rows are read at once.
+    """Build `[loop.task] type = "prompts"`; all rows are read at once.
 
     Raises:
-        EnvironmentProblem: there is nothing, it cannot be read, or where `strict` a row is no prompt.
+        EnvironmentProblem: the data are empty or cannot be read, or with `strict` a row is not a prompt.
     """
     from titancli.data.chat_source import rows_of
     from titancli.data.jsonl import BadRow

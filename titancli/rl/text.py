@@ -1,32 +1,32 @@
-"""Text of tokens as they come: never half a character, and nothing of a stop text."""
+"""Streaming text of tokens: whole characters only, and no part of a stop text."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 UNFINISHED = "\ufffd"
-"""Character that decoders produce for bytes that make no character, or none yet."""
+"""Character that decoders produce for invalid or incomplete bytes."""
 CONTEXT = 8
-"""Number of tokens of the prompt that a decoder gets as context of a completion."""
+"""Number of prompt tokens that a decoder gets as context of a completion."""
 
 
 class TextStream:
-    """Tokens in, whole characters out.
+    """Converts tokens to whole characters as they arrive.
 
-    What a token reads as may depend on the one before it (a leading space is dropped at the beginning of a
+    The text of a token may depend on the one before it (a leading space is dropped at the beginning of a
     text) and on those after it (bytes of one character). So a short window of tokens is decoded with and
-    without the newest, and the difference is the news; it is held back while it ends within a character.
+    without the newest, and the difference is the new text; it is held back while it ends within a character.
     """
 
     def __init__(self, decode: Callable[[list[int]], str], prompt: Sequence[int] = ()) -> None:
-        """`decode` is the tokenizer's; `prompt` is what the text continues."""
+        """Begin after `prompt`, whose end is the context; `decode` is the tokenizer's."""
         self._decode = decode
         self._window, self._known = self._context(prompt)
         self._old = len(self._window)
-        """Tokens of the window whose text is out, `_known`."""
+        """Number of tokens in the window whose text, `_known`, has been returned."""
 
     def _context(self, prompt: Sequence[int]) -> tuple[list[int], str]:
-        """The last tokens of the prompt, as few as read as whole characters."""
+        """Return the last tokens of the prompt, as few as decode to whole characters, and their text."""
         window: list[int] = []
         text = ""
         for size in range(1, min(CONTEXT, len(prompt)) + 1):
@@ -58,7 +58,7 @@ class TextStream:
 
 
 class StopText:
-    """Cuts a stream of text where the first of some texts begins."""
+    """Cuts a stream of text at the first stop text."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
@@ -85,5 +85,5 @@ class StopText:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The length of the longest end of `text` that `stop` begins with."""
+    """Return the length of the longest suffix of `text` that is a prefix of `stop`."""
     return next(n for n in range(min(len(text), len(stop) - 1), -1, -1) if text.endswith(stop[:n]))

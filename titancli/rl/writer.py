@@ -1,4 +1,4 @@
-"""The output of one row of a decode: its tokens, its text, and why it ended."""
+"""The output of one decoded row: its tokens, its text, and why it ended."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ OnText = Callable[[str], None]
 
 
 class Writer:
-    """Takes tokens one by one.
+    """Receives tokens one by one.
 
-    They are decoded as they come if a reader follows them or a stop text may end them, otherwise at the end.
+    They are decoded immediately if a reader follows them or a stop text may end them, otherwise at the end.
     """
 
     def __init__(
@@ -28,14 +28,14 @@ class Writer:
         """
         Args:
             decode: the tokenizer's.
-            eos_ids: end markers, which are no text.
-            stop: texts that end the row, and are not part of its text.
+            eos_ids: end markers, which have no text.
+            stop: stop texts, which are not part of the row's text.
             on_text: called with each piece of text.
         """
         self.tokens: list[int] = []
-        """All of them: the end marker and what a stop text cut off included."""
+        """All tokens, including the end marker and those cut off by a stop text."""
         self.finish: Finish | None = None
-        """None: no more tokens came."""
+        """Why the row ended; None if it reached its limit or still runs."""
         self._eos_ids = eos_ids
         self._stream, self._stops = TextStream(decode, prompt), StopText(stop)
         self._at_once = bool(stop) or on_text is not None
@@ -44,7 +44,7 @@ class Writer:
         self._closed = False
 
     def token(self, token: int) -> bool:
-        """Take one more; returns whether the row goes on."""
+        """Take one more token; return whether the row continues."""
         self.tokens.append(token)
         if token in self._eos_ids:
             self.finish = "eos"
@@ -53,8 +53,8 @@ class Writer:
         return self.finish is None
 
     def text(self) -> str:
-        """All of it, once no more tokens come: what was held back is text after all, unless a stop text is in
-        it."""
+        """Return the whole text after the last token; held-back text is included, unless it contains a stop
+        text."""
         if not self._closed:
             self._closed = True
             if self._at_once:

@@ -1,7 +1,7 @@
-"""The losses: each is a sum over pairs, and its weight their number.
+"""The losses: each is a sum over pairs, and its weight is the number of pairs.
 
-Rows 2i and 2i + 1 of a batch are a pair, chosen first. A pair without a target in one of its rows fills up a
-batch and counts for nothing.
+Rows 2i and 2i + 1 of a batch are a pair, the chosen answer first. A pair with a row without targets is
+padding and does not count.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Pairwise(ABC):
-    """The common part: means over the tokens of each answer, and what is reported."""
+    """The common part: means over the tokens of each answer, and metrics."""
 
     output = "logprobs"
 
@@ -33,7 +33,8 @@ class Pairwise(ABC):
         self.config = config
 
     def check_batch(self, batch: Batch) -> None:
-        """
+        """Check that rows form pairs.
+
         Raises:
             TitanError: the number of rows is odd.
         """
@@ -45,8 +46,8 @@ class Pairwise(ABC):
 
     @abstractmethod
     def scores(self, sums: Tensor, batch: Batch) -> Tensor:
-        """Return what is compared, [B] fp32, from the summed log-probabilities of the answers, [B]; later it
-        is divided by their lengths."""
+        """Return the scores to compare, [B] fp32, from the summed log-probabilities of the answers, [B]; they
+        are later divided by the answers' lengths."""
 
     @abstractmethod
     def each(self, chosen: Tensor, rejected: Tensor) -> Tensor:
@@ -59,7 +60,7 @@ class Pairwise(ABC):
         """
         lengths = (batch["targets"] != IGNORE).sum(1)
         pairs = (lengths > 0).view(-1, 2).all(1)
-        # Before anything is computed with the other rows: NaN would come back from them in backward.
+        # Before computing with the other rows, from which NaN would return in backward.
         counted = pairs.repeat_interleave(2)
         means = torch.where(counted, self.scores(out.sum(1), batch), -1.0) / lengths.clamp(min=1)
         chosen, rejected = means[0::2], means[1::2]
@@ -119,7 +120,7 @@ class Orpo(Pairwise):
 
 
 def _log1mexp(x: Tensor) -> Tensor:
-    """Return log(1 − eˣ) for x < 0, without loss of precision near 0 and far from it (Mächler, 2012)."""
+    """Return log(1 − eˣ) for x < 0, accurate both near 0 and far from it (Mächler, 2012)."""
     x = x.clamp(max=-torch.finfo(x.dtype).tiny)
     near = x > -0.6931471805599453  # log 2
     return torch.where(
