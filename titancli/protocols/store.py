@@ -12,57 +12,57 @@ class Entry(NamedTuple):
     name: str
     """The last part of its key."""
     size: int | None
-    """Bytes of the object; None: it is a folder."""
+    """The size of the object in bytes; None for a folder."""
     md5: str | None = None
-    """MD5 checksum of the bytes in hexadecimal digits, or what S3 reports of an object that was uploaded in
-    parts; None: the store has none, and what was written is compared by size."""
+    """MD5 checksum of the bytes in hexadecimal digits, or for an object uploaded in parts the ETag of S3;
+    None: unknown, and uploads are verified by size."""
 
 
 class Store(Protocol):
-    """Objects by key. A key is what follows `://` in a URL, without a slash at either end.
+    """Objects by key. A key is the part of a URL after `://`, without a slash at either end.
 
-    Each call is made in a thread of its own, several at once, and by several runs and machines. titan limits
-    its time: a call that makes no progress for checkpoint.remote_timeout_seconds counts as failed, and its
-    thread is left behind. A call that raises is repeated for some seconds, except after FileNotFoundError,
-    PermissionError, NotImplementedError and titan's own errors. FileNotFoundError, and nothing else, says
-    that there is nothing of this key. A store need not check what was written: titan does.
+    Each call runs in its own thread; several run at once, also from other runs and machines. A call that
+    makes no progress for checkpoint.remote_timeout_seconds counts as failed, and its thread is abandoned. A
+    call that raises is repeated for some seconds, except after FileNotFoundError, PermissionError,
+    NotImplementedError and titan's own errors. Only FileNotFoundError means that the key does not exist. A
+    store need not verify what it has written: titan does.
     """
 
     def stat(self, key: str) -> Entry:
-        """Return what lies at a key.
+        """Return the entry of a key.
 
         Raises:
-            FileNotFoundError: nothing does.
+            FileNotFoundError: the key does not exist.
         """
         ...
 
     def read(self, key: str, start: int, size: int) -> bytes:
-        """Return up to `size` bytes from byte `start` on; fewer only at the end of the object.
+        """Return up to `size` bytes from byte `start`; fewer only at the end of the object.
 
         Raises:
-            FileNotFoundError: there is no such object.
+            FileNotFoundError: the object does not exist.
         """
         ...
 
     def write(self, key: str, source: IO[bytes]) -> None:
-        """Write a whole object, in place of the one that may be there; it appears whole, or not at all.
+        """Write a whole object, replacing an existing one; it appears completely or not at all.
 
-        `source` is open at its first byte; its position tells titan that the call makes progress."""
+        `source` is open at its first byte; its position shows titan the progress of the call."""
         ...
 
     def delete(self, key: str) -> None:
         """Delete an object.
 
         Raises:
-            FileNotFoundError: there is none, which titan takes as done.
+            FileNotFoundError: the object does not exist, which titan accepts.
         """
         ...
 
     def list(self, key: str) -> Iterable[Entry]:
-        """Return what lies directly below a folder, and what has been written before.
+        """Return the entries directly below a folder, including everything written before.
 
         Raises:
-            FileNotFoundError: there is no such folder; a store without folders returns nothing instead.
+            FileNotFoundError: the folder does not exist; a store without folders returns nothing instead.
         """
         ...
 
@@ -71,13 +71,12 @@ class StoreDefaults:
     """Optional members of a store."""
 
     download: Callable[[str, str], None] | None = None
-    """Write the object of a key to a local path, `download(key, path)`; None: it is read in blocks."""
+    """Download an object to a local path: `download(key, path)`; None: it is read in blocks."""
     delete_folder: Callable[[str], None] | None = None
-    """Delete the empty folder of a key; None: folders are no more than parts of keys."""
+    """Delete the empty folder of a key; None: folders are only parts of keys."""
 
 
 class StoreBuilder(Protocol):
     def __call__(self, config: Any, *, url: str) -> Store:
-        """Build the store of a URL; its calls are given the keys of this and of other URLs with the same
-        scheme."""
+        """Build the store of a URL; its calls receive keys of this and other URLs with the same scheme."""
         ...
