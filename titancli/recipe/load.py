@@ -340,14 +340,15 @@ def model_in(folder: Path) -> Any:
     Raises:
         EnvironmentProblem: the folder describes no model, or one that no installed model reads.
         RecipeError: the checkpoint's recipe is damaged.
+        PluginError: no installed plugin has the checkpoint's model.
     """
     from titancli.registry import current
     from titancli.registry.binding import bind
 
-    if (folder / OWN[0]).is_file():
-        return load_recipe(folder / OWN[0]).recipe.model
-    table = _model_table(str(folder), current())
-    return bind(current().find("model", table.pop("type")), table, current())
+    lock = read_tree(folder / OWN[0]).child("model") if (folder / OWN[0]).is_file() else None
+    table = _model_table(str(folder), current()) if lock is None else lock.plain()
+    fields = {key: value for key, value in table.items() if key not in ("type", "flavor")}
+    return bind(current().find("model", table["type"]), fields, current())
 
 
 def _locked_model(lock: Node | None, weights: str) -> Node | None:

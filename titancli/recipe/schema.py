@@ -405,6 +405,6 @@ def needs_tokenizer(dataset: Any) -> bool:
 
 def needs_dataset(loop: Any) -> bool:
     """Return whether a loop's config, or its class, wants a dataset: all that train without a `task` do, and
-    so does one that is not known (None)."""
-    trains = loop is None or loop.trains
-    return trains and "task" not in getattr(loop, "__dataclass_fields__", {})
+    so do one that says so and one that is not known (None)."""
+    reads = loop is None or loop.trains or loop.reads_dataset
+    return reads and "task" not in getattr(loop, "__dataclass_fields__", {})

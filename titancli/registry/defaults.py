@@ -219,6 +219,8 @@ class LoopConfigDefaults:
 
     trains: ClassVar[bool] = True
     """True if it trains; otherwise it gets a frozen engine and no data, and nothing is saved."""
+    reads_dataset: ClassVar[bool] = False
+    """True if it reads the recipe's dataset although it does not train, by `Run.open_dataset`."""
     joins_other_runs: ClassVar[bool] = False
     """True if its ranks exchange tensors with those of other runs, perhaps on other machines. Otherwise the
     ranks of a run on one machine listen on its loopback interface alone."""

@@ -100,6 +100,30 @@ def of_losses(
     return found
 
 
+def of_top(folder: Path, losses: dict[str, DistilLoss], layout: Layout, k: int) -> dict[str, Tensor]:
+    """Numbers and gradients of one step from the teacher's most probable tokens."""
+    chunked.CHUNK_BYTES["cpu"] = 6 * 4 * 64 * 10
+    theirs = replace(recipe(Layout(mesh=layout.mesh, config=WIDE)), weights=folder)
+    own = recipes(layout, DistilLoss(), Teacher(weights=folder, dtype="float32"))
+    found: dict[str, Tensor] = {}
+    try:
+        with Engine.frozen(theirs) as frozen, Engine.build(own) as engine:
+            batches = []
+            for batch in mine(engine, with_weights(whole_batch())):
+                best = frozen.forward(batch, return_logits=True).log_softmax(-1).topk(k)
+                given = {"teacher_topk_logprobs": best.values, "teacher_topk_ids": best.indices}
+                batches.append(Batch({**batch, **given}))
+            for key, loss in losses.items():
+                metrics = engine.forward_backward(batches, loss)
+                weight = engine.pending.weight
+                found |= {f"{key} {name}": metrics[name].clone() for name in ("loss", "divergence")}
+                found |= wholes((f"{key} {n}", p.grad / weight) for n, p in engine.named_parameters())
+                engine.clear_gradients()
+    finally:
+        chunked.CHUNK_BYTES["cpu"] = 64 * 2**20
+    return found
+
+
 class Plain:
     """The loss by plain torch, on the logits of both."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from distil_cases import by_plain_torch, of_losses, save_teacher
+from distil_cases import by_plain_torch, of_losses, of_top, save_teacher
 from torch import Tensor
 
 from tests.engine.cases import Layout, small
@@ -78,3 +78,16 @@ def test_caps_and_biases_of_logits_count(ranks: Ranks, tmp_path: Path, name: str
     expected = ranks(1, by_plain_torch, folder, LOSSES, name)[0]
     compare(ranks(1, of_losses, folder, LOSSES, small(), None, name)[0], expected, 3e-6)
     compare(ranks(2, of_losses, folder, LOSSES, small({"tp": 2}), None, name)[1], expected, 3e-6)
+
+
+def test_a_layout_changes_nothing_of_what_is_learned_from_the_most_probable_tokens(
+    ranks: Ranks, teacher: Path, alone: dict[str, Tensor]
+) -> None:
+    losses = {name: LOSSES[name] for name in ("forward", "jsd")}
+    expected = ranks(1, of_top, teacher, losses, small(), 7)[0]
+    for layout in (small({"dp_shard": 2}, micro_batches=2), small({"tp": 2}), small({"cp": 2})):
+        for found in ranks(2, of_top, teacher, losses, layout, 7):
+            compare(found, expected, 3e-6)
+    for name in losses:
+        assert 0.2 * alone[f"{name} divergence"] < expected[f"{name} divergence"]
+        assert expected[f"{name} divergence"] < alone[f"{name} divergence"]

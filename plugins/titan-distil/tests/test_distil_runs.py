@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -144,14 +145,31 @@ def test_what_does_not_fit_is_refused_by_name(
     assert done.code != 0 and "t/checkpoints/step-2" in done.err
 
 
-def built(folder: Path, loss: DistilLoss, **teacher: Any) -> tuple[Engine, Frozen]:
+Build = Callable[..., tuple[Engine, Frozen]]
+
+
+@pytest.fixture
+def built() -> Iterator[Build]:
+    """A student and its teacher, which are closed at the end."""
+    with ExitStack() as ends:
+
+        def call(*arguments: Any) -> tuple[Engine, Frozen]:
+            engine, teacher = pair(*arguments)
+            ends.callback(engine.close)
+            ends.callback(teacher.close)
+            return engine, teacher
+
+        yield call
+
+
+def pair(folder: Path, loss: DistilLoss, **teacher: Any) -> tuple[Engine, Frozen]:
     config = Teacher(**{"weights": folder, "model": WIDE, "dtype": "float32", **teacher})
     own = recipes(small(), loss, config)
     engine = Engine.build(own)
     return engine, Frozen(engine, own, config)
 
 
-def test_two_students_with_teachers_of_their_own_do_not_mix(tmp_path: Path) -> None:
+def test_two_students_with_teachers_of_their_own_do_not_mix(built: Build, tmp_path: Path) -> None:
     first, second = save_teacher(tmp_path / "a"), save_teacher(tmp_path / "b", scale=2.0)
     batch = with_weights(whole_batch())
     found = []
@@ -159,20 +177,17 @@ def test_two_students_with_teachers_of_their_own_do_not_mix(tmp_path: Path) -> N
         pairs = [built(folder, DistilLoss()) for folder in order]
         given = [(engine, teacher(batch)) for engine, teacher in pairs]
         found += [[float(engine.forward_backward(own)["loss"]) for engine, own in given]]
-        for engine, teacher in pairs:
-            engine.close()
-            teacher.engine.close()
     assert found[0] == found[1][::-1] and found[0][0] != found[0][1]
 
 
 def test_an_error_in_the_middle_leaves_both_usable_and_nothing_is_no_loss(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    built: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, teacher = built(save_teacher(tmp_path), DistilLoss(sft_weight=0.5))
     [batch] = mine(engine, with_weights(whole_batch()))
     expected = float(engine.forward_backward(teacher(batch))["loss"])
     engine.clear_gradients()
-    with pytest.raises(TitanError, match="the loss Distil needs teacher_hidden"):
+    with pytest.raises(TitanError, match="no teacher: the batch lacks teacher_hidden"):
         engine.forward_backward(batch)
     with pytest.raises(TitanError, match=r"the batch's teacher_hidden are \[8, 16, 3\], not \[8, 16, 48\]"):
         engine.forward_backward(Batch({**batch, "teacher_hidden": torch.zeros(8, 16, 3)}))
@@ -197,7 +212,7 @@ def disagree(folder: Path, rank_dtypes: tuple[str, str]) -> str:
     import torch.distributed as dist
 
     try:
-        built(folder, DistilLoss(), dtype=rank_dtypes[dist.get_rank()])
+        pair(folder, DistilLoss(), dtype=rank_dtypes[dist.get_rank()])
     except TitanError as error:
         return error.message
     return ""
@@ -210,7 +225,9 @@ def test_ranks_that_disagree_about_the_teacher_all_say_so(ranks: Ranks, tmp_path
         assert "ranks" in said and said
 
 
-def test_a_teacher_whose_vocabulary_differs_is_refused_without_a_recipe_too(tmp_path: Path) -> None:
+def test_a_teacher_whose_vocabulary_differs_is_refused_without_a_recipe_too(
+    built: Build, tmp_path: Path
+) -> None:
     engine, teacher = built(save_teacher(tmp_path), DistilLoss())
     batch = teacher(with_weights(whole_batch()))
     teacher._loss.teacher.weight = teacher._loss.teacher.weight[:60]

@@ -111,3 +111,36 @@ def test_equal_models_diverge_nowhere_and_nothing_given_is_changed() -> None:
         assert found.divergence.abs().max() < 1e-14 and found.gradient.abs().max() < 1e-14
         assert Divergence(**fields)(student, teacher, targets, wants_gradient=False).gradient is None
     assert torch.equal(student, before[0]) and torch.equal(teacher, before[1])
+
+
+@pytest.mark.parametrize("name", [name for name, fields in KINDS.items() if "temperature" not in fields])
+@pytest.mark.parametrize("k", [1, 5, WORDS - 1])
+def test_the_most_probable_tokens_and_all_others_as_one_are_those_of_torch(name: str, k: int) -> None:
+    student, teacher, targets = logits()
+    log_top, ids = teacher.log_softmax(-1).topk(k)
+    p, q = student.softmax(-1), teacher.softmax(-1)
+    cells = [torch.cat((x.gather(1, ids), 1 - x.gather(1, ids).sum(1, keepdim=True)), 1) for x in (p, q)]
+    fields = KINDS[name]
+    w = fields.get("sft_weight", 0.0)
+    merged = by_torch(cells[0].log(), cells[1].log(), targets.clamp(max=0), **{**fields, "sft_weight": 0.0})
+    plain = functional.cross_entropy(student, targets, ignore_index=-100, reduction="none")
+    expected = (1 - w) * merged + w * plain
+    (gradient,) = torch.autograd.grad(expected.sum(), student)
+    found = Divergence(**fields).of_top(student.detach(), log_top, ids, targets)
+    torch.testing.assert_close(
+        (1 - w) * found.divergence - w * found.log_probs, expected, rtol=1e-9, atol=1e-9
+    )
+    torch.testing.assert_close(found.gradient, gradient, rtol=0, atol=1e-9)
+    whole = Divergence(**fields)(student.detach(), teacher, targets).divergence
+    assert (found.divergence <= whole + 1e-9).all()
+    if k == WORDS - 1:
+        torch.testing.assert_close(found.divergence, whole, rtol=1e-5, atol=1e-6)
+
+
+def test_a_student_that_is_sure_of_the_most_probable_tokens_stays_finite() -> None:
+    student, teacher, targets = (x.detach().float() for x in logits())
+    log_top, ids = (300 * teacher).log_softmax(-1).topk(4)
+    for fields in KINDS.values():
+        loss = Divergence(**{**fields, "temperature": 1.0})
+        found = loss.of_top(300 * student, log_top, ids, targets.long())
+        assert all(torch.isfinite(x).all() for x in found if x is not None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
@@ -22,8 +22,11 @@ if TYPE_CHECKING:
 class Teacher:
     """The model whose distributions the student learns."""
 
-    weights: Path
+    weights: Path | None = None
     """Its weights: a checkpoint, or a Hugging Face folder."""
+    topk: Path | None = None
+    """In place of the teacher, what the loop `distil_store` has stored of it: RUN/topk. If `weights` are set,
+    too, they must be those that it was made with."""
     model: Annotated[Component, Slot("model")] | None = None
     """Its model; None: the one of the checkpoint, or that the folder's config.json describes."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
@@ -37,7 +40,7 @@ class Teacher:
         Raises:
             TitanError: `weights` describe no model.
         """
-        return model_in(self.weights) if self.model is None else self.model
+        return self.model if self.weights is None or self.model is not None else model_in(self.weights)
 
 
 @component("loop", "distil", target="titan_distil.loop:build")
@@ -57,12 +60,27 @@ class Distil:
             yield "", "distil trains on a dataset"
         if recipe.mesh.pp > 1:
             yield "", "distil does not support pipelines: set mesh.pp = 1"
+        if self.teacher.topk is not None:
+            yield from self._check_stored(recipe)
+        elif self.teacher.weights is None:
+            yield "teacher.weights", "the teacher needs weights, or topk: what was stored of it"
         if self.teacher.mesh is not None and self.teacher.mesh.pp > 1:
             yield "teacher.mesh.pp", "a teacher cannot be a pipeline: set it to 1"
         if ":/" in str(self.teacher.weights):
             yield "teacher.weights", "must be a folder on this machine: `titan download` fetches one"
+        elif self.teacher.weights is None:
+            return
         elif self.teacher.weights.exists() or self.teacher.model is not None:
             yield from self._check_vocabulary(recipe)
+
+    def _check_stored(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
+        if recipe.validation.datasets:
+            message = (
+                "nothing is stored of the rows of [validation]: remove its datasets, or set weights alone"
+            )
+            yield "teacher.topk", message
+        if getattr(recipe.loss, "temperature", 1.0) != 1.0:
+            yield "teacher.topk", "the most probable tokens have the temperature 1: set loss.temperature = 1"
 
     def _check_vocabulary(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         try:
@@ -75,6 +93,31 @@ class Distil:
             message = f"the teacher's vocabulary has {teacher} tokens, the student's {student}"
             key = "teacher.weights" if self.teacher.model is None else "teacher.model"
             yield key, f"{message}: distributions over different tokens cannot be compared"
+
+
+@component("loop", "distil_store", target="titan_distil.store:build")
+class DistilStore:
+    """Store the most probable tokens of the recipe's model for the rows of a training run, in RUN/topk.
+
+    The recipe is the student's, with the teacher as `model` and `weights`; nothing is trained.
+    """
+
+    trains: ClassVar[bool] = False
+    reads_dataset: ClassVar[bool] = True
+
+    k: Annotated[int, Gt(0)] = 64
+    """Tokens stored at each position, with their log-probabilities: 8 bytes each."""
+
+    def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
+        if recipe.mesh.pp > 1:
+            yield "", "distil_store does not support pipelines: set mesh.pp = 1"
+        if recipe.dataset is None:
+            yield "", "distil_store reads a dataset"
+        if recipe.weights is None:
+            yield "", "distil_store needs the teacher's weights: set weights"
+        words = recipe.model.vocab_size
+        if words is not None and self.k >= words:
+            yield "k", f"the model's vocabulary has only {words} tokens"
 
 
 @component("loss", "distil", target="titan_distil.losses:Distil")
@@ -101,4 +144,4 @@ class DistilLoss:
 
 @hookimpl
 def titan_components() -> list[type]:
-    return [Distil, DistilLoss]
+    return [Distil, DistilStore, DistilLoss]

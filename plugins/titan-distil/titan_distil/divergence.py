@@ -21,6 +21,11 @@ TENSORS = 6
 """Number of tensors of the size of the student's logits in fp32 that exist at once."""
 
 
+ROUNDING = 1e-7
+"""The smallest probability that is left when those of the most probable tokens are summed up in fp32."""
+SMALLEST = 1e-30
+
+
 class Rows(NamedTuple):
     """What is computed for some rows."""
 
@@ -66,8 +71,56 @@ class Divergence:
         divergence, gradient = self._compare(log_student, log_teacher, group)
         del log_teacher
         plain = log_student if self.temperature == 1.0 else _log_softmax(student.clone(), group)
+        return self._mixed(divergence, gradient if wants_gradient else None, plain, targets, group)
+
+    def of_top(
+        self,
+        student: Tensor,
+        log_top: Tensor,
+        ids: Tensor,
+        targets: Tensor,
+        *,
+        group: Group | None = None,
+        wants_gradient: bool = True,
+    ) -> Rows:
+        """Compute the loss of some rows from the teacher's most probable tokens, as if all others were one
+        token: at most the divergence of the whole vocabulary, with the temperature 1.
+
+        Args:
+            student: as above.
+            log_top: [n, K] fp32: the teacher's log-probabilities of K tokens.
+            ids: [n, K] int64: which these are, each once, fewer than the vocabulary has.
+        """
+        student = student.to(torch.promote_types(student.dtype, torch.float32))
+        plain = _log_softmax(student.clone(), group)
+        own = ids if group is None else ids - group.rank * plain.shape[1]
+        here = (own >= 0) & (own < plain.shape[1])
+        columns = own.clamp(0, plain.shape[1] - 1)
+        log_own = plain.gather(1, columns).masked_fill_(~here, 0.0)
+        rest = plain.exp()
+        rest.scatter_add_(1, columns, -log_own.exp().masked_fill_(~here, 0.0))
+        others = _sum(rest, group).clamp_(min=SMALLEST)[:, None]
+        log_own = log_own if group is None else all_reduce(log_own, "sum", group)
+        log_top = log_top.to(plain.dtype)
+        left = (1 - log_top.exp().sum(1, keepdim=True)).clamp_(min=ROUNDING)
+        # The logit of all others together is the log of the sum of their exponentials.
+        cells = torch.cat((log_own, others.log()), 1), torch.cat((log_top, left.log()), 1)
+        divergence, of_cells = self._compare(*cells, None)
+        gradient = rest.mul_(of_cells[:, -1:] / others)
+        gradient.scatter_add_(1, columns, of_cells[:, :-1].masked_fill(~here, 0.0))
+        return self._mixed(divergence, gradient if wants_gradient else None, plain, targets, group)
+
+    def _mixed(
+        self, divergence: Tensor, gradient: Tensor | None, plain: Tensor, targets: Tensor, group: Group | None
+    ) -> Rows:
+        """Add the cross-entropy's part.
+
+        Args:
+            gradient: by the logits over the temperature; overwritten.
+            plain: log-probabilities of the temperature 1.
+        """
         log_probs, columns, here = _picked(plain, targets, group)
-        if not wants_gradient:
+        if gradient is None:
             return Rows(divergence, log_probs, None)
         gradient = gradient.mul_((1 - self.sft_weight) / self.temperature)
         if self.sft_weight:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
+from titan_distil.store import Stored
 from titan_distil.teacher import Teacher
 from titancli import TitanError
 
@@ -24,13 +25,17 @@ def build(
 ) -> Callable[[], None]:
     if run.recipe is None:
         raise TitanError("the loop distil needs the recipe of its run")
-    teacher = Teacher(engine, run.recipe, config.teacher)
+    teacher: Teacher | Stored
+    if config.teacher.topk is not None:
+        teacher = Stored(engine, config.teacher, tokenizer, run, data)
+    else:
+        teacher = Teacher(engine, run.recipe, config.teacher)
     if run.validation is not None:
         run.validation.prepare = teacher
     return partial(distil, engine, data, observers, run, teacher)
 
 
-def distil(engine: Engine, data: Loader, observers: Observers, run: Run, teacher: Teacher) -> None:
+def distil(engine: Engine, data: Loader, observers: Observers, run: Run, teacher: Teacher | Stored) -> None:
     """Train until the last step, the end of the data, or a signal; save on the way and at the end."""
     while run.goes_on(engine.step):
         batches = [teacher(batch) for batch in run.take(data, engine.settings.accumulation)]
@@ -43,4 +48,4 @@ def distil(engine: Engine, data: Loader, observers: Observers, run: Run, teacher
         if run.checkpoint_due(engine.step):
             run.save(engine, data)
     run.finish(engine, data)
-    teacher.engine.close()
+    teacher.close()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from titan_distil.divergence import TENSORS, Divergence
+from titan_distil.divergence import TENSORS, Divergence, Rows
 from titancli import IGNORE, LossResult
 from titancli.errors import TitanError
 from titancli.losses.chunked import capped
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 HIDDEN = "teacher_hidden"
 """The teacher's last hidden states in a batch, [B, S, its width]."""
+TOP = ("teacher_topk_logprobs", "teacher_topk_ids")
+"""In place of them, log-probabilities and ids of the teacher's K most probable tokens, [B, S, K] each."""
 
 
 @dataclass
@@ -57,7 +60,6 @@ class Distil:
     sum of their `weights`."""
 
     output = "projection"
-    needs = (HIDDEN,)
 
     def __init__(self, config: DistilLoss) -> None:
         self._sft_weight = config.sft_weight
@@ -73,8 +75,13 @@ class Distil:
         """
         if "weights" in batch:
             check_shape(batch, "weights", "BS", "distil")
-        if self.teacher is None:
-            raise TitanError("the loss distil has no teacher", hint='set [loop] type = "distil"')
+        if all(name in batch for name in TOP):
+            return
+        if self.teacher is None or HIDDEN not in batch:
+            raise TitanError(
+                f"the loss distil has no teacher: the batch lacks {HIDDEN}",
+                hint='set [loop] type = "distil", which adds it',
+            )
         wanted = (*batch["tokens"].shape, self.teacher.weight.shape[1])
         if batch[HIDDEN].shape != wanted:
             raise TitanError(f"the batch's {HIDDEN} are {list(batch[HIDDEN].shape)}, not {list(wanted)}")
@@ -84,22 +91,16 @@ class Distil:
         Args:
             out: the student's hidden states, and its output weight.
         """
-        if self.teacher is None:
-            raise TitanError("the loss distil has no teacher", hint='set [loop] type = "distil"')
-        self.teacher.narrow(out)
-        head, there = self.teacher, batch["targets"] != IGNORE
+        there = batch["targets"] != IGNORE
         given = batch["weights"].float() if "weights" in batch else there.float()
         weights = torch.where(there, given, 0.0)
         own, targets = out.part(weights).flatten(), out.part(batch["targets"]).flatten()
-        hidden = out.part(batch[HIDDEN]).flatten(0, 1)
+        compare = self._comparison(out, batch, targets)
         divergence = torch.empty_like(own)
         log_probs = torch.empty_like(own)
 
         def of_chunk(logits: Tensor, rows: slice, wants_gradient: bool) -> tuple[Tensor, Tensor | None]:
-            theirs, _ = capped(hidden[rows] @ head.weight.t(), head.cap)
-            found = self._divergence(
-                logits, theirs, targets[rows], group=out.group, wants_gradient=wants_gradient
-            )
+            found = compare(logits, rows, wants_gradient)
             # What stands where there is no target may be infinite, which survives a product with 0.
             none = own[rows] == 0
             divergence[rows] = found.divergence.masked_fill_(none, 0.0)
@@ -119,3 +120,28 @@ class Distil:
             "cross_entropy": -(weights * log_probs).sum(),
         }
         return LossResult(total, weights.sum(), metrics)
+
+    def _comparison(
+        self, out: Projection, batch: Batch, targets: Tensor
+    ) -> Callable[[Tensor, slice, bool], Rows]:
+        """Return the function that compares the student's logits of some rows with the teacher's."""
+        if TOP[0] in batch:
+            log_top, ids = (out.part(batch[name]).flatten(0, 1) for name in TOP)
+
+            def with_top(logits: Tensor, rows: slice, wants_gradient: bool) -> Rows:
+                given = (logits, log_top[rows], ids[rows], targets[rows])
+                return self._divergence.of_top(*given, group=out.group, wants_gradient=wants_gradient)
+
+            return with_top
+        head = self.teacher
+        if head is None:
+            raise TitanError("the loss distil has no teacher", hint='set [loop] type = "distil"')
+        head.narrow(out)
+        hidden = out.part(batch[HIDDEN]).flatten(0, 1)
+
+        def with_all(logits: Tensor, rows: slice, wants_gradient: bool) -> Rows:
+            theirs, _ = capped(hidden[rows] @ head.weight.t(), head.cap)
+            given = (logits, theirs, targets[rows])
+            return self._divergence(*given, group=out.group, wants_gradient=wants_gradient)
+
+        return with_all

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Teacher:
-    """Adds the teacher's hidden states to batches.
+    """A live teacher: adds the teacher's hidden states to batches.
 
     Hidden states are the smallest form of its distributions. The output weight is kept whole beside its
     sharded layers, in its dtype: under tensor parallelism of the student, the rows that a rank needs.
@@ -57,6 +57,10 @@ class Teacher:
         if self._loss.teacher is None:
             self._loss.teacher = self._head.head
         return Batch({**batch, HIDDEN: self._head.taken()}, unit=batch.unit)
+
+    def close(self) -> None:
+        """Close the engine."""
+        self.engine.close()
 
 
 class _Capture:
