@@ -18,6 +18,7 @@ from titancli.checkpoint.hf.virtual import Virtual
 from titancli.errors import EnvironmentProblem
 from titancli.models.blocks.hf import DecoderHF
 from titancli.models.gpt_oss import GptOss
+from titancli.protocols import HFFormDefaults
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [16, 16], "activation_scheme": "dynamic"}
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
@@ -29,7 +30,7 @@ INT4 = {
 }
 
 
-class Same:
+class Same(HFFormDefaults):
     """A form of tensors that are the parameters."""
 
     model_type = "same"

@@ -13,13 +13,14 @@ import pytest
 from tests.data.helpers import global_rows, make, rows_of, stream
 from titancli.data import Chat, HFDataset, Preference
 from titancli.errors import EnvironmentProblem, RecipeError
+from titancli.parallel import Decoder
 from titancli.registry.component import build
 from titancli.rl import Prompts
 
 TEXTS = [f"row {i} " * (i % 5) for i in range(150)]
 """Some are empty."""
 LAYOUT = SimpleNamespace(
-    parallelize=None,
+    parallelize=Decoder(),
     mesh=SimpleNamespace(cp=1, pp=1),
     training=SimpleNamespace(local_batch_size=2),
     pipeline=SimpleNamespace(microbatch_size=2),

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from titancli.data.source import Piece, document_order
 from titancli.data.stream import Position, TokenStream
+from titancli.protocols import TokenizerDefaults
 
 
-class Letters:
+class Letters(TokenizerDefaults):
     """A token for each letter; blanks have none. It has no `encode_arrays`, as a plugin's may not."""
 
     vocab_size, eos_id = 256, 0

@@ -30,6 +30,7 @@ from titancli.data.shards.sources import Options, open_inputs
 from titancli.data.shards.tokenize import Job, tokenize
 from titancli.data.shards.writer import ShardWriter
 from titancli.errors import EnvironmentProblem, RecipeError
+from titancli.protocols import TokenizerDefaults
 from titancli.registry.component import build
 
 TEXTS = [f"document {number}, ü: " + "ab" * (number * 7 % 23) for number in range(40)]
@@ -110,7 +111,7 @@ def test_a_large_vocabulary_is_kept_whole(tmp_path: Path, bpe_folder: Path, line
     index = run([lines], tmp_path / "out", tokenizer=config)
     assert ids(index.folder) == stream(TEXTS, build(config))
 
-    class Large:
+    class Large(TokenizerDefaults):
         vocab_size, eos_id, files = 200_000, 199_999, {}
 
         def encode_batch(self, texts: list[str]) -> list[list[int]]:

@@ -73,7 +73,8 @@ def one_rank() -> dict[str, Any]:
         for prompt, row in zip(PROMPTS, found, strict=True):
             for one in row:
                 text = torch.tensor([[*prompt, *one.tokens]])
-                own = engine.forward({"tokens": text[:, :-1], "targets": text[:, 1:]})[0, len(prompt) - 1 :]
+                batch = {"tokens": text[:, :-1], "targets": text[:, 1:]}
+                own = engine.forward(batch, temperature=PARAMS.temperature)[0, len(prompt) - 1 :]
                 far = max(far, float((own - torch.tensor(one.logprobs)).abs().max()))
         facts = {(one.version, one.finish, one.text, len(one.tokens)) for row in found for one in row}
         ended = engine.sample(PROMPTS[:1], 1, replace(PARAMS, stop_ids=[found[0][0].tokens[4]]))
@@ -95,7 +96,7 @@ def test_a_completion_follows_from_seed_prompt_and_number_alone(ranks: Ranks) ->
     made = told["found"]
     assert told["batches"] == [made] * 3 and told["alone"] == made
     assert [row[:3] for row in told["more"]] == made
-    assert told["far"] < 1e-5, "log-probabilities are those of the model"
+    assert told["far"] < 1e-5, "log-probabilities are those of the model at the temperature"
     assert told["facts"] == {(told["version"], "length", "", 10)}
     first = made[0][0]
     assert told["ended"] == (first[: first.index(first[4]) + 1], "eos")

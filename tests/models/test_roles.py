@@ -16,7 +16,7 @@ from titan_transformers import HFCausalLM
 from titancli.converters import LoRA
 from titancli.converters.lora import Adapters
 from titancli.models.roles import roles_of
-from titancli.registry.component import build
+from titancli.registry.component import build, completed
 
 
 def found(model: Any) -> dict[str, str]:
@@ -174,7 +174,7 @@ REST = {"tok.weight": "embedding", "first.weight": "other", "own": "other", "inn
 @pytest.mark.parametrize("tied", [False, True])
 def test_other_models_are_read_by_their_modules(tied: bool) -> None:
     with torch.device("meta"):
-        model = Other(tied=tied)
+        model = completed("model", Other(tied=tied))
     roles = roles_of(model)
     assert [name for name, role in roles.items() if role == "matrix"] == ["inner.0.weight", "inner.1.weight"]
     assert found(model) == REST | {"output.*.weight": "output"}
@@ -184,7 +184,7 @@ def test_other_models_are_read_by_their_modules(tied: bool) -> None:
 
 def test_a_declaration_comes_first() -> None:
     with torch.device("meta"):
-        model: Any = Other()
+        model: Any = completed("model", Other())
     model.roles = {"inner.0.*": "router", "inner.*": "modulation", "own": "matrix"}
     roles = roles_of(model)
     assert roles["inner.0.weight"] == "router" and roles["inner.1.weight"] == "modulation"

@@ -91,16 +91,17 @@ def accumulating(
 def apply(engine: EngineCore, call: Call, optimizer: torch.optim.Optimizer, step: Step) -> Metrics:
     """Clip, step and advance the engine for `optim_step`; return the metrics of the hooks."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    with call.shared(), phase("clip"):
-        max_norm, stages = engine.settings.max_norm, engine.mesh.pp_group
-        step.norm, scale = norm_and_scale(parameters, step.weight, max_norm, stages)
-    # If a callback raised on one rank alone, the others would wait in the last hook.
-    together = call.agreed() if engine.hooks.wait_for_gradients else call.shared()
-    with together, phase("clip"), engine.verb_lock.lent():
-        engine.hooks.gradients_ready(step)
-    with call.shared():
-        with phase("clip"), engine.verb_lock.lent():
+    with phase("clip"):
+        with call.shared():
+            max_norm, stages = engine.settings.max_norm, engine.mesh.pp_group
+            step.norm, scale = norm_and_scale(parameters, step.weight, max_norm, stages)
+        # If a callback raised on one rank alone, the others would wait in the last hook.
+        together = call.agreed() if engine.hooks.wait_for_gradients else call.shared()
+        with together, engine.verb_lock.lent():
+            engine.hooks.gradients_ready(step)
+        with call.shared(), engine.verb_lock.lent():
             engine.hooks.decide(step)
+    with call.shared():
         with phase("optimizer"), step.stream.drawn():
             step_with(optimizer, scale, step.skipped)
             engine.step, engine.version = engine.step + 1, engine.version + 1
