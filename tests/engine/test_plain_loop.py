@@ -41,9 +41,9 @@ def policy(log_probs: Tensor, batch: Batch) -> LossResult:
     there = batch["targets"] >= 0
     ratio = (log_probs - batch["old"]).exp().clamp(max=3.0) * there
     entropy = batch["entropy"]
-    assert not entropy.requires_grad and bool((entropy[~there] == 0).all())
+    assert bool((entropy[~there] == 0).all())
     total = -(ratio * batch["advantages"]).sum()
-    return LossResult(total, there.sum(), {"ratio": ratio.sum().detach(), "entropy": entropy.sum()})
+    return LossResult(total, there.sum(), {"ratio": ratio.sum().detach(), "entropy": entropy.detach().sum()})
 
 
 policy.entropy = True

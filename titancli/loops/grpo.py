@@ -37,7 +37,6 @@ def build(
     generator = build_component(config.generator, engine=engine, tokenizer=tokenizer)
     scorer = Scorer(config.rewards, config.reward_timeout, config.reward_concurrency)
     advantage = build_component(config.advantage)
-    engine.loss.sampled_at(config.generator.temperature)
     learner = Learner(config, engine, run)
     evaluation = Evaluation(config, engine, data, tokenizer, generator, scorer, run.batch_shape[1])
     return partial(
@@ -69,6 +68,7 @@ def grpo(
         step = engine.step
         clock.start()
         rollouts = collect(config, engine, data, generator, scorer, run.batch_shape[1], clock)
+        engine.loss.sampled_at(generator.temperature)
         rollouts.rate(advantage, engine)
         measured = rollouts.metrics(engine, scorer.names)
         failures.count(rollouts, step + 1)

@@ -47,7 +47,6 @@ class Learner:
         self._updates, self._passes, self._engine = config.updates, config.passes, engine
         rows, length = run.batch_shape
         self._how: dict[str, Any] = {"budget": rows * length, "shared": False}
-        self._as_sampled = {**self._how, "temperature": engine.loss.temperature}
         needs = engine.loss.needs
         self._reference = Reference(engine, run) if "reference_logprobs" in needs else None
         self._importance = "sampler_logprobs" in needs
@@ -64,11 +63,12 @@ class Learner:
 
     def _measured(self, samples: list[Sample]) -> list[Sample]:
         """With the log-probabilities of other models that the loss reads."""
+        how = {**self._how, "temperature": self._engine.loss.temperature}
         if self._reference is not None:
-            found = self._reference.log_probs(samples, **self._as_sampled)
+            found = self._reference.log_probs(samples, **how)
             samples = [replace(one, reference=own) for one, own in zip(samples, found, strict=True)]
         if self._importance:
-            found = self._engine.forward(samples, **self._as_sampled)
+            found = self._engine.forward(samples, **how)
             samples = [
                 replace(one, logprobs=own, extra={"sampler_logprobs": one.logprobs or ()})
                 for one, own in zip(samples, found, strict=True)

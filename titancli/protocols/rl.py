@@ -35,7 +35,15 @@ class TaskBuilder(Protocol):
     def __call__(self, config: Any, *, seed: int) -> Task: ...
 
 
-class Generator(Protocol):
+class GeneratorDefaults(Protocol):
+    """Optional members of a generator."""
+
+    temperature: float = 1.0
+    """The temperature of the log-probabilities of the last samples, which are those before top-k and top-p.
+    Losses divide logits by it."""
+
+
+class Generator(GeneratorDefaults, Protocol):
     """Generates completions with the weights of an engine.
 
     A generator with its own copy of the weights (a vLLM server) gets them in `update` from

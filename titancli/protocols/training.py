@@ -39,8 +39,7 @@ class LossDefaults(Protocol):
     finite."""
 
     def sampled_at(self, temperature: float) -> None:
-        """Take the temperature that samples are drawn with; called by a loop that draws them, before its
-        first step."""
+        """Take the temperature of the samples that are learned from next; called by a loop that draws them."""
         return
 
     def check_batch(self, batch: Batch) -> None:

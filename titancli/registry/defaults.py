@@ -241,8 +241,6 @@ class GeneratorConfigDefaults:
 
     max_new_tokens: int = 0
     """Maximum tokens of one completion; 0: unknown."""
-    temperature: float = 1.0
-    """Temperature of its log-probabilities, which are those before top-k and top-p."""
 
 
 class RewardConfigDefaults:

@@ -53,7 +53,7 @@ KINDS: dict[str, Kind] = {
         Kind("loop", "the training program", default="pretrain"),
         Kind("launcher", "starts the workers", default="local", effect="running"),
         Kind("task", "the source of prompts", optional="TaskDefaults"),
-        Kind("generator", "generates completions"),
+        Kind("generator", "generates completions", optional="GeneratorDefaults"),
         Kind("reward", "scores a completion"),
         Kind("advantage", "rates a completion relative to the others of its prompt"),
     )

@@ -18,6 +18,7 @@ class LocalGenerator:
 
     def __init__(self, config: rl.Local, engine: Any, tokenizer: Tokenizer) -> None:
         self._engine, self._tokenizer, self._batch_size = engine, tokenizer, config.batch_size
+        self.temperature = config.temperature
         self._params = SamplingParams(
             max_tokens=config.max_new_tokens,
             temperature=config.temperature,

@@ -59,8 +59,10 @@ def loss(config: Any) -> Any:
     from titancli.losses.cross_entropy import CrossEntropy
 
     class Slow(CrossEntropy):
-        token_weights: Any = None  # or the head would make the sum by itself
         calls, evaluated = 0, False
+
+        def token_weights(self, batch: Any) -> None:
+            """Or the head would make the sum by itself."""
 
         def __call__(self, out: Any, batch: Any) -> Any:
             if not torch.is_grad_enabled():

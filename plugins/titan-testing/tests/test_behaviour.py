@@ -651,7 +651,7 @@ def test_an_advantage(faults: Faults, advantage: Any, fault: str) -> None:
 class Wrapped:
     """The generator `local`; what is below it is not as it should be."""
 
-    temperature = 1.0
+    temperature = 1.5
 
     def __init__(self, config: Any, *, engine: Any, tokenizer: Any) -> None:
         self.engine, self.calls = engine, 0

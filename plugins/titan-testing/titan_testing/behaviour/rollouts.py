@@ -315,12 +315,13 @@ def generator_again(subject: Subject) -> Iterator[str]:
 
 
 def log_probabilities(subject: Subject) -> Iterator[str]:
-    """Check that log-probabilities are the model's at the temperature of the config, also after a step."""
+    """Check that log-probabilities are the model's at its `temperature`, also after a step."""
     with Trial(subject) as trial:
         for when in ("", " after a step and update(version): it must take over the new weights"):
             for greedy in (False, True):
-                temperature = 1.0 if greedy else getattr(subject.config, "temperature", 1.0)
-                away = trial.distance(trial.sample(greedy=greedy), temperature)
+                made = trial.sample(greedy=greedy)
+                temperature = 1.0 if greedy else trial.generator.temperature
+                away = trial.distance(made, temperature)
                 if away > LOG_PROBABILITIES:
                     yield (
                         f"its log-probabilities are {away:.2g} nats from the model's own at temperature "
