@@ -39,7 +39,7 @@ class LossDefaults(Protocol):
     finite."""
 
     def sampled_at(self, temperature: float) -> None:
-        """Take the temperature of the samples that are learned from next; called by a loop that draws them."""
+        """Take the temperature of the samples that are learned from next; a loop that draws them calls it."""
         return
 
     def check_batch(self, batch: Batch) -> None:
