@@ -56,12 +56,14 @@ NEEDS = {
     "dataset/titan/token_shards": 'paths = ["x"]',
     "generator/titan/local": "max_new_tokens = 4",
     "loop/titan-eval/lm_eval": 'tasks = ["arc_easy"]',
+    "loop/titan-distil/distil": 'teacher = {weights = "./w"}',
     "loop/titan-ft/ft": 'lighthouse = "http://localhost:1", replica = 0, replicas = 2',
     "task/titan/prompts": 'path = "./x.jsonl"',
     "reward/titan/json_schema": 'schema = {type = "object"}',
     "reward/titan/regex": 'pattern = "x"',
 }
 BESIDE = {
+    "titan-distil/distil": '[loss]\ntype = "distil"\n',
     "titan/lora": 'weights = "./w"\n',
     "titan/evaluate": 'validation.datasets.x = {type = "python_stdlib"}\n',
 }
