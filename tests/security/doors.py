@@ -92,6 +92,13 @@ DOORS = [
         "profile.request profile.json replay.result.json rollouts/* evaluations/* slurm/*",
     ),
     Door(
+        "stored distributions of a teacher",
+        "titan_distil.store",
+        "plugins/titan-distil/tests/test_distil_store.py::test_a_store_of_somebody_else_opens_nothing_outside_and_waits_for_nothing",
+        "plugins/titan-distil/tests/test_distil_store.py::test_what_was_made_of_something_else_is_refused_by_name",
+        "topk/*",
+    ),
+    Door(
         "sources that a run keeps, and files of titan reproduce",
         "provenance titan_proof.reproduction",
         "plugins/titan-proof/tests/test_reproduce.py::test_plugin_files_and_the_uncommitted_patch_are_kept_and_never_run",

@@ -47,7 +47,7 @@ CLASSES: dict[str, tuple[list[str], str]] = {
         """
         weights tokenizer/titan/hf.path dataset/titan-flux/* dataset/titan-grain/* dataset/titan/*.path
         dataset/titan/*.paths loop/titan-eval/lm_eval.checkpoint loop/titan/evaluate.checkpoint
-        loop/titan-distil/distil.teacher.weights loop/titan-distil/distil.teacher.topk
+        loop/titan-distil/*.teacher.*
         task/titan/prompts.path model/titan-transformers/hf_causal_lm.config
         """,
     ),

@@ -55,8 +55,10 @@ NEEDS = {
     "dataset/titan/text_files": 'paths = ["x"]',
     "dataset/titan/token_shards": 'paths = ["x"]',
     "generator/titan/local": "max_new_tokens = 4",
-    "loop/titan-eval/lm_eval": 'tasks = ["arc_easy"]',
     "loop/titan-distil/distil": 'teacher = {weights = "./w"}',
+    "loop/titan-distil/distil_on_policy": 'teacher = {weights = "./w"}, task = {type = "sum"}, '
+    'generator = {type = "local", max_new_tokens = 4}',
+    "loop/titan-eval/lm_eval": 'tasks = ["arc_easy"]',
     "loop/titan-ft/ft": 'lighthouse = "http://localhost:1", replica = 0, replicas = 2',
     "task/titan/prompts": 'path = "./x.jsonl"',
     "reward/titan/json_schema": 'schema = {type = "object"}',
@@ -65,9 +67,11 @@ NEEDS = {
 BESIDE = {
     "titan-distil/distil": '[loss]\ntype = "distil"\n',
     "titan/lora": 'weights = "./w"\n',
+    "titan-distil/distil_on_policy": 'loss = {type = "titan-distil/distil"}\n',
     "titan/evaluate": 'validation.datasets.x = {type = "python_stdlib"}\n',
 }
 UNSET = {
+    "titan-distil/distil_on_policy": ["dataset"],
     "titan-eval/lm_eval": ["dataset"],
     "titan/evaluate": ["dataset"],
     "titan-flux/latents": ["tokenizer"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -114,3 +115,30 @@ def test_an_interrupted_store_leaves_nothing_that_is_read(
     assert not (here / "s/topk/topk.json").exists()
     done = train(*DISTIL, TOPK)
     assert done.code != 0 and "s/topk/topk.json does not exist" in done.err
+
+
+@pytest.mark.usefixtures("teacher")
+def test_a_store_of_somebody_else_opens_nothing_outside_and_waits_for_nothing(
+    train: Callable[..., Finished],  # noqa: F811
+    here: Path,  # noqa: F811
+) -> None:
+    assert train(*STORE, "s", "loop.k=4").code == 0
+    index = json.loads((here / "s/topk/topk.json").read_text())
+    [(name, rows)] = index["files"].items()
+    for files in (
+        {"../../t/checkpoints/step-4/model.safetensors": 1},
+        {"/etc/passwd": 1},
+        {"a\x1b]0;x": 1},
+        3,
+    ):
+        (here / "s/topk/topk.json").write_text(json.dumps({**index, "files": files}))
+        done = train(*DISTIL, TOPK)
+        assert done.code == 5 and "is damaged" in done.err and "\x1b]0" not in done.err
+    for k in (3, -1, "x"):
+        (here / "s/topk/topk.json").write_text(json.dumps({**index, "k": k}))
+        assert "is damaged" in train(*DISTIL, TOPK).err
+    (here / "s/topk/topk.json").write_text(json.dumps(index))
+    (here / "s/topk" / name).unlink()
+    os.mkfifo(here / "s/topk" / name)
+    done = train(*DISTIL, TOPK)
+    assert done.code != 0 and name in done.err and rows == 24

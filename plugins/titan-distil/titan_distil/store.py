@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,7 @@ from titancli import Batch, LossResult, TitanError, phase
 from titancli.data.packing import tokenizer_identity
 from titancli.distributed.together import Ranks
 from titancli.errors import EnvironmentProblem
+from titancli.files import read_bytes, read_json, regular
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from titancli.observe.observers import Observers
 
 VERSION = 1
+FILE = re.compile(r"topk-\d{5}-\d{5}\.safetensors")
 FOLDER, INDEX = "topk", "topk.json"
 FILE_BYTES = 256 * 2**20
 """A file holds about this much."""
@@ -161,12 +164,12 @@ def version_of(weights: Path) -> str:
     Hugging Face folder, of the names and sizes of its files and of both ends of each."""
     manifest = weights / "manifest.json"
     if manifest.is_file():
-        return xxhash.xxh3_128_hexdigest(manifest.read_bytes())
+        return xxhash.xxh3_128_hexdigest(read_bytes(manifest))
     digest = xxhash.xxh3_128()
     for path in sorted(weights.glob("*.safetensors")):
-        size = path.stat().st_size
-        digest.update(f"{path.name}\0{size}\0".encode())
-        with path.open("rb") as file:
+        with os.fdopen(regular(path, os.O_RDONLY), "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            digest.update(f"{path.name}\0{size}\0".encode())
             digest.update(file.read(2**20))
             file.seek(max(0, size - 2**20))
             digest.update(file.read())
@@ -203,9 +206,9 @@ class Stored:
     def _open(self, now: dict[str, Any]) -> None:
         path = self._folder / INDEX
         try:
-            index = json.loads(path.read_bytes())
+            index = read_json(path)
             self._k = int(index["k"])
-            files = [safe_open(self._folder / name, "np") for name in index["files"]]
+            files = [self._opened(name, index["seq_len"]) for name in index["files"]]
             self._places = {
                 int(row): (file, place)
                 for file in files
@@ -225,6 +228,17 @@ class Stored:
                     hint="store it again, from a recipe with the same data, tokenizer, training.seq_len and "
                     "training.seed",
                 )
+
+    def _opened(self, name: str, seq_len: int) -> Any:
+        if not FILE.fullmatch(name):
+            raise ValueError(f"{name!r} is not the name of one of its files")
+        os.close(regular(self._folder / name, os.O_RDONLY))
+        file = safe_open(self._folder / name, "np")
+        rows = len(file.get_tensor("rows"))
+        for key in ("ids", "logprobs"):
+            if (shape := file.get_slice(key).get_shape()) != [rows, seq_len, self._k]:
+                raise ValueError(f"{name} has {key} of the shape {shape}")
+        return file
 
     def __call__(self, batch: Batch) -> Batch:
         """Return the batch, on the device, with the teacher's most probable tokens. Collective.
