@@ -30,6 +30,7 @@ COMPONENTS = {
     "logger/trackio": "titan-trackio",
     "logger/wandb": "titan-wandb",
     "loop/distil": "titan-distil",
+    "loop/distil_on_policy": "titan-distil",
     "loop/distil_store": "titan-distil",
     "loop/ft": "titan-ft",
     "loop/lm_eval": "titan-eval",

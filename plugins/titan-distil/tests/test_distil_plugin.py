@@ -14,6 +14,9 @@ def test_the_plugin_is_sound(tmp_path: Path) -> None:
     loss = ["backward", "metrics", "accumulation", "nothing left", "chunks", "engine"]  # it has a teacher
     check_plugin(
         "titan-distil",
-        configs={"loop/distil": {"teacher": {"weights": str(folder)}}},
+        configs={
+            "loop/distil": {"teacher": {"weights": str(folder)}},
+            "loop/distil_on_policy": {"teacher": {"weights": str(folder)}, "task": {"type": "titan/sum"}},
+        },
         skip={"loss/distil": loss},
     )

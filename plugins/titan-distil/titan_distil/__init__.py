@@ -4,6 +4,7 @@ it."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -13,6 +14,7 @@ from titancli import Component, Slot, TitanError, component, hookimpl, section
 from titancli.layout.degrees import Mesh
 from titancli.recipe import model_in
 from titancli.registry.component import component_info
+from titancli.rl import Local
 
 if TYPE_CHECKING:
     from titancli import Recipe
@@ -56,7 +58,7 @@ class Distil:
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         if component_info(recipe.loss).name != "distil":
             yield "", f'it has its own loss, not {component_info(recipe.loss).name}: set loss = "distil"'
-        if recipe.dataset is None:
+        if recipe.dataset is None and not isinstance(self, DistilOnPolicy):
             yield "", "distil trains on a dataset"
         if recipe.mesh.pp > 1:
             yield "", "distil does not support pipelines: set mesh.pp = 1"
@@ -93,6 +95,37 @@ class Distil:
             message = f"the teacher's vocabulary has {teacher} tokens, the student's {student}"
             key = "teacher.weights" if self.teacher.model is None else "teacher.model"
             yield key, f"{message}: distributions over different tokens cannot be compared"
+
+
+@component("loop", "distil_on_policy", target="titan_distil.on_policy:build")
+class DistilOnPolicy(Distil):
+    """On-policy distillation (GKD, arXiv 2306.13649): the student completes prompts, and learns the
+    distributions that a frozen teacher has for its completions.
+
+    The loss is `distil`, usually with `divergence = "reverse_kl"`.
+    """
+
+    task: Annotated[Component, Slot("task")]
+    """Source of the prompts."""
+    generator: Annotated[Component, Slot("generator")] = field(default_factory=Local)
+    """Generator of the completions."""
+    prompts: Annotated[int, Gt(0)] = 16
+    """Prompts per step, over all ranks."""
+    samples: Annotated[int, Gt(0)] = 4
+    """Completions per prompt; each has a row of its own."""
+
+    def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
+        yield from super().check(recipe)
+        if self.teacher.topk is not None:
+            yield "teacher.topk", "nothing is stored of completions: set teacher.weights"
+        if recipe.training.global_batch_size is not None:
+            message = "a step uses loop.prompts x loop.samples: remove training.global_batch_size"
+            yield "prompts", message
+        if self.generator.max_new_tokens >= recipe.training.seq_len:
+            message = f"with training.seq_len = {recipe.training.seq_len} it leaves no room for a prompt"
+            yield "generator.max_new_tokens", message
+        if recipe.tokenizer is None:
+            yield "task", "prompts are text, but there is no [tokenizer]"
 
 
 @component("loop", "distil_store", target="titan_distil.store:build")
@@ -138,10 +171,10 @@ class DistilLoss:
     """Weight w of the cross-entropy of the targets: the loss is (1 - w) x divergence + w x cross-entropy."""
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
-        if component_info(recipe.loop).name != "distil":
+        if component_info(recipe.loop).name not in ("distil", "distil_on_policy"):
             yield "", 'it needs a teacher: set [loop] type = "distil" (to evaluate without one, loss = "sft")'
 
 
 @hookimpl
 def titan_components() -> list[type]:
-    return [Distil, DistilStore, DistilLoss]
+    return [Distil, DistilOnPolicy, DistilStore, DistilLoss]
