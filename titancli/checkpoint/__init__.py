@@ -1,10 +1,10 @@
 """Training state in our own format (docs/checkpoints.md), and Hugging Face safetensors in and out.
 
 In format/, manifest.py, metadata.py, layout.py and tensorfile.py are the format itself and import no torch;
-files.py and hashed.py read and write its bytes. plan.py, storage.py, reader.py and replicas.py join it to
-torch.distributed. save.py and load.py are the two directions, checkpointer.py decides when to save and what
-to purge. hf/ writes and reads Hugging Face folders, remote/ copies to object stores, peers/ to the memory of
-the nodes.
+files.py and hashed.py read and write its bytes. plan.py, storage.py, reader.py and replicas.py connect it to
+torch.distributed. save.py and load.py save and load, checkpointer.py decides when to save and which
+checkpoints to delete. hf/ writes and reads Hugging Face folders, remote/ copies to object stores, peers/ to
+the memory of the nodes.
 """
 
 from __future__ import annotations

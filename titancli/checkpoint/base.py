@@ -1,4 +1,4 @@
-"""Checkpoints of adapters: which base they belong to, and the weights that both make together."""
+"""Checkpoints of adapters: finding their base, and reading the merged weights."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from titancli.fingerprint import fingerprint
 
 
 def base_of(folder: Path) -> dict[str, str]:
-    """A base as checkpoints of its adapters tell it: `path`, and `digest`, which is equal for equal files.
+    """Return the path and digest of a base, as checkpoints of its adapters record them.
 
-    A checkpoint's is over the checksums in its manifest; a Hugging Face folder's over its safetensors files,
-    above 256 MiB in all over their names, sizes and both ends.
+    The digest is equal for equal files: of a checkpoint it covers the checksums in the manifest, of a Hugging
+    Face folder the safetensors files (above 256 MiB in total only their names, sizes, first and last bytes).
     """
     if is_checkpoint(folder):
         sums = xxhash.xxh3_128()
@@ -46,14 +46,14 @@ def base_of(folder: Path) -> dict[str, str]:
 
 
 def require_base(told: dict[str, Any], folder: Path, base: dict[str, str] | None = None) -> Path:
-    """The folder of the base that a checkpoint of adapters was trained on.
+    """Return the folder of the base that a checkpoint of adapters was trained on.
 
     Args:
-        told: what the checkpoint `folder` tells.
-        base: the one that is to be used; None: the one at the path that is told.
+        told: what the manifest of `folder` records about its adapters.
+        base: the base to use; None: the one at the recorded path.
 
     Raises:
-        EnvironmentProblem: it is gone, or another one.
+        EnvironmentProblem: the base is missing, or is a different one.
     """
     path = Path(told["base"]["path"])
     if base is None:
@@ -73,9 +73,10 @@ def require_base(told: dict[str, Any], folder: Path, base: dict[str, str] | None
 
 
 class MergedReader:
-    """The weights of a base with adapters added in, one tensor at a time.
+    """The weights of a base with adapters merged in, one tensor at a time.
 
-    What is added to is read in fp32, whatever the base's dtype is (`dtype`): who writes it rounds it, once.
+    Merged weights are computed and returned in fp32, whatever the base's dtype (`dtype`); whoever writes them
+    rounds them once.
     """
 
     def __init__(self, adapters: CheckpointReader, base: Tensors, scale: float) -> None:
@@ -105,7 +106,7 @@ class MergedReader:
 
 
 class HFTensors:
-    """A Hugging Face folder under our names."""
+    """A Hugging Face folder whose tensors have our names."""
 
     def __init__(self, folder: Path, model: Any) -> None:
         self._reader, self._shapes = read_hf(folder, hf_form(model)), parameter_shapes(model)
@@ -132,12 +133,13 @@ def open_weights(
     reuse: bool = False,
     say: Callable[[str], None] = lambda line: None,
 ) -> CheckpointReader | MergedReader:
-    """A checkpoint's weights, whole: those of adapters are merged into their base.
+    """Open a checkpoint's weights as whole tensors; adapters are merged into their base.
 
     `reuse`: see CheckpointReader.
 
     Raises:
-        EnvironmentProblem: it is damaged; or the base of its adapters is gone, or another one.
+        EnvironmentProblem: the checkpoint is damaged, or the base of its adapters is missing or a
+            different one.
     """
     told = adapters_of(read_manifest(folder))
     if told is None:
@@ -150,7 +152,7 @@ def open_weights(
 
 
 def open_base(path: Path, model: Any, *, verify: Verify = "full", reuse: bool = False) -> Tensors:
-    """The weights of a base that a model begins with: a checkpoint's, or a Hugging Face folder's under our
+    """Open the weights that a model starts from: those of a checkpoint, or of a Hugging Face folder under our
     names.
 
     Raises:

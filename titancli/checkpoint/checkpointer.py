@@ -1,4 +1,4 @@
-"""When a run saves, whether training waits for the disk, and which old checkpoints go."""
+"""When a run saves, whether training waits for the disk, and which old checkpoints are deleted."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ logger = logging.getLogger(__name__)
 
 AT_WORK = "at work"
 SIGN_SECONDS = 600.0
-"""Between two words of rank 0 to ranks that wait for what it does alone."""
+"""Interval at which rank 0 signals to waiting ranks that it is still working."""
 
 
 class Checkpointer:
     """Saves a run's state as `folder/step-N`, and keeps the latest k of them.
 
-    All methods are collective: every rank makes one and calls them alike. Asynchronous saves copy this rank's
-    pieces to buffers that are used again each time, and a thread writes them while training goes on; it plans
-    with the other ranks over a gloo group of its own, so that its messages never mix with training's.
+    All methods are collective: every rank creates one and makes the same calls. Asynchronous saves copy this
+    rank's pieces to reusable buffers, which a thread writes while training continues; the thread plans with
+    the other ranks over a separate gloo group, so its messages never mix with training's.
     """
 
     def __init__(
@@ -57,12 +57,18 @@ class Checkpointer:
         spared: Collection[str] = (),
         copies: Copies | None = None,
     ) -> None:
-        """`mesh`: the degrees that manifests tell. `kept`: what each checkpoint has for an export, see
-        `titancli.checkpoint.hf.kept`. `on_saved(step, path)` is called on every rank, in the
-        caller's thread, when a save is complete. `uploads` is rank 0's, and is woken after each.
-        `from_zero`: the run has started at step 0, and saves nothing beside checkpoints of its own that it
-        did not make here. `claim`, `spared`: see `titancli.checkpoint.save.Draft`. `copies`: what keeps
-        the state in memory every `section.peer_interval` steps, too."""
+        """Create the checkpointer.
+
+        Args:
+            mesh: the degrees that manifests record.
+            kept: files for exports in each checkpoint, see `titancli.checkpoint.hf.kept`.
+            on_saved: called with (step, path) on every rank, in the caller's thread, when a save is complete.
+            uploads: rank 0's, woken after each save.
+            from_zero: the run started at step 0; saving refuses checkpoints of this run that this object
+                did not save.
+            claim, spared: see `titancli.checkpoint.save.Draft`.
+            copies: also keeps the state in memory, every `section.peer_interval` steps.
+        """
         self._folder, self._section = folder, section
         self._lock_text, self._run_id, self._on_saved = lock_text, run_id, on_saved
         self._mesh, self._kept, self._uploads = mesh, kept or {}, uploads
@@ -74,18 +80,20 @@ class Checkpointer:
         self._writing: Writing | None = None
         self._copies = copies
         self._copied_alone: int | None = None
-        """The step that is due to be copied and not to be saved."""
+        """The step that is due to be copied but not saved."""
         self._saved: int | None = None
         self._names: set[str] | None = set() if from_zero else None
-        """What is saved here, where nothing else of this run may be there; None: it may."""
+        """Names of the checkpoints saved by this object, if no others of this run may exist; None: others
+        may."""
 
     @property
     def failed(self) -> bool:
-        """Whether the save under way has failed, as far as this rank knows by now; `wait` says how."""
+        """Return whether the save in progress has failed, as far as this rank knows; `wait` raises the
+        reason."""
         return self._writing is not None and self._writing.done and self._writing.error is not None
 
     def due(self, step: int) -> bool:
-        """Whether this step is to be saved, or copied, by the intervals alone, or because it is the first."""
+        """Return whether this step is due to be saved or copied, by the intervals or as the first step."""
         self._announce()
         if not self._section.enable:
             return False
@@ -100,17 +108,17 @@ class Checkpointer:
         return self._copies is not None and step % self._section.peer_interval == 0
 
     def _busy_anywhere(self) -> bool:
-        """Whether some rank still writes what was asked for before: training does not wait for it with a
-        copy."""
+        """Return whether any rank is still writing an earlier save: training does not wait for it just to
+        make a copy."""
         busy = self._writing is not None and not self._writing.done
         return any(Ranks().gather(busy)) if self._section.async_mode != "disabled" else False
 
     def reserve(self, tensors: Mapping[str, Tensor]) -> None:
-        """Ensure that there is memory for copies of such tensors. What asynchronous saves stage them in is
-        pinned meanwhile.
+        """Reserve memory for copies of these tensors. The staging buffers of asynchronous saves are pinned in
+        the background.
 
         Raises:
-            EnvironmentProblem: there is not enough for the copies that ranks keep.
+            EnvironmentProblem: there is not enough memory for the peer copies.
         """
         if self._section.async_mode == "async_with_pinned_mem":
             self._staging.reserve(pieces_of(tensors))
@@ -119,11 +127,11 @@ class Checkpointer:
             self._copies.reserve(pieces_of(tensors), self._plan, self._group)
 
     def save(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        """Save a step, once; a step that this process saved last is not saved again. One for which `due` has
-        just said so is only copied into memory.
+        """Save a step, unless this process saved it last. If `due` asked for a copy only, the state is copied
+        into memory but not saved.
 
         Raises:
-            TitanError: this save failed or, under an asynchronous mode, the one before it. In the second case
+            TitanError: this save failed or, in an asynchronous mode, the previous one. In the second case
                 nothing of this step is saved yet: call again.
         """
         alone, self._copied_alone = step == self._copied_alone, None
@@ -153,7 +161,8 @@ class Checkpointer:
             self._on_saved(step, path)
 
     def _copy(self, pieces: Pieces, draft: Draft) -> None:
-        """Copy the state into memory. Where that refuses, the run goes on: the disk has its checkpoints."""
+        """Copy the state into memory. If that fails, the run continues: it still has its checkpoints on the
+        disk."""
         try:
             if self._copies is not None:
                 self._copies.make(pieces, draft, self._plan, self._group)
@@ -162,7 +171,7 @@ class Checkpointer:
                 logger.warning("step %d was not copied into memory: %s", draft.step, error.message)
 
     def save_apart(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
-        """Save tensors without a state under a name of their own, now; nothing is purged.
+        """Save tensors without a state under a separate name, synchronously; nothing is purged.
 
         Raises:
             TitanError: this save failed, or the one before it.
@@ -172,7 +181,7 @@ class Checkpointer:
         run_save(pieces_of(tensors), self._draft(path, tensors, {}), self._group)
 
     def on_main(self, doing: str, function: Callable[[], None]) -> None:
-        """Call on rank 0, for as long as it takes; what it raises there is raised on every rank."""
+        """Run a function on rank 0, however long it takes, and raise its error on every rank."""
         self._meet()
         ranks = Ranks(self._group)
         if ranks.size == 1:
@@ -191,14 +200,14 @@ class Checkpointer:
 
     @contextmanager
     def _signs_of_life(self, ranks: Ranks, doing: str) -> Iterator[None]:
-        """Say again and again to the other ranks that rank 0 is at work, so that they wait on."""
+        """Signal to the other ranks at intervals that rank 0 is still working, so that they keep waiting."""
         ended = threading.Event()
 
         def say() -> None:
             while not ended.wait(SIGN_SECONDS):
                 _tell(ranks, doing, told=AT_WORK)
 
-        # Where that fails, a rank has ended: the work is done all the same, and what is said last fails, too.
+        # If this fails, a rank has ended: the work is still finished, and the final message fails too.
         with ThreadPoolExecutor(1, thread_name_prefix="titan-at-work") as thread:
             thread.submit(say)
             try:
@@ -207,11 +216,11 @@ class Checkpointer:
                 ended.set()
 
     def finish_uploads(self) -> bool:
-        """Wait until the newest checkpoints are where `checkpoint.remote` says, and return True; on rank 0
-        False, where a signal has come and the store does not take them in time.
+        """Wait until the newest checkpoints are in `checkpoint.remote`, and return True; on rank 0 return
+        False if a signal has come and the store does not take them in time.
 
         Raises:
-            TitanError: they cannot be put there.
+            TitanError: they cannot be uploaded.
         """
         there: list[bool] = []
         if self._section.remote is not None:
@@ -223,7 +232,7 @@ class Checkpointer:
 
     def _meet(self) -> None:
         if self._group is None and Ranks().size > 1:
-            # Soon: making a group takes the rendezvous store; who has lost that must still be able to save.
+            # Early: making a group needs the rendezvous store; a run that has lost it must be able to save.
             self._group = new_patient_group()
 
     def _draft(self, path: Path, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> Draft:
@@ -240,7 +249,7 @@ class Checkpointer:
         )
 
     def wait(self) -> None:
-        """Wait for the save that is under way, if any.
+        """Wait for the save in progress, if any.
 
         Raises:
             TitanError: it failed.
@@ -258,7 +267,7 @@ class Checkpointer:
             self._tell(self._writing)
 
     def _tell(self, writing: Writing) -> None:
-        """Say that a step is saved, once."""
+        """Call `on_saved` for a completed save, once."""
         if writing.path is not None and self._saved != writing.step:
             self._saved = writing.step
             self._on_saved(writing.step, writing.path)
@@ -271,7 +280,8 @@ class Checkpointer:
             self._tidy()
 
     def _tidy(self) -> None:
-        """What rank 0 does once a step is saved. Whatever fails: it is saved, and the ranks stay alike."""
+        """Start uploads and purge old checkpoints on rank 0 after a save. Failures are only logged: the step
+        is saved, and ranks must not diverge."""
         try:
             if self._uploads is not None:
                 self._uploads.wake()
@@ -288,7 +298,7 @@ class Checkpointer:
 def _tell(
     ranks: Ranks, doing: str, error: BaseException | None = None, told: str | None = None
 ) -> str | None:
-    """Return on every rank what rank 0 is told to say, or raise what it has."""
+    """Return `told` of rank 0 on every rank, or raise its error on all of them."""
 
     def word() -> str | None:
         if error is not None:
@@ -299,7 +309,7 @@ def _tell(
 
 
 class Writing:
-    """A save under way in a thread; without a path, a copy into memory alone."""
+    """A save in progress in a thread; if `path` is None, only a copy into memory."""
 
     def __init__(self, step: int, path: Path | None, work: Callable[[], None]) -> None:
         self.step, self.path = step, path
@@ -320,15 +330,15 @@ class Writing:
             self._work()
         except TitanError as error:
             self.error = error
-        except BaseException as error:  # told in the caller's thread, at the next save or wait
+        except BaseException as error:  # announced in the caller's thread, at the next save or wait
             what = self.path or f"step {self.step}"
             self.error = TitanError(f"saving {what} failed: {type(error).__name__}: {error}")
             self.error.__cause__ = error
 
 
 def purge(folder: Path, run_id: str, keep: int, busy: Path | None = None) -> None:
-    """Delete all but the newest `keep` checkpoints of this run (0 keeps all); others' folders stay, and so
-    do a user's links and the one that is being uploaded."""
+    """Delete all but the newest `keep` checkpoints of this run (0 keeps all). Other runs' folders, users'
+    links and the checkpoint being uploaded (`busy`) stay."""
     own = [path for path, manifest in steps(folder).items() if manifest.run_id == run_id]
     mine = [path for path in own if not path.is_symlink()]
     for path in mine[keep:] if keep else ():

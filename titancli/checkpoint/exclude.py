@@ -1,4 +1,4 @@
-"""`checkpoint.exclude_from_loading`: what of a checkpoint is left where it is. Torch-free."""
+"""`checkpoint.exclude_from_loading`: the parts of a checkpoint that are not loaded. Torch-free."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ from titancli.recipe.check import PARTS
 
 @dataclass(frozen=True)
 class Exclusion:
-    """Parts by name, and patterns of tensors' names, such as `model.output.*`."""
+    """Names of parts, and patterns of tensors' names, such as `model.output.*`."""
 
     patterns: tuple[str, ...] = ()
 
     @classmethod
     def once(cls, patterns: Sequence[str], checkpoint: Path) -> Exclusion:
-        """What to leave out of this checkpoint: nothing, where it was saved under the same exclusion.
+        """Return what to leave out of this checkpoint: nothing if it was saved under the same exclusion.
 
-        So a run that leaves something out does it when it takes over a checkpoint, and not again each time
-        that it is resumed.
+        So the exclusion applies when a run starts from a checkpoint, and not again when the run is resumed.
 
         Raises:
             DamagedCheckpoint: its lock file cannot be read.
@@ -44,7 +43,7 @@ class Exclusion:
         return cls(() if before == list(patterns) else tuple(patterns))
 
     def has(self, name: str) -> bool:
-        """Whether a part, or a tensor, is left out."""
+        """Return whether a part or a tensor is left out."""
         return any(
             fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")
             for pattern in self.patterns
@@ -53,18 +52,18 @@ class Exclusion:
 
     @property
     def may_have_weights(self) -> bool:
-        """Whether tensors of the model may be among what is left out; a pattern such as `*.weight` may."""
+        """Return whether the exclusion may match tensors of the model, as `*.weight` may."""
         others = PARTS.keys() - {"model"}
         return any(pattern.partition(".")[0] not in others for pattern in self.patterns)
 
     def check(self, names: Iterable[str]) -> None:
-        """Ensure that each pattern means something.
+        """Check that each pattern matches something.
 
         Args:
-            names: of the checkpoint's tensors.
+            names: the names of the checkpoint's tensors.
 
         Raises:
-            RecipeError: one means nothing.
+            RecipeError: a pattern matches nothing.
         """
         names = list(names)
         for pattern in self.patterns:

@@ -1,4 +1,4 @@
-"""What lies in a folder of checkpoints, and what is wrong with it: `titan checkpoint`. Torch-free."""
+"""The contents of a folder of checkpoints, and what is wrong with them: `titan checkpoint`. Torch-free."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ class Found:
 
     path: Path
     manifest: Manifest | None
-    """None: it cannot be read."""
+    """The manifest; None: it cannot be read."""
     faults: list[str]
-    """One phrase for each file that is not as it should be; empty: it is good, as far as it was looked at."""
+    """One phrase for each faulty file; empty: the checkpoint is good, as far as it was checked."""
 
     @property
     def set_aside(self) -> bool:
-        """Whether another one has taken its place: nothing loads it, and it may be deleted."""
+        """Return whether another checkpoint has replaced it: it is never loaded, and may be deleted."""
         return SET_ASIDE.match(self.path.name) is not None
 
     @property
     def size(self) -> int:
-        """Bytes of all files but the manifest."""
+        """Return the bytes of all files but the manifest."""
         return sum(digest.size for digest in self.manifest.files.values()) if self.manifest else 0
 
     @property
@@ -48,12 +48,12 @@ class Found:
 
     @property
     def ranks(self) -> int | None:
-        """How many wrote it."""
+        """Return the number of ranks that wrote it."""
         return self.manifest.layout.get("ranks") if self.manifest else None
 
 
 def look_at(path: Path, verify: Verify) -> Found:
-    """A checkpoint and what is wrong with it."""
+    """Return a checkpoint with what is wrong with it."""
     try:
         manifest = read_manifest(path)
     except EnvironmentProblem as error:
@@ -65,10 +65,11 @@ def look_at(path: Path, verify: Verify) -> Found:
 
 
 def folders(path: Path) -> list[Path]:
-    """The checkpoints that a path names: itself, those of a run, or those of a folder; oldest step first.
+    """Return the checkpoints that a path names: itself, those of a run, or those of a folder; oldest step
+    first.
 
     Raises:
-        EnvironmentProblem: there is no such folder, or it is neither of these.
+        EnvironmentProblem: there is no such folder, or it is none of these.
     """
     path = path.absolute()
     if is_checkpoint(path) or STEP_NAME.match(path.name):
@@ -94,10 +95,10 @@ def _order(path: Path) -> tuple[int, str]:
 
 
 def metadata_of(path: Path) -> Metadata:
-    """A checkpoint's tensors, and where they lie.
+    """Return a checkpoint's tensors, and where they lie.
 
     Raises:
-        EnvironmentProblem: it is no checkpoint, or its metadata.json is not the one that was written.
+        EnvironmentProblem: it is not a checkpoint, or its metadata.json is damaged.
     """
     manifest = read_manifest(path)
     if found := faults(path, manifest, only={"metadata.json"}):
@@ -112,7 +113,7 @@ def nbytes(tensor: TensorLayout | Described) -> int:
 
 
 def _contradictions(path: Path, manifest: Manifest) -> list[str]:
-    """Where metadata.json and the data files, each undamaged, do not say the same."""
+    """Return where metadata.json and the data files, each undamaged, contradict each other."""
     try:
         return list(_between(path, manifest, open_metadata(path, manifest.files).everything()))
     except EnvironmentProblem as error:

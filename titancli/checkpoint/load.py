@@ -52,20 +52,19 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Fill tensors in place from a checkpoint, whatever layout it was saved under; return its JSON state.
 
-    Collective over `group` (when None all ranks, which then wait for each other's disks for as long as
-    `process_group.PATIENCE`); a rank gives what it has. Names, shapes and dtypes
-    of all ranks together must be the checkpoint's;
-    but when one part alone is asked for (all names begin with `model.`), the rest of the checkpoint is left
-    unused, and values are cast to the dtypes asked for. Each rank reads only what it needs; where
-    `verify` is "full", it is hashed on its way into the tensors.
+    Collective over `group` (None: all ranks), with a timeout of `process_group.PATIENCE` for other ranks'
+    disks; each rank passes the tensors that it has. Names, shapes and dtypes of all ranks together must be
+    the checkpoint's. If only one part is requested (all names begin with `model.`), the rest of the
+    checkpoint is left unused, and values are cast to the requested dtypes. Each rank reads only what it
+    needs; if `verify` is "full", it is hashed as it is read.
 
-    What `exclude` has is left as it is. `begin` is called before the first tensor is written.
+    Tensors in `exclude` are left as they are. `begin` is called before the first tensor is written.
 
     Raises:
-        EnvironmentProblem: it is no checkpoint, or damaged; names the file. When a wrong checksum is found
-            the tensors hold bad values: all ranks raise, and must load something else or stop.
-        TitanError: names, shapes or dtypes differ; names them all. Or `exclude` names what is not there.
-            The tensors are as they were.
+        EnvironmentProblem: the folder is not a checkpoint, or is damaged; names the file. After a wrong
+            checksum the tensors hold bad values: all ranks raise, and must load something else or stop.
+        TitanError: names, shapes or dtypes differ (names them all), or `exclude` names something that is
+            not there. The tensors are unchanged.
     """
     ranks = Ranks(patient_group() if group is None else group)
     manifest, metadata = _open_together(folder, verify, ranks)
@@ -80,7 +79,7 @@ def load_checkpoint(
     }
     strict = parts != {"model"}
     wanted = {name: (shape, dtype if strict else None) for name, (shape, dtype) in asked.items()}
-    if found := differences(there, wanted):
+    if found := _mismatch(there, wanted):
         raise TitanError(
             f"checkpoint {folder} does not fit this recipe: {found}",
             hint="undo the change in the recipe, or start a new run from the weights of the checkpoint: "
@@ -104,11 +103,11 @@ def _fill(
     ranks: Ranks,
     alike: list[str],
 ) -> None:
-    """Read tensors that are known to be in the checkpoint, cast to the dtypes they have; collective.
+    """Read tensors that are known to be in the checkpoint, cast to their dtypes; collective.
 
-    Each byte is read and hashed once, but for small tensors: ranks that hold a tensor by columns read rows of
-    it, and send each other the columns; replicas read a part each, and when all ranks have found what they
-    read to be good, give it to each other.
+    Each byte is read and hashed once, except for small tensors: ranks that hold a tensor by columns read rows
+    of it, and exchange the columns; replicas read a part each and, once all ranks have verified what they
+    read, send it to each other.
     """
     all_ranks = ranks.size > 1 and ranks.size == dist.get_world_size()
     shared = shared_among_replicas(tensors, alike) if all_ranks else {}
@@ -166,7 +165,7 @@ def _rows(memory: Tensor, low: int, high: int) -> Tensor:
 
 @contextmanager
 def _kept(failures: list[Exception]) -> Iterator[None]:
-    """Keep what is raised inside for later."""
+    """Append an exception raised inside the block to `failures`."""
     try:
         yield
     except Exception as error:
@@ -181,7 +180,7 @@ def _fill_from(
     ranges: Callable[[], Iterable[Range]],
     read: Callable[[], None],
 ) -> None:
-    """The same, of files that lie on several nodes: from another one where a node's are damaged."""
+    """Fill as `_fill` does from files on several nodes; damaged ones are fetched from another node."""
     bad: list[str | None] = []
 
     def guarded() -> None:
@@ -202,8 +201,8 @@ def _fill_from(
 
 
 def _on_each(ranks: Ranks, folder: Path, function: Callable[[], T]) -> T:
-    """Return what a function returns on this rank; what is wrong with the checkpoint on any rank is raised on
-    all of them."""
+    """Return a function's result on this rank; raise a problem with the checkpoint on any rank on all of
+    them."""
     try:
         return ranks.local(f"loading {folder}", function)
     except DamagedCheckpoint:
@@ -216,8 +215,8 @@ Asked = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 def _asked_together(tensors: Mapping[str, Tensor], ranks: Ranks) -> tuple[Asked, list[str]]:
-    """Shapes and dtypes of what any rank asks for: under a pipeline each asks for its own stages alone. And a
-    checksum of what each rank asks for; most ask for the same, which is sent once."""
+    """Return the shapes and dtypes requested by any rank (under a pipeline each requests only its stages),
+    and a checksum of each rank's request. Most ranks request the same, which is sent once."""
     asked = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in sorted(tensors.items())}
     alike = ranks.gather(xxhash.xxh3_128(repr(asked).encode()).hexdigest())
     everyones: Asked = {}  # the same on all ranks, so that all find the same differences
@@ -232,8 +231,8 @@ def _asked_together(tensors: Mapping[str, Tensor], ranks: Ranks) -> tuple[Asked,
 def _open_together(folder: Path, verify: Verify, ranks: Ranks) -> tuple[Manifest, Metadata]:
     """Open a checkpoint on all ranks, or raise the first rank's error on all of them.
 
-    A node's view of a shared disk may be stale: what the ranks read must be one and the same, and what the
-    first one sees the others wait for.
+    A node's view of a shared disk may be stale: all ranks must read the same checkpoint, and they wait for
+    what the first one sees.
     """
     opened: tuple[Manifest, Metadata] | None = None
     failure: TitanError | None = None
@@ -268,14 +267,14 @@ def _open_together(folder: Path, verify: Verify, ranks: Ranks) -> tuple[Manifest
 
 
 def _patience(ranks: Ranks) -> float:
-    """Return how long files are waited for that other nodes may have written."""
+    """Return how long to wait for files that other nodes may have written, in seconds."""
     return shared_folder.PATIENCE if ranks.size > 1 else 0.0
 
 
 def _try_to_open(
     folder: Path, verify: Verify, *, files: bool, late: float = 0.0
 ) -> tuple[tuple[Manifest, Metadata] | None, TitanError | None]:
-    """Return what `open_checkpoint` returns, or what it raises: other ranks wait, and must hear of it."""
+    """Return the result of `open_checkpoint`, or its error, which the waiting ranks must learn of."""
     try:
         return open_checkpoint(folder, verify=verify, data=False, files=files, late=late), None
     except TitanError as error:
@@ -285,7 +284,7 @@ def _try_to_open(
 
 
 def _identity(manifest: Manifest) -> str:
-    """Return what is the same for copies of a checkpoint alone: its step, state and files, the layout too."""
+    """Return an identity shared only by copies of one checkpoint: of its step, state, files and layout."""
     return xxhash.xxh3_64(manifest_bytes(replace(manifest, created=""))).hexdigest()
 
 
@@ -294,12 +293,13 @@ def open_checkpoint(
 ) -> tuple[Manifest, Metadata]:
     """Read a checkpoint's manifest and layout, and check its files.
 
-    `data` false: the checksums of the data files, and of where pieces lie, are left to who reads them.
-    `files` false: somebody else looks at names and sizes. `late`: seconds for which files are waited for that
-    the manifest names.
+    Args:
+        data: whether to verify the data files and the parts of the metadata; if not, their readers do.
+        files: whether to check names and sizes; if not, another rank does.
+        late: seconds to wait for files that the manifest lists.
 
     Raises:
-        EnvironmentProblem: it is no checkpoint, or damaged; names the file.
+        EnvironmentProblem: the folder is not a checkpoint, or is damaged; names the file.
     """
     manifest = read_manifest(folder)
     chosen = {name for name in manifest.files if data or not (FILE_NAME.match(name) or PART_NAME.match(name))}
@@ -314,10 +314,11 @@ def open_checkpoint(
         raise DamagedCheckpoint(folder, error.message) from error
 
 
-def differences(
+def _mismatch(
     there: Mapping[str, Described], wanted: Mapping[str, tuple[tuple[int, ...], torch.dtype | None]]
 ) -> str:
-    """What keeps a checkpoint from filling tensors of these shapes and dtypes (None: any); empty: nothing."""
+    """Return what prevents a checkpoint from filling tensors of these shapes and dtypes (None: any); empty:
+    nothing."""
     shapes, dtypes = [], []
     for name in sorted(wanted.keys() & there.keys()):
         shape, dtype = wanted[name]
@@ -338,7 +339,7 @@ def differences(
 
 
 def name_lists(groups: Mapping[str, Iterable[str]], limit: int = 6) -> str:
-    """`it lacks a, b and 3 more; shapes differ: …`; empty when every group is."""
+    """Return lists of names as text, `it lacks a, b and 3 more; shapes differ: …`; empty if all are."""
     parts = []
     for title, names in groups.items():
         names = list(names)

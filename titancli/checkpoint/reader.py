@@ -22,7 +22,7 @@ class CheckpointReader:
     """A checkpoint's tensors, whole and one at a time, in one process without torch.distributed.
 
     Raises:
-        EnvironmentProblem: it is no checkpoint, or damaged; names the file.
+        EnvironmentProblem: the folder is not a checkpoint, or is damaged; names the file.
     """
 
     def __init__(
@@ -34,11 +34,12 @@ class CheckpointReader:
         reuse: bool = False,
         exclude: Exclusion = NOTHING,
     ) -> None:
-        """
+        """Open the checkpoint.
+
         Args:
-            prefix: only tensors whose name begins so, and named without it (`"model."`).
-            reuse: a tensor that lies in several pieces is put together in the memory of the one before:
-                fresh memory costs more than the copy.
+            prefix: read only tensors whose name begins with this, and drop it from the names (`"model."`).
+            reuse: assemble a tensor of several pieces in the memory of the previous one: fresh memory
+                costs more than the copy.
         """
         self.folder = folder
         self._room: Tensor | None = torch.empty(0, dtype=torch.uint8) if reuse else None
@@ -60,13 +61,13 @@ class CheckpointReader:
         return TORCH_DTYPE[self._described(name)[1].dtype]
 
     def read(self, name: str) -> Tensor:
-        """The whole tensor, on the CPU; where it lies in one piece, mapped and not yet read."""
+        """Return the whole tensor, on the CPU; if it is stored in one piece, it is mapped, not yet read."""
         stored, _ = self._described(name)
         try:
             layout = self._metadata.layouts({stored: None})[stored]
         except EnvironmentProblem as error:
             raise DamagedCheckpoint(self.folder, error.message) from error
-        # The pieces are looked up before the whole is allocated: a lying shape costs nothing.
+        # The pieces are looked up before the whole is allocated, so that a false shape costs nothing.
         pieces = [
             self._files.read(chunk.file, chunk.key, layout.dtype, chunk.shape)
             for chunk in layout.chunks
@@ -81,7 +82,7 @@ class CheckpointReader:
             whole[box] = piece
 
         filled = [chunk for chunk in layout.chunks if math.prod(chunk.shape)]
-        with ThreadPoolExecutor(2) as pool:  # one thread does not read a file as fast as it could be
+        with ThreadPoolExecutor(2) as pool:  # one thread does not read a file as fast as possible
             list(pool.map(put_in, filled, pieces))
         return whole
 

@@ -1,4 +1,4 @@
-"""Saving: a hidden folder, every file flushed, one rename. All ranks learn of a failure on any of them."""
+"""Saving: a hidden folder, every file flushed, one rename. A failure on any rank is raised on all."""
 
 from __future__ import annotations
 
@@ -62,19 +62,19 @@ def save_checkpoint(
     kept: Mapping[str, bytes] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Save tensors and a JSON state as `folder`, which is then whole, or else as it was before.
+    """Save tensors and a JSON state as `folder`, which is then whole, or else unchanged.
 
-    Collective over `group` (the default group when None; one process needs none). Every rank gives what it
-    has, which under a pipeline are its stages' names; a DTensor is written in the pieces that the ranks hold,
-    each piece once; of a plain tensor one rank's copy. The state and the texts are rank 0's, and so are
-    `mesh`, the degrees that the manifest tells (None: those of the largest mesh of a tensor), and `kept`,
-    files for an export (`titancli.checkpoint.hf.kept`). An older `folder` of the same run is replaced, and is
-    deleted only after the new one has its name.
+    Collective over `group` (None: the default group; a single process needs none). Every rank passes the
+    tensors that it has, under a pipeline those of its stages. A DTensor is written in the pieces that the
+    ranks hold, each once; of a plain tensor one rank's copy is written. The state and texts are taken from
+    rank 0, as are `mesh`, the degrees in the manifest (None: those of the largest mesh of a tensor), and
+    `kept`, files for an export (`titancli.checkpoint.hf.kept`). An older `folder` of the same run is
+    replaced, and deleted only after the new one has its name.
 
     Raises:
-        EnvironmentProblem: the disk is full or cannot be written, on any rank; raised on all of them. Nothing
-            half-written is left.
-        TitanError: a state that is not JSON, an entry that is no tensor.
+        EnvironmentProblem: the disk of any rank is full or cannot be written; raised on all ranks.
+            Nothing half-written is left.
+        TitanError: the state is not JSON, or an entry is not a tensor.
     """
     degrees = mesh_of(tensors) if mesh is None else dict(mesh)
     draft = Draft(folder, dict(state), lock_text, run_id, degrees, kept=kept or {})
@@ -82,7 +82,7 @@ def save_checkpoint(
 
 
 def mesh_of(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """The degrees of the largest mesh that the tensors lie on, by name."""
+    """Return the degrees of the largest mesh that the tensors lie on, by name."""
     meshes = {tensor.device_mesh for tensor in tensors.values() if isinstance(tensor, DTensor)}
     if not meshes:
         return {}
@@ -98,22 +98,22 @@ class Draft:
     folder: Path
     state: dict[str, Any]
     lock_text: str
-    """Empty: no lock file is kept (converted weights)."""
+    """Text of the lock file; empty: no lock file is kept (converted weights)."""
     run_id: str
     mesh: dict[str, int]
     ranks: int = 1
     kept: Mapping[str, bytes] = field(default_factory=dict)
-    """Of the Hugging Face folder that the weights once came from; see `titancli.checkpoint.hf.kept`."""
+    """Files of the Hugging Face folder that the weights came from; see `titancli.checkpoint.hf.kept`."""
     alongside: set[str] | None = None
-    """The only checkpoints of this run that may lie beside it, by name; it becomes one of them. None: any."""
+    """Names of the only checkpoints of this run that may lie beside it, to which it is added; None: any."""
     claim: Claim | None = None
-    """Asked before anything is deleted or gets its final name; None: nobody else writes here."""
+    """Checked before anything is deleted or gets its final name; None: no other process writes here."""
     spared: Collection[str] = ()
-    """Tokens of earlier attempts that may still be at work: what these are writing is left alone."""
+    """Tokens of earlier attempts that may still be at work: what they are writing is left alone."""
     hidden: Path | None = field(default=None, init=False)
-    """Where it lies until it is complete."""
+    """The hidden folder, until it is complete."""
     old: Path | None = field(default=None, init=False)
-    """Where the folder that it replaces has gone."""
+    """Where the folder that it replaces was moved."""
 
     @property
     def step(self) -> int:
@@ -121,8 +121,8 @@ class Draft:
         return int(match[1]) if match else 0
 
     def open(self, needed: int) -> Path:
-        """Make the hidden folder, where `needed` bytes will lie."""
-        manifest_bytes(self.manifest({}, 0))  # a state that cannot be written is better known now
+        """Create the hidden folder, with room for `needed` bytes."""
+        manifest_bytes(self.manifest({}, 0))  # fail now if the state cannot be written
         if (owner := _run_of(self.folder)) not in (self.run_id, None):
             raise EnvironmentProblem(
                 f"{self.folder} was written by another run ({owner}) and is not overwritten",
@@ -146,7 +146,8 @@ class Draft:
         return hidden
 
     def _refuse_others(self, parent: Path) -> None:
-        """Where a run has started over, what it did before must not be mixed with it, replaced or purged."""
+        """Refuse checkpoints of the same run from before it started over: they must not be mixed with it,
+        replaced or purged."""
         if self.alongside is None:
             return
         own = [path.name for path, manifest in steps(parent).items() if manifest.run_id == self.run_id]
@@ -159,7 +160,7 @@ class Draft:
         self.alongside.add(self.folder.name)  # now: a save that fails may leave it complete
 
     def complete(self, groups: Sequence[Group], files: dict[str, Digest]) -> None:
-        """Write what describes the data, and give the folder its name."""
+        """Write the files that describe the data, and rename the folder."""
         if self.hidden is None:
             raise TitanError(f"{self.folder} was not opened")
         try:
@@ -168,8 +169,8 @@ class Draft:
             manifest = self.manifest(files, 1 + last_serial(self.folder.parent))
             write_file(self.hidden / MANIFEST, manifest_bytes(manifest))
             sync_folder(self.hidden)
-            # On a shared disk another rank's file may come late, or not be what it wrote; and older ones go
-            # after this.
+            # On a shared disk another rank's file may come late, or not be what it wrote; and older ones are
+            # deleted after this.
             with waiting_for_late_files(shared_folder.PATIENCE if self.ranks > 1 else 0.0):
                 found = faults(self.hidden, manifest, verify="size")
             if found:
@@ -180,13 +181,13 @@ class Draft:
             raise self.explain(error, sum(digest.size for digest in files.values())) from error
 
     def description(self, groups: Sequence[Group]) -> dict[str, bytes]:
-        """Return the files that lie beside the data, but for the manifest."""
+        """Return the files that lie beside the data, except the manifest."""
         files = {f"{PREFIX}{name}": data for name, data in self.kept.items()}
         files[METADATA] = index_bytes(groups)
         return {**files, LOCK: self.lock_text.encode()} if self.lock_text else files
 
     def discard(self) -> None:
-        """After a failure: leave nothing half-written, and the older folder under its name."""
+        """Remove what is half-written after a failure, and restore the older folder's name."""
         if self.hidden is not None:
             shutil.rmtree(self.hidden, ignore_errors=True)
         if self.old is not None and not self.folder.exists():
@@ -194,13 +195,13 @@ class Draft:
                 self.old.rename(self.folder)
 
     def explain(self, error: OSError, needed: int) -> EnvironmentProblem:
-        """An error of the operating system, in words. Runs on any rank."""
+        """Return the readable error for an error of the operating system. Runs on any rank."""
         kept = "Earlier checkpoints are not affected."
         remedy = "free some space, or lower checkpoint.keep_latest_k"
         return refusal(error, self.folder, needed, kept=kept, remedy=remedy)
 
     def _sweep(self) -> None:
-        """Remove what interrupted saves of this run left behind, and replaced checkpoints."""
+        """Remove replaced checkpoints, and what interrupted saves of this run left behind."""
         for path in list(self.folder.parent.glob(".*")):
             name = path.name[1:].partition(".")[0]
             prefix = hidden_prefix(name, self.run_id)
@@ -219,9 +220,9 @@ class Draft:
 
     def _rename(self, hidden: Path) -> None:
         with contextlib.suppress(OSError):
-            self.folder.rmdir()  # an empty folder is in nobody's way
+            self.folder.rmdir()  # an empty folder is harmless
         if self.folder.exists():
-            # What cannot be told to be ours is set aside under a name that nothing removes.
+            # What may not be ours is set aside under a name that nothing removes.
             form = ".{}.old-{}" if _run_of(self.folder) == self.run_id else "{}.unknown-{}"
             old = self.folder.with_name(form.format(self.folder.name, secrets.token_hex(4)))
             self.folder.rename(old)
@@ -252,7 +253,7 @@ class Draft:
 def run_save(
     pieces: Pieces, draft: Draft, group: dist.ProcessGroup | None, plan: SavePlan | None = None
 ) -> None:
-    """The collective part of a save; see `save_checkpoint`. `plan` is that of the save before, if any."""
+    """Run the collective part of a save; see `save_checkpoint`. `plan` is the previous save's, if any."""
     ranks, doing = Ranks(group), f"saving {draft.folder}"
     draft.ranks, plan = ranks.size, plan or SavePlan()
     try:
@@ -275,10 +276,10 @@ def run_save(
 
 
 def _abandoned(folder: Path) -> bool:
-    """Whether nothing in an unfinished folder has changed for so long that nobody is writing it."""
+    """Return whether an unfinished folder has not changed for so long that no process can be writing it."""
     try:
         latest = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
-    except OSError:  # somebody is just deleting it, or renaming
+    except OSError:  # it is just being deleted or renamed
         return False
     return time.time() - latest > ABANDONED
 

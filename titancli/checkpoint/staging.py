@@ -1,4 +1,4 @@
-"""Host memory that a rank's part of a checkpoint is copied to, and written from while training goes on."""
+"""Host memory that a rank's part of a checkpoint is copied to, and written from while training continues."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch.distributed.checkpoint.planner import WriteItem
 from titancli.checkpoint.format.storage import Pieces
 
 SLAB = 1 << 32
-"""Bytes that are allocated at a time. All slabs are powers of two: torch rounds pinned memory up to one."""
+"""Bytes that are allocated at a time. All slabs are powers of two, to which torch rounds pinned memory up."""
 ALIGNED = 64
-"""Bytes; where a piece begins in a slab."""
+"""Alignment of a piece in a slab, in bytes."""
 
 Layout = dict[Any, tuple[torch.Size, torch.dtype]]
 """The shape and dtype of each piece, by its index."""
@@ -31,8 +31,8 @@ class Staging:
         self._buffers: Future[dict[Any, Tensor]] | None = None
 
     def reserve(self, pieces: Pieces) -> None:
-        """Begin to allocate the buffers of such pieces, in a thread: pinning takes a second for a few GiB.
-        What fails there is raised by `copy`."""
+        """Start to allocate buffers for these pieces in a thread: pinning takes a second for a few GiB.
+        `copy` raises its failures."""
         self._reserve({item.index: pieces.resolve(item) for item in pieces.items})
 
     @torch.no_grad()
@@ -64,7 +64,7 @@ class Staging:
         layout = {index: (value.shape, value.dtype) for index, value in values.items()}
         if self._buffers is None or layout != self._layout:
             pinned = self._pinned and any(value.is_cuda for value in values.values())
-            self._layout, self._buffers = layout, None  # the old ones go first
+            self._layout, self._buffers = layout, None  # frees the old ones first
             thread = ThreadPoolExecutor(1, thread_name_prefix="titan-staging")
             self._buffers = thread.submit(buffers_of, layout, pinned)
             thread.shutdown(wait=False)
@@ -92,7 +92,7 @@ def buffers_of(layout: Layout, pinned: bool) -> dict[Any, Tensor]:
 
 
 def slab_of(size: int, pinned: bool) -> Tensor:
-    """Return so many bytes of host memory, [size] uint8."""
+    """Return `size` bytes of host memory, [size] uint8."""
     return torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
 
 
@@ -101,5 +101,5 @@ def _up(size: int) -> int:
 
 
 def _power(size: int, rounded: Any) -> int:
-    """The power of two below or above a size."""
+    """Return the nearest power of two below or above a size."""
     return 1 << int(rounded(math.log2(max(size, 1))))

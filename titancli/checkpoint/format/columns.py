@@ -1,7 +1,7 @@
-"""Tensors that several ranks hold by columns: each reads some rows, and they send each other the columns.
+"""Tensors that several ranks hold by columns: each reads some rows, then they exchange columns.
 
-The checksums of a checkpoint are of neighbouring bytes, which belong to whole rows: alone, each of these
-ranks would have to read and hash all of them. In a Hugging Face folder columns of two ranks may lie in turn.
+A checkpoint's checksums cover contiguous bytes, that is, whole rows: on its own each of these ranks would
+have to read and hash all of them. In a Hugging Face folder the columns of two ranks may be interleaved.
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ _BLOCK = 1 << 23
 
 @dataclass(frozen=True)
 class Columns:
-    """The ranks that hold some rows of a tensor together, divided along another dimension."""
+    """The ranks that together hold some rows of a tensor, split along another dimension."""
 
     ranks: tuple[int, ...]
-    """In the order of their columns."""
+    """The ranks, in the order of their columns."""
     place: int
-    """Of this rank among them."""
+    """The position of this rank in `ranks`."""
     dim: int
-    """The dimension along which they hold a part each."""
+    """The dimension that is split among the ranks."""
     box: Box
-    """What they hold together: all columns of some rows."""
+    """The box that they hold together: all columns of some rows."""
 
     @property
     def bounds(self) -> tuple[int, ...]:
-        """Where each rank's columns begin, and where the last ones end."""
+        """Return the boundaries between the ranks' columns, including the first start and the last end."""
         return _bounds(self.box[1][self.dim], len(self.ranks))
 
     @property
     def rows(self) -> Box:
-        """The rows that this rank is to read."""
+        """Return the box of rows that this rank reads."""
         (offset, *others), (count, *sizes) = self.box
         low, high = _bounds(count, len(self.ranks))[self.place : self.place + 2]
         return (offset + low, *others), (high - low, *sizes)
 
     def part(self, name: str, tensor: Tensor) -> Part:
-        """Return the rows that this rank is to read; the memory is on meta."""
+        """Return the part that this rank reads; its memory is on the meta device."""
         return Part(name, self.rows, torch.empty(self.rows[1], dtype=tensor.dtype, device="meta"))
 
     @torch.no_grad()
@@ -63,14 +63,14 @@ class Columns:
         tensor: Tensor,
         group: dist.ProcessGroup | None,
     ) -> None:
-        """Send each rank its columns of these rows, and put those of all rows into this rank's part of the
-        tensor; collective over the ranks.
+        """Send each rank its columns of these rows, and write the received columns into this rank's part of
+        the tensor; collective over the ranks.
 
         Args:
-            rows: gives those from one number to another of the rows that this rank is to read, on the CPU; it
-                must not raise, since the others wait.
-            dtype: theirs, in which they are sent.
-            group: of all ranks; gloo.
+            rows: returns rows [low, high) of those that this rank reads, on the CPU; it must not raise,
+                since the other ranks are waiting.
+            dtype: the dtype of the rows, in which they are sent.
+            group: a gloo group of all ranks.
         """
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         columns, places = self.bounds, _bounds(self.box[1][0], len(self.ranks))
@@ -103,7 +103,7 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def _bounds(size: int, count: int) -> tuple[int, ...]:
-    """Where the parts of a dimension that DTensor divides begin, and where the last one ends."""
+    """Return the boundaries of the parts into which DTensor splits a dimension."""
     each = -(-size // count)
     return tuple(min(number * each, size) for number in range(count + 1))
 
@@ -111,10 +111,10 @@ def _bounds(size: int, count: int) -> tuple[int, ...]:
 def shared_by_columns(
     tensors: Mapping[str, Tensor], alike: Sequence[str], metadata: Metadata
 ) -> dict[str, Columns]:
-    """Choose the tensors whose rows are shared; equal on all ranks that hold parts of one.
+    """Return the tensors whose rows are shared; equal on all ranks that hold parts of the same tensor.
 
     Args:
-        alike: of each rank a checksum of the names, shapes and dtypes that it loads.
+        alike: for each rank, a checksum of the names, shapes and dtypes that it loads.
 
     Raises:
         EnvironmentProblem: the metadata is malformed.
@@ -122,17 +122,18 @@ def shared_by_columns(
     shared = {}
     for name, tensor in tensors.items():
         columns = columns_of(tensor, alike)
-        # Where what is stored belongs to one rank each, they read it faster by themselves.
+        # Pieces that were stored by one rank each are read faster without an exchange.
         if columns is not None and metadata.crosses(name, columns.dim, columns.bounds[1:-1]):
             shared[name] = columns
     return shared
 
 
 def columns_of(tensor: Tensor, alike: Sequence[str]) -> Columns | None:
-    """Return who holds the other columns of a tensor; None: it is divided in another way, or too small.
+    """Return the ranks that hold the other columns of a tensor; None: it is split in another way, or too
+    small.
 
     Args:
-        alike: of each rank what is equal where ranks load the same.
+        alike: for each rank, a value that is equal on ranks that load the same tensors.
     """
     if not isinstance(tensor, DTensor) or replicas.share(tensor) < replicas.WORTH:
         return None
@@ -155,5 +156,5 @@ def columns_of(tensor: Tensor, alike: Sequence[str]) -> Columns | None:
     ((offsets, sizes),) = boxes_of(tensor)
     box = (offsets[0], *[0] * (tensor.ndim - 1)), (sizes[0], *tensor.shape[1:])
     columns = Columns(ranks, coordinate[number], last.dim, box)
-    # As many rows as ranks, and columns for each of them.
+    # At least one row and one column for each rank.
     return columns if sizes[0] >= len(ranks) and columns.bounds[-2] < columns.bounds[-1] else None

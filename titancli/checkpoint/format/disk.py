@@ -1,4 +1,4 @@
-"""Putting files on a disk for good, and saying in words why a disk refuses. Torch-free."""
+"""Durable writes, and readable errors when a disk refuses. Torch-free."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def write_file(path: Path, data: bytes) -> Digest:
-    """Write a new file and flush it to the disk itself."""
+    """Write a new file and flush it to the disk itself; return its digest."""
     with open(path, "xb") as file:
         file.write(data)
         file.flush()
@@ -25,7 +25,7 @@ def write_file(path: Path, data: bytes) -> Digest:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush a folder's table of names, without which a rename may not survive a power cut."""
+    """Flush a folder's directory entries, without which a rename may not survive a power cut."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
@@ -34,7 +34,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def need(folder: Path, needed: int) -> None:
-    """Ensure that a disk has `needed` bytes left.
+    """Check that a disk has `needed` bytes free.
 
     Raises:
         OSError: ENOSPC.
@@ -44,7 +44,8 @@ def need(folder: Path, needed: int) -> None:
 
 
 def refusal(error: OSError, path: Path, needed: int, *, kept: str, remedy: str) -> EnvironmentProblem:
-    """Why `path`, of `needed` bytes, cannot be written; what is safe, and how to make room."""
+    """Return the error for a write of `needed` bytes to `path` that failed: why, what is safe, how to make
+    room."""
     about = f"{path} cannot be written: {error.strerror or error}"
     if error.errno in FULL:
         try:
@@ -63,7 +64,7 @@ def refusal(error: OSError, path: Path, needed: int, *, kept: str, remedy: str) 
 
 
 def size_text(size: float) -> str:
-    """Bytes for people: `1.5 GB`."""
+    """Return a size in bytes as readable text: `1.5 GB`."""
     for unit in ("bytes", "kB", "MB", "GB"):
         if size < 1000:
             return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"

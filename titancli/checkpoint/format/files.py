@@ -1,4 +1,4 @@
-"""Reading a checkpoint's files, which may come from anywhere, on disks that fail now and then. Torch-free."""
+"""Reading a checkpoint's files, which are untrusted and may lie on unreliable disks. Torch-free."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from titancli.files import NotRegular, regular
 T = TypeVar("T")
 
 PASSING = (errno.ESTALE, errno.EIO)
-"""What a network file system says when it has lost sight of a file, often for a moment only."""
+"""Errors of a network file system that has lost sight of a file, often only for a moment."""
 
 PAUSES = (0.1, 0.5, 2.0)
 """Seconds before each further attempt."""
 
 
 LOOK = 0.1
-"""Seconds between two looks for a file that is waited for."""
+"""Seconds between two checks for a file that is awaited."""
 
 _waits: list[float] = []
-"""Until when files are waited for. Not for each thread: a file is read by several."""
+"""Deadlines until which files are awaited. Shared by all threads, since several read one file."""
 
 
 @contextmanager
 def waiting_for_late_files(seconds: float) -> Iterator[None]:
-    """Let what is read inside, and is known to have been written by another node, be waited for until so many
-    seconds from now have passed: a network disk may show it late."""
+    """Wait up to `seconds` from now for files that another node is known to have written, when they are read
+    inside the block: a network disk may show them late."""
     until = time.monotonic() + seconds
     _waits.append(until)
     try:
@@ -44,7 +44,7 @@ def waiting_for_late_files(seconds: float) -> Iterator[None]:
 
 
 def look_again() -> bool:
-    """Return, after a pause, whether something that is not there is still waited for."""
+    """Pause, and return whether a missing file is still awaited."""
     if time.monotonic() >= max(_waits, default=0.0):
         return False
     time.sleep(LOOK)
@@ -52,10 +52,10 @@ def look_again() -> bool:
 
 
 def patiently(read: Callable[[], T]) -> T:
-    """Return what `read` returns, calling it again after an error that may pass.
+    """Return the result of `read`, retrying after errors that may be temporary.
 
     Raises:
-        OSError: of another kind, or one that has not passed.
+        OSError: another kind of error, or one that persists.
     """
     pauses = iter(PAUSES)
     while True:
@@ -71,11 +71,11 @@ def patiently(read: Callable[[], T]) -> T:
 
 
 def open_file(path: Path) -> int:
-    """Open a regular file for reading and return its descriptor; what is none, as a FIFO, is not waited for.
+    """Open a regular file for reading and return its descriptor, without blocking on a FIFO.
 
     Raises:
         OSError: it cannot be opened.
-        EnvironmentProblem: it is no regular file.
+        EnvironmentProblem: it is not a regular file.
     """
     try:
         return patiently(lambda: regular(path, os.O_RDONLY))
@@ -89,10 +89,10 @@ def read_into(path: Path, start: int, memory: memoryview) -> None:
 
 
 def read_runs(path: Path, runs: Sequence[tuple[int, memoryview]]) -> None:
-    """Fill memory with a file's bytes: of each run, those from its start on.
+    """Fill each memory of `runs` with a file's bytes from its start on.
 
     Raises:
-        EnvironmentProblem: it cannot be read, or ends too soon.
+        EnvironmentProblem: the file cannot be read, or is too short.
     """
 
     def read() -> None:
@@ -114,20 +114,20 @@ def read_runs(path: Path, runs: Sequence[tuple[int, memoryview]]) -> None:
 
 
 def file_size(path: Path) -> int | None:
-    """Return a file's size in bytes; None: it is no regular file. A link may lead out of the folder, and who
-    opens a FIFO waits for ever."""
-    if not isinstance(path, os.PathLike):  # a place in an object store
+    """Return a file's size in bytes; None: it is not a regular file. (A link may lead out of the folder, and
+    opening a FIFO blocks forever.)"""
+    if not isinstance(path, os.PathLike):  # a path in an object store
         return path.stat().st_size
     found = path.lstat()
     return found.st_size if stat.S_ISREG(found.st_mode) else None
 
 
 def read_file(path: Path, limit: int) -> bytes:
-    """Return a small file's bytes. A place in an object store reads itself.
+    """Return the bytes of a small file, which may be in an object store.
 
     Raises:
         OSError: it cannot be read.
-        EnvironmentProblem: it is no regular file, or has more than `limit` bytes.
+        EnvironmentProblem: it is not a regular file, or has more than `limit` bytes.
     """
     size = patiently(partial(file_size, path))
     if size is None:
@@ -139,6 +139,6 @@ def read_file(path: Path, limit: int) -> bytes:
 
     def read() -> bytes:
         with open(open_file(path), "rb") as file:
-            return file.read(size + 1)  # memory for the limit would be allocated at once
+            return file.read(size + 1)  # reading with the limit as size would allocate all of it at once
 
     return patiently(read)

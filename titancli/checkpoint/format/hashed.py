@@ -1,7 +1,7 @@
-"""Files that are hashed while they are written or read: the hash has a thread of its own. Torch-free.
+"""Files that are hashed while they are written or read, in a separate thread. Torch-free.
 
-Copying between memory and the page cache keeps a core busy, XXH3 a third of one, and the disk none. So all of
-them go on at the same time, and a checksum costs next to nothing where there are two cores.
+Copying between memory and the page cache keeps a core busy, XXH3 takes a third of one, and the disk none.
+They run at the same time, so a checksum costs next to nothing on two cores.
 """
 
 from __future__ import annotations
@@ -23,43 +23,43 @@ from titancli.checkpoint.format.files import open_file, patiently
 from titancli.errors import EnvironmentProblem
 
 BLOCK = 1 << 22
-"""Bytes written by one call of the system."""
+"""Bytes written by one system call."""
 
 _READ = 1 << 24
-"""Bytes read by one: two threads read at once, and in smaller blocks they wait for each other."""
+"""Bytes read by one call: two threads read at once, and with smaller blocks they wait for each other."""
 
 _SEND = 1 << 26
-"""Bytes that are sent to the disk at once: many small parts cost the kernel more than they gain."""
+"""Bytes sent to the disk at once: many small parts cost the kernel more than they gain."""
 
 _BEHIND = 1 << 26
-"""Bytes that the hash may be behind what is written: so much memory is kept for it."""
+"""Bytes that the hash may lag behind the writes, which is also the memory kept for it."""
 
 PIECE = 1 << 20
-"""Bytes of a tensor that have a checksum of their own, so that a rank reads little more than it needs."""
+"""Bytes of a tensor that have a separate checksum, so that a rank reads little more than it needs."""
 
 _APART = 1 << 16
-"""Fewer bytes are hashed sooner than another thread is woken up for it."""
+"""Below this many bytes, hashing at once is faster than waking another thread."""
 
 
 @dataclass(frozen=True)
 class Digest:
-    """What a file is known by."""
+    """The size and checksum that identify a file's contents."""
 
     size: int
-    """Bytes."""
+    """Size in bytes."""
     xxh3_64: str
-    """16 lower-case hexadecimal digits."""
+    """XXH3 as 16 lower-case hexadecimal digits."""
 
 
 class Pieces:
-    """XXH3 of each `PIECE` bytes of one tensor, on its way into a file."""
+    """XXH3 of each `PIECE` bytes of one tensor while it is written to a file."""
 
     def __init__(self) -> None:
         self._states: list[xxhash.xxh3_64] = []
         self._size = 0
 
     def cut(self, view: memoryview) -> Iterator[tuple[memoryview, xxhash.xxh3_64]]:
-        """Yield the tensor's next bytes in parts, each with the hash that it goes into."""
+        """Yield the tensor's next bytes in parts, each with the hash that it belongs to."""
         while view:
             room = PIECE - self._size % PIECE
             if room == PIECE:
@@ -74,7 +74,7 @@ class Pieces:
 
 
 class _Hash:
-    """XXH3 of a stream. Blocks must stay as they are until `settle` returns."""
+    """XXH3 of a stream. Blocks must stay unchanged until `settle` returns."""
 
     def __init__(self) -> None:
         self._state = xxhash.xxh3_64()
@@ -87,14 +87,14 @@ class _Hash:
         ready: Future[None] | None = None,
         piece: xxhash.xxh3_64 | None = None,
     ) -> None:
-        """Add a block to the end, once its bytes are there; to the hash of a piece, too."""
+        """Append a block to the hash, and to that of a piece if given, once its bytes are ready."""
         if block.nbytes < _APART and ready is None and not self._pending:
             self._add(block, None, piece)
         else:
             self._pending.append(self._thread.submit(self._add, block, ready, piece))
 
     def settle(self) -> None:
-        """Wait until everything is hashed; what went wrong in getting the bytes is raised here."""
+        """Wait until everything is hashed; raise what failed while the bytes were fetched."""
         while self._pending:
             self._pending.popleft().result()
 
@@ -117,7 +117,7 @@ class HashedWriter:
     """Writes a new file. A context manager.
 
     Raises:
-        OSError: the disk says no.
+        OSError: the disk refuses.
     """
 
     def __init__(self, path: Path) -> None:
@@ -130,8 +130,8 @@ class HashedWriter:
         """Bytes written so far."""
 
     def write(self, data: bytes | memoryview, pieces: Pieces | None = None) -> None:
-        """Append bytes, the next ones of `pieces` where these are given. They must stay as they are until
-        `settle` or `finish` has returned."""
+        """Append bytes, which are the next ones of `pieces` if given. They must stay unchanged until `settle`
+        or `finish` has returned."""
         view = memoryview(data).cast("B")
         if self.size - self._settled > _BEHIND:
             self.settle()
@@ -147,26 +147,26 @@ class HashedWriter:
             self._send()
 
     def settle(self) -> None:
-        """Wait until what was written is hashed."""
+        """Wait until everything written is hashed."""
         self._hash.settle()
         self._settled = self.size
 
     def finish(self) -> Digest:
-        """Flush to the disk itself."""
+        """Flush the file to the disk itself, and return its digest."""
         os.fsync(self._file.fileno())
         return Digest(self.size, self._hash.hexdigest())
 
     def close(self) -> None:
-        """Let go of the file, finished or not."""
+        """Close the file, finished or not."""
         self._hash.close()
         self._disk.shutdown()
         self._file.close()
 
     def _send(self) -> None:
-        """Have what is written so far sent to the disk while more is written, so that `finish` waits less.
+        """Start writing back what is written so far while more is written, so that `finish` waits less.
 
-        The kernel alone would begin when a tenth of the memory is full of it. Sending blocks while the disk's
-        queue is full, so it has its own thread too.
+        The kernel alone would start when a tenth of the memory is dirty. The call blocks while the disk's
+        queue is full, so it has a thread of its own.
         """
         if self.size - self._sent >= _SEND and (self._sending is None or self._sending.done()):
             start, self._sent = self._sent, self.size
@@ -182,10 +182,10 @@ class HashedWriter:
 
 
 class HashedReader:
-    """Reads a file from its beginning to its end, two blocks at a time. A context manager.
+    """Reads a file from beginning to end, two blocks at a time. A context manager.
 
     Raises:
-        EnvironmentProblem: it cannot be read, or ends too soon. It may be told later: by `settle`.
+        EnvironmentProblem: it cannot be read, or is too short. It may be raised later, by `settle`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -200,7 +200,7 @@ class HashedReader:
         self._hash = _Hash()
 
     def readinto(self, memory: memoryview) -> None:
-        """Fill memory with the next bytes. They are there, and may be changed, when `settle` has returned."""
+        """Fill memory with the next bytes. They are there, and may be changed, once `settle` has returned."""
         view = memory.cast("B")
         while view:
             block, view = view[:_READ], view[_READ:]
@@ -212,7 +212,7 @@ class HashedReader:
             self.position += block.nbytes
 
     def skip(self, count: int, scratch: memoryview) -> None:
-        """Hash the next bytes, which nobody wants; `scratch` is written over."""
+        """Hash the next bytes without keeping them; `scratch` is overwritten."""
         while count:
             self.settle()
             part = scratch[: min(count, scratch.nbytes)]
@@ -220,11 +220,11 @@ class HashedReader:
             count -= part.nbytes
 
     def settle(self) -> None:
-        """Wait until all that was asked for is read and hashed."""
+        """Wait until all requested bytes are read and hashed."""
         self._hash.settle()
 
     def digest(self) -> Digest:
-        """Of what was read so far."""
+        """Return the digest of what was read so far."""
         return Digest(self.position, self._hash.hexdigest())
 
     def _fill(self, block: memoryview, position: int) -> None:
@@ -249,14 +249,14 @@ class HashedReader:
 
 
 def checksum(memory: memoryview | bytes) -> str:
-    """Return XXH3 of bytes; other threads go on meanwhile."""
+    """Return the XXH3 of bytes; releases the GIL."""
     state = xxhash.xxh3_64()
     state.update(memory)
     return state.hexdigest()
 
 
 def file_digest(path: Path) -> Digest:
-    """Read a whole file for its size and checksum.
+    """Read a whole file, and return its size and checksum.
 
     Raises:
         EnvironmentProblem: it cannot be read.
@@ -267,7 +267,7 @@ def file_digest(path: Path) -> Digest:
 
 
 def _find_writeback() -> Callable[[int, int, int, int], int] | None:
-    """Linux's `sync_file_range`, which Python does not offer; None elsewhere."""
+    """Return Linux's `sync_file_range`, which Python does not offer; None on other systems."""
     call = getattr(ctypes.CDLL(None), "sync_file_range", None)
     if call is not None:
         call.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
@@ -279,6 +279,6 @@ _WRITE = 2  # SYNC_FILE_RANGE_WRITE
 
 
 def _start_writeback(file: int, start: int, count: int) -> None:
-    """Begin to write a part of a file to the disk. What goes wrong is told by the fsync that follows."""
+    """Start writing part of a file to the disk. Errors are reported by the fsync that follows."""
     if _writeback is not None:
         _writeback(file, start, count, _WRITE)

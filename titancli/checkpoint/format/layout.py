@@ -1,7 +1,7 @@
 """Where the pieces of a tensor lie, as rows of JSON. Torch-free.
 
-A checkpoint may come from anywhere, so what is read is checked before anything is allocated or opened: names
-of files stay in the folder, pieces lie inside their tensor, cover it, and do not overlap.
+Checkpoints are untrusted, so everything is checked before memory is allocated or a file is opened: file names
+stay in the folder, and pieces lie inside their tensor, cover it and do not overlap.
 """
 
 from __future__ import annotations
@@ -21,39 +21,39 @@ FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors\Z")
 
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""A part of a tensor: its first element, and its size, one number a dimension each."""
+"""Part of a tensor: the index of its first element, and its size, one number per dimension each."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a tensor, and where its values lie."""
+    """A box of a tensor, and where its values are stored."""
 
     offsets: tuple[int, ...]
-    """Its first element, one number a dimension."""
+    """The index of its first element, one number per dimension."""
     shape: tuple[int, ...]
     file: str
     key: str
-    """Its name in that file."""
+    """The name of its entry in that file."""
     checksums: tuple[str, ...]
-    """XXH3 of each `piece` bytes of it."""
+    """XXH3 of each `piece` bytes."""
     piece: int
     start: int
-    """Where its bytes begin in the file."""
+    """Offset of its first byte in the file."""
 
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """A whole tensor."""
+    """The layout of a whole tensor."""
 
     dtype: str
     """A key of `tensorfile.ITEM_SIZE`."""
     shape: tuple[int, ...]
     chunks: tuple[Chunk, ...]
-    """They cover the tensor, or the boxes of it that were asked for, and do not overlap; none is empty."""
+    """Non-empty chunks that do not overlap and together cover the tensor, or the requested boxes of it."""
 
 
 def described(row: dict[str, Any]) -> tuple[str, tuple[int, ...]]:
-    """Return a row's dtype and shape.
+    """Return the dtype and shape of a row.
 
     Raises:
         KeyError, TypeError, ValueError: it is malformed.
@@ -67,7 +67,7 @@ def described(row: dict[str, Any]) -> tuple[str, tuple[int, ...]]:
 
 
 def chunk_from(row: dict[str, Any], dtype: str, shape: tuple[int, ...], *, piece: int) -> Chunk:
-    """Return a chunk of a tensor from its row.
+    """Return the chunk of a tensor that a row describes.
 
     Raises:
         KeyError, TypeError, ValueError: it is malformed.
@@ -92,7 +92,7 @@ def chunk_from(row: dict[str, Any], dtype: str, shape: tuple[int, ...], *, piece
 
 
 def common(offsets: Sequence[int], sizes: Sequence[int], box: Box) -> Box | None:
-    """Return what a box has in common with another one, in the other's own coordinates; None: nothing."""
+    """Return the intersection with a box, in the box's coordinates; None: it is empty."""
     start, size = [], []
     for low, length, first, count in zip(offsets, sizes, *box, strict=True):
         begin, end = max(low, first), min(low + length, first + count)
@@ -104,11 +104,11 @@ def common(offsets: Sequence[int], sizes: Sequence[int], box: Box) -> Box | None
 
 
 def tile(shape: Sequence[int], boxes: Iterable[Box]) -> bool:
-    """Return whether boxes cover a tensor, each element once; in time linear in their number.
+    """Return whether boxes cover a tensor, each element exactly once, in time linear in their number.
 
-    A box is the polynomial of its elements, x^i·y^j summed over all (i, j): times (1-x)(1-y) this is
-    (x^start - x^end)(y^start - y^end). The boxes' sum is that of the tensor if and only if they tile it, and
-    two different polynomials are hardly ever equal (less than once in 2^50) at a random point.
+    A box is the polynomial of its elements, x^i·y^j summed over all (i, j): times (1-x)(1-y) this is (x^start
+    - x^end)(y^start - y^end). The boxes' sum equals the tensor's polynomial if and only if they tile it, and
+    two different polynomials are almost never equal (less than once in 2^50) at a random point.
     """
     point = [secrets.randbelow(_PRIME) for _ in shape]
 

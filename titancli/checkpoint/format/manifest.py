@@ -1,7 +1,7 @@
-"""`manifest.json`, and the folder of a run's checkpoints: which there are, which are good. Torch-free.
+"""`manifest.json`, and the folder of a run's checkpoints: which exist, which are good. Torch-free.
 
 A folder `step-N` is whole or absent: it is written under a hidden name and renamed when everything in it, the
-manifest last, is on the disk. The manifest names every other file with its size and checksum; its first line
+manifest last, is on the disk. The manifest lists every other file with its size and checksum; its first line
 holds the checksum of the lines after it.
 """
 
@@ -31,24 +31,29 @@ MANIFEST = "manifest.json"
 LOCK = "recipe.lock.toml"
 FORMAT = 1
 COMPACT = (",", ":")
-"""What thousands of ranks read is not longer than it must be."""
+"""JSON separators without spaces, since thousands of ranks read these files."""
 LIMIT = 1 << 28
-"""Bytes of a manifest: far more than one of 10,000 files has."""
+"""Maximum size of a manifest in bytes, far above that of one with 10,000 files."""
 SET_ASIDE = re.compile(r"step-\d{1,18}\.unknown-[0-9a-f]{8}\Z")
-"""What was in the way of a checkpoint, and nobody knew whose it was: nothing loads or removes it."""
+"""Names of folders of unknown origin that were in the way of a checkpoint; they are neither loaded nor
+removed."""
 REPLACED_NAME = re.compile(r"\.step-(\d{1,18})\.old-[0-9a-f]{8}\Z")
 
 Verify = Literal["full", "size", "off"]
-"""What is looked at before a checkpoint is trusted: every byte, names and sizes, or only that its files are
-regular ones."""
+"""What is checked before a checkpoint is trusted: every byte, names and sizes, or only that its files are
+regular."""
 
 
 class DamagedCheckpoint(EnvironmentProblem):
-    """A checkpoint's bytes are not those that were written, or cannot be read. Ranks that find it while they
-    load all raise the same; another checkpoint may be loaded then, see `newest_good`."""
+    """A checkpoint's bytes are not those that were written, or cannot be read. Ranks that find it while
+    loading all raise the same error; another checkpoint may then be loaded, see `newest_good`."""
 
     def __init__(self, folder: Path, why: str, file: str | None = None) -> None:
-        """`file`: the one whose bytes are wrong, where there is only one."""
+        """Create the error.
+
+        Args:
+            file: the file whose bytes are wrong, if there is only one.
+        """
         super().__init__(f"checkpoint {folder} is damaged: {why}", hint="use another checkpoint (--step N)")
         self.folder, self.why, self.file = folder, why, file
 
@@ -57,38 +62,38 @@ class DamagedCheckpoint(EnvironmentProblem):
 
 
 class OtherFormat(EnvironmentProblem):
-    """A checkpoint that another version of titan wrote: a whole one, for all that this version knows."""
+    """A checkpoint in another version's format; as far as this version can tell, it is whole."""
 
 
 SEAL = Seal('{"xxh3_64": "', '",\n')
-"""Its first line."""
+"""The first line of a manifest."""
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint says of itself."""
+    """The contents of a checkpoint's manifest."""
 
     step: int
     run_id: str
-    """The run that wrote it; nothing else may purge it."""
+    """The run that wrote it; no other may purge it."""
     serial: int
-    """Counts the saves of one folder of checkpoints; the newest has the highest."""
+    """Number of the save within the folder of checkpoints; the newest has the highest."""
     created: str
-    """UTC, ISO 8601."""
+    """Time of creation: UTC, ISO 8601."""
     versions: dict[str, str]
-    """titancli, torch, python."""
+    """Versions of titancli, torch and python."""
     lock_xxh3_64: str | None
-    """Checksum of `recipe.lock.toml`; None where there is none (converted weights)."""
+    """Checksum of `recipe.lock.toml`; None if there is none (converted weights)."""
     layout: dict[str, Any]
-    """`ranks` that wrote it, and the degrees of their mesh by name."""
+    """The number of `ranks` that wrote it, and the degrees of their mesh by name."""
     files: dict[str, Digest]
     state: dict[str, Any]
-    """Counters, schedule, data position, generators: plain JSON."""
+    """Counters, schedule, data position and random generators, as plain JSON."""
 
 
 def manifest_bytes(manifest: Manifest) -> bytes:
-    """The file's bytes.
+    """Return the bytes of the manifest file.
 
     Raises:
         TitanError: `state` is not plain JSON.
@@ -105,11 +110,11 @@ def manifest_bytes(manifest: Manifest) -> bytes:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Return whether a folder, or a place in an object store, is a checkpoint, damaged or not: it has a
-    manifest, which `read_manifest` checks.
+    """Return whether a folder, or a path in an object store, is a checkpoint, damaged or not: whether it has
+    a manifest, which `read_manifest` checks.
 
     Raises:
-        EnvironmentProblem: the disk does not say.
+        EnvironmentProblem: the disk cannot be read.
     """
     try:
         return patiently((folder / MANIFEST).is_file)
@@ -121,14 +126,14 @@ def read_manifest(folder: Path) -> Manifest:
     """Read and check a checkpoint's manifest.
 
     Raises:
-        EnvironmentProblem: the folder is no checkpoint, its manifest is damaged, or says another step than
-            its name.
+        EnvironmentProblem: the folder is not a checkpoint, its manifest is damaged, or the manifest's
+            step is not that of the folder's name.
     """
     path = folder / MANIFEST
     try:
         text = read_file(path, LIMIT)
         if not isinstance(path, os.PathLike) and not SEAL.holds(text):
-            text = read_file(path, LIMIT)  # of a store: bits may have been lost on the way
+            text = read_file(path, LIMIT)  # for a store: the download may have corrupted it
     except (FileNotFoundError, NotADirectoryError) as error:
         raise EnvironmentProblem(
             f"{folder} is not a titan checkpoint: it has no {MANIFEST}",
@@ -140,7 +145,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def parse_manifest(text: bytes, path: Path) -> Manifest:
-    """Check what was read of a manifest, `path`.
+    """Parse and check the text of the manifest at `path`.
 
     Raises:
         EnvironmentProblem: as for `read_manifest`.
@@ -182,7 +187,7 @@ def _check(manifest: Manifest) -> None:
 
 
 def adapters_of(manifest: Manifest) -> dict[str, Any] | None:
-    """What a checkpoint of adapters tells of them and of their base; None of any other."""
+    """Return what a checkpoint of adapters records of them and their base; None for any other checkpoint."""
     engine = manifest.state.get("engine")
     found = engine.get("adapters") if isinstance(engine, dict) else None
     return found if isinstance(found, dict) else None
@@ -191,7 +196,8 @@ def adapters_of(manifest: Manifest) -> dict[str, Any] | None:
 def faults(
     folder: Path, manifest: Manifest, *, verify: Verify = "full", only: Iterable[str] | None = None
 ) -> list[str]:
-    """What is wrong with a checkpoint's files, one phrase a file, each naming it; empty when it is good.
+    """Return what is wrong with a checkpoint's files, one phrase per file, each naming it; empty if it is
+    good.
 
     `only` limits the checksums to these files, so that ranks can share the reading.
     """
@@ -206,7 +212,7 @@ def faults(
         return found
     found += [f"{name} is missing" for name in manifest.files if name not in present]
     extra = present.keys() - manifest.files.keys() - {MANIFEST}
-    # A network file system keeps a file that is deleted while open under such a name.
+    # A network file system renames an open file to this when it is deleted.
     found += [
         f"{name} is not listed in the manifest" for name in sorted(extra) if not name.startswith(".nfs")
     ]
@@ -226,10 +232,10 @@ def _sizes(folder: Path) -> dict[str, int | None]:
 
 
 def _damage(path: Path, digest: Digest) -> str | None:
-    """What keeps a file from being the one that was written; None: it is.
+    """Return how a file differs from the one that was written; None: it does not.
 
-    A place in an object store reads itself, see `titancli.checkpoint.remote.transfer`; where the store does
-    not answer, that says nothing about the file and is no `EnvironmentProblem`.
+    A path in an object store reads itself, see `titancli.checkpoint.remote.transfer`; a store that does not
+    answer says nothing about the file, so that is not an `EnvironmentProblem`.
     """
     try:
         found = path.digest() if hasattr(path, "digest") else file_digest(path)
@@ -239,25 +245,25 @@ def _damage(path: Path, digest: Digest) -> str | None:
 
 
 def names_and_sizes(verify: Verify) -> Verify:
-    """Return what is looked at where the bytes are left to the ranks, which hash what they read."""
+    """Return the level of verification when the bytes are left to the ranks, which hash what they read."""
     return "size" if verify == "full" else verify
 
 
 def steps(folder: Path) -> dict[Path, Manifest]:
-    """The checkpoints `step-N` of a folder whose manifest can be read, the newest first."""
+    """Return the checkpoints `step-N` of a folder that have a readable manifest, newest first."""
     return _manifests(folder)[0]
 
 
 def last_serial(folder: Path) -> int:
-    """Return the highest serial in a folder of checkpoints; one that cannot be read counts as one more, so
-    that it is not taken for the newest when it can."""
+    """Return the highest serial in a folder of checkpoints; an unreadable one counts as one more, so that it
+    is not taken for the newest once it is readable."""
     good, bad = _manifests(folder)
     return max((manifest.serial for manifest in good.values()), default=0) + len(bad)
 
 
 def none_newer(folder: Path, checkpoint: Path, newer_than: int = 0) -> bool:
-    """Return whether a folder has nothing that may be newer than this checkpoint of its own, of what has a
-    serial above `newer_than`. One whose manifest cannot be read is taken to be as old as its step."""
+    """Return whether no checkpoint in the folder may be newer than the given one, among those with a serial
+    above `newer_than`. One with an unreadable manifest is dated by its step."""
     good, bad = _manifests(folder)
     known = [path for path, manifest in good.items() if manifest.serial > newer_than]
     return known[:1] in ([], [checkpoint]) and all(_step_in(path) < _step_in(checkpoint) for path in bad)
@@ -270,7 +276,7 @@ def _step_in(path: Path) -> int:
 
 
 def _manifests(folder: Path) -> tuple[dict[Path, Manifest], dict[Path, EnvironmentProblem]]:
-    """The manifests of a folder's checkpoints, the newest first, and why the others cannot be read."""
+    """Return the manifests of a folder's checkpoints, newest first, and why the others cannot be read."""
     good, bad = {}, {}
     for path in _step_folders(folder):
         try:
@@ -282,10 +288,10 @@ def _manifests(folder: Path) -> tuple[dict[Path, Manifest], dict[Path, Environme
 
 
 def _step_folders(folder: Path) -> list[Path]:
-    """The folders that are checkpoints by name, highest step first.
+    """Return the folders that are checkpoints by name, highest step first.
 
-    Where the replacement of `step-N` was interrupted between two renames, the old one's hidden name stands in
-    for it (see `recover`). Nothing is renamed here: a run may be saving while others look.
+    If the replacement of `step-N` was interrupted between its two renames, the old one is listed under its
+    hidden name (see `recover`). Nothing is renamed here: a run may be saving at the same time.
     """
     try:
         names = patiently(lambda: {path.name: path for path in folder.iterdir() if path.is_dir()})
@@ -299,7 +305,8 @@ def _step_folders(folder: Path) -> list[Path]:
 
 
 def newest(folder: Path) -> Path | None:
-    """The newest complete checkpoint of `RUN/checkpoints` by names and manifests alone, or None."""
+    """Return the newest complete checkpoint of `RUN/checkpoints`, judged by names and manifests only, or
+    None."""
     return next(iter(steps(folder)), None)
 
 
@@ -312,12 +319,15 @@ def newest_good(
     damaged: Mapping[Path, str] = MappingProxyType({}),
     look: Callable[..., list[str]] | None = None,
 ) -> Path | None:
-    """The newest checkpoint whose files are all there and undamaged.
+    """Return the newest checkpoint whose files are all present and undamaged.
 
-    Only those with a serial above `newer_than` are looked at, by `faults` or another `look`. `damaged` says
-    of some what is known to be wrong with them.
-    `rejected` is called with one line for each folder that had to be passed over, newest first. Every file of
-    the one returned was read, unless `verify` says less, so this takes the time of reading a checkpoint.
+    Every file of it was read, unless `verify` says less, so this takes as long as reading a checkpoint.
+
+    Args:
+        rejected: called with one line for each checkpoint that was skipped, newest first.
+        newer_than: only checkpoints with a serial above this are considered.
+        look: finds what is wrong with a checkpoint; the default is `faults`.
+        damaged: what is already known to be wrong with some of them.
     """
 
     def reject(path: Path, why: str) -> None:
@@ -338,20 +348,20 @@ def newest_good(
 
 
 def none_usable(run: Path, skipped: Iterable[str], *, hint: str | None = None) -> EnvironmentProblem:
-    """Return the error of a run that has checkpoints and must not start over as if there were none."""
+    """Return the error for a run that has checkpoints but none that is usable, and must not start over."""
     listed = "".join(f"\n  {line}" for line in skipped)
     return EnvironmentProblem(f"{run} has checkpoints, and none of them can be used:{listed}", hint=hint)
 
 
 def hidden_prefix(name: str, run_id: str) -> str:
-    """How a run's unfinished folders begin: the name says whose it is, so that no other is swept away."""
+    """Return the prefix of a run's unfinished folders; it names the run, so that no other is swept away."""
     return f".{name}.tmp-{xxhash.xxh3_64(run_id.encode()).hexdigest()[:8]}-"
 
 
 def remove(path: Path, run_id: str) -> None:
-    """Delete a run's own checkpoint, under an unfinished one's name, so that half of it never counts as one.
+    """Delete one of a run's own checkpoints, renamed as unfinished first, so that a partial one never counts.
 
-    What cannot be deleted stays: a checkpoint too many is no reason to stop a run.
+    What cannot be deleted stays: a superfluous checkpoint is no reason to stop a run.
     """
     hidden = path.with_name(f"{hidden_prefix('step', run_id)}{secrets.token_hex(4)}")
     with contextlib.suppress(OSError):
@@ -360,9 +370,11 @@ def remove(path: Path, run_id: str) -> None:
 
 
 def recover(folder: Path) -> None:
-    """Give a checkpoint its name back whose replacement was interrupted between two renames; for the writer.
+    """Restore a checkpoint whose replacement was interrupted between two renames; only for the process that
+    writes.
 
-    `.step-N.old-…` is what `step-N` was; it is complete, and is deleted only when the new one has the name.
+    `.step-N.old-…` is the previous `step-N`; it is complete, and is deleted only once the new one has the
+    name.
     """
     for old in folder.glob(".step-*.old-*"):
         if match := REPLACED_NAME.match(old.name):

@@ -1,8 +1,8 @@
-"""`metadata.json` and its parts: where each tensor's pieces lie; a rank reads what it needs. Torch-free.
+"""`metadata.json` and its parts: where each tensor's pieces lie; a rank reads only what it needs. Torch-free.
 
-`metadata.json`, the index, says which ranks have written which boxes of which tensors. Tensors of one dtype
-and shape that lie alike are one group there, so it stays small however many ranks there are. The part of a
-rank, `metadata-RANK.json.gz`, says where in its files its boxes lie, and has their checksums.
+`metadata.json`, the index, says which ranks wrote which boxes of which tensors. Tensors of the same dtype,
+shape and layout form one group, so the index stays small however many ranks there are. A rank's part,
+`metadata-RANK.json.gz`, holds the positions of its boxes in its files, and their checksums.
 """
 
 from __future__ import annotations
@@ -37,17 +37,18 @@ METADATA = "metadata.json"
 PART_NAME = re.compile(r"metadata-(\d{5,9})\.json\.gz\Z")
 FORMAT = 2
 LIMIT = 1 << 32
-"""Bytes of `metadata.json`."""
+"""Maximum size of `metadata.json` in bytes."""
 PART_LIMIT = 1 << 30
-"""Bytes of a part, unpacked."""
+"""Maximum size of an unpacked part in bytes."""
 CELLS_LIMIT = 1 << 22
-"""Boxes of all groups: what 65,000 ranks may have. A few bytes may claim any number of them."""
+"""Maximum number of boxes in all groups, enough for 65,000 ranks. A few bytes may claim any number of them.
+"""
 _READERS = 8
-"""Parts that are read at once."""
+"""Number of parts that are read at once."""
 
 
 class Cell(NamedTuple):
-    """A box of the tensors of a group, and who has written it."""
+    """A box of the tensors of a group, and the rank that wrote it."""
 
     rank: int
     offsets: tuple[int, ...]
@@ -56,13 +57,13 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True)
 class Group:
-    """Tensors that lie alike."""
+    """Tensors with the same layout."""
 
     dtype: str
     shape: tuple[int, ...]
     tensors: tuple[str, ...]
     columns: tuple[Any, ...]
-    """The ranks of its cells, their offsets and their sizes a dimension each, packed."""
+    """The ranks, offsets and sizes of its cells, packed; one column for each number."""
 
     @classmethod
     def of(cls, dtype: str, shape: Sequence[int], tensors: Iterable[str], cells: Sequence[Cell]) -> Group:
@@ -72,7 +73,7 @@ class Group:
 
     @cached_property
     def count(self) -> int:
-        """How many boxes it has.
+        """Return the number of boxes.
 
         Raises:
             TypeError, ValueError: its columns are malformed.
@@ -87,17 +88,17 @@ class Group:
 
     @cached_property
     def cells(self) -> tuple[Cell, ...]:
-        """Its boxes.
+        """Return the boxes.
 
         Raises:
-            ValueError: they are malformed.
+            ValueError: the columns are malformed.
         """
         columns, dims = [_unpacked(column) for column in self.columns], len(self.shape)
         return tuple(Cell(row[0], row[1 : 1 + dims], row[1 + dims :]) for row in zip(*columns, strict=True))
 
 
 def _packed(values: Iterable[int]) -> list[list[int]]:
-    """Numbers as runs: each the difference from the number before, and how many follow it in the same way."""
+    """Pack numbers as runs: each a difference from the number before, and how often it repeats."""
     runs: list[list[int]] = []
     before = 0
     for value in values:
@@ -116,7 +117,7 @@ def _unpacked(runs: Iterable[Sequence[int]]) -> list[int]:
     return values
 
 
-# -------------------------------------------------------------------------------------------- what is written
+# -------------------------------------------------------------------------------------------------- writing
 
 
 def part_name(rank: int) -> str:
@@ -124,7 +125,7 @@ def part_name(rank: int) -> str:
 
 
 def index_bytes(groups: Iterable[Group]) -> bytes:
-    """Return what `metadata.json` holds."""
+    """Return the bytes of `metadata.json`."""
     rows = []
     for group in groups:
         dims, (ranks, *boxes) = len(group.shape), group.columns
@@ -135,7 +136,8 @@ def index_bytes(groups: Iterable[Group]) -> bytes:
 
 
 def part_bytes(chunks: Mapping[str, Sequence[Chunk]], headers: Mapping[str, Digest]) -> bytes:
-    """Return a rank's part: its chunks of each tensor, and what its data files begin with."""
+    """Return the bytes of a rank's part: its chunks of each tensor, and the digests of its data files'
+    headers."""
     tensors = {
         name: [
             {
@@ -155,7 +157,7 @@ def part_bytes(chunks: Mapping[str, Sequence[Chunk]], headers: Mapping[str, Dige
     return gzip.compress(text.encode(), 6, mtime=0)
 
 
-# ----------------------------------------------------------------------------------------------- what is read
+# -------------------------------------------------------------------------------------------------- reading
 
 
 @dataclass(frozen=True)
@@ -164,18 +166,18 @@ class _Part:
     piece: int
     headers: dict[str, Digest]
     chunks: dict[str, dict[Box, Chunk]] = field(default_factory=dict)
-    """Those that were looked up, by name and place."""
+    """The chunks looked up so far, by name and box."""
 
 
 class Described(NamedTuple):
-    """A tensor of which only this is known yet."""
+    """The dtype and shape of a tensor that has not been looked up yet."""
 
     dtype: str
     shape: tuple[int, ...]
 
 
 class Metadata:
-    """What a checkpoint holds; where it lies is looked up when it is asked for.
+    """The contents of a checkpoint; positions are looked up on request.
 
     Raises:
         EnvironmentProblem: a file is missing, damaged or malformed; names it.
@@ -187,7 +189,11 @@ class Metadata:
         files: Mapping[str, Digest] | None,
         groups: Iterable[Group],
     ) -> None:
-        """`files`: those of the manifest, None: it is not looked at."""
+        """Create the metadata.
+
+        Args:
+            files: the files of the manifest; None: the manifest is not used.
+        """
         self._folder, self._files = folder, files
         self._groups: dict[str, tuple[Group, ...]] = {}
         tensors: dict[str, Described] = {}
@@ -203,7 +209,7 @@ class Metadata:
         self._crossed: dict[Any, bool] = {}
 
     def layouts(self, wanted: Mapping[str, Sequence[Box] | None]) -> dict[str, TensorLayout]:
-        """Return where the boxes that are wanted of each tensor lie; None: all of it."""
+        """Return where the wanted boxes of each tensor lie; None: the whole tensor."""
         cells = self._cells_of(wanted)
         ranks = _writers(cells) - self._parts.keys()
         with ThreadPoolExecutor(_READERS) as pool:
@@ -214,7 +220,7 @@ class Metadata:
         }
 
     def crosses(self, name: str, dim: int, bounds: tuple[int, ...]) -> bool:
-        """Return whether a stored box of a tensor lies on both sides of a bound along a dimension."""
+        """Return whether a stored box of a tensor crosses one of the bounds along a dimension."""
         groups = self._groups[name]
         key = (*map(id, groups), dim, bounds)
         if key not in self._crossed:
@@ -234,7 +240,7 @@ class Metadata:
         return self.layouts(dict.fromkeys(self.tensors))
 
     def headers(self, place: int = 0, count: int = 1) -> dict[str, Digest]:
-        """Return what data files begin with: of all, or of those that fall to the rank `place` of `count`."""
+        """Return the digests of data files' headers: of all, or of the share of rank `place` of `count`."""
         names = [PART_NAME.match(name) for name in sorted(self._files or ())]
         ranks = [int(match[1]) for match in names if match][place::count]
         parts = [self._parts.get(rank) or self._read_part(rank) for rank in ranks]
@@ -242,7 +248,7 @@ class Metadata:
 
     @cached_property
     def _pieces(self) -> int | None:
-        """How many pieces there may be in all data files; None: there is no manifest."""
+        """Return the maximum number of pieces in all data files; None: there is no manifest."""
         data = (digest.size for name, digest in (self._files or {}).items() if FILE_NAME.match(name))
         return None if self._files is None else sum(-(-size // PIECE) for size in data)
 
@@ -253,10 +259,10 @@ class Metadata:
             raise EnvironmentProblem(f"{self._folder / METADATA} is malformed: {error}") from error
 
     def _cells(self, name: str, boxes: Sequence[Box] | None) -> list[Cell]:
-        """The cells that a tensor's boxes lie in, which must be there whole."""
+        """Return the cells that intersect a tensor's boxes, checked to cover them."""
         groups, shape = self._groups[name], self.tensors[name].shape
         wanted = [((0,) * len(shape), shape)] if boxes is None else boxes
-        key = (*map(id, groups), *wanted)  # tensors that lie alike are wanted alike, too
+        key = (*map(id, groups), *wanted)  # tensors with the same layout are wanted in the same boxes
         if key not in self._found:
             cells = [cell for group in groups for cell in group.cells]
             found: dict[Cell, Box] = {}
@@ -273,8 +279,8 @@ class Metadata:
         data = read_checked(path, PART_LIMIT, self._files)
         limit, most = PART_LIMIT, None
         if self._pieces is not None:
-            # Checksums of zeros compress without end, so what they take is known from the data alone. Of the
-            # rest a byte holds 23 at most, and 1.3 values.
+            # Checksums of zeros compress without end, so their size is computed from the data alone. Of the
+            # rest a byte holds at most 23 characters, and 1.3 values.
             limit = min(limit, (1 << 20) + 32 * self._pieces + 64 * len(data))
             most = (1 << 14) + 2 * self._pieces + 4 * len(data)
         try:
@@ -319,7 +325,7 @@ def _writers(cells: Mapping[str, Iterable[Cell]]) -> set[int]:
 
 
 def _by_numbers(name: str) -> list[tuple[int, str]]:
-    """A key that sorts layer 10 after layer 9."""
+    """Return a sort key that puts layer 10 after layer 9."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split(".")]
 
 
@@ -327,10 +333,10 @@ def open_metadata(folder: Path, files: Mapping[str, Digest] | None = None) -> Me
     """Read and check a checkpoint's `metadata.json`.
 
     Args:
-        files: of its manifest, with which what is read is compared.
+        files: the files of the manifest, to verify what is read.
 
     Raises:
-        EnvironmentProblem: it is missing, damaged, or not what this version reads.
+        EnvironmentProblem: it is missing, damaged, or not in a format that this version reads.
     """
     path = folder / METADATA
     try:
@@ -348,7 +354,9 @@ def open_metadata(folder: Path, files: Mapping[str, Digest] | None = None) -> Me
             raise ValueError(f"it has more than {CELLS_LIMIT} boxes")
         if files is not None:
             parts = sum(digest.size for name, digest in files.items() if PART_NAME.match(name))
-            if sum(group.count * len(group.tensors) for group in groups) > parts:  # a row each, in some part
+            if (
+                sum(group.count * len(group.tensors) for group in groups) > parts
+            ):  # one row each, in some part
                 raise ValueError("it has more boxes than its parts have bytes")
         return Metadata(folder, files, groups)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -366,10 +374,10 @@ def _group(row: dict[str, Any]) -> Group:
 
 
 def read_checked(path: Path, limit: int, files: Mapping[str, Digest] | None) -> bytes:
-    """Return a file's bytes, which must be those of the manifest's `files`, if given.
+    """Return a file's bytes, verified against the manifest's `files` if given.
 
     Raises:
-        EnvironmentProblem: they cannot be read, or are others.
+        EnvironmentProblem: they cannot be read, or differ.
     """
     try:
         data = read_file(path, limit)

@@ -1,6 +1,6 @@
 """A folder that is whole or absent: written under a hidden name, renamed when all of it is on the disk.
 
-For what has no run to watch over it: converted and exported weights. Torch-free.
+For exported and converted weights, which no run looks after. Torch-free.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from titancli.errors import EnvironmentProblem
 
 @contextmanager
 def new_folder(out: Path, needed: int, *, say: Callable[[str], None] = lambda line: None) -> Iterator[Path]:
-    """A hidden folder beside `out` that becomes `out` when all is well, and is gone otherwise.
+    """Yield a hidden folder beside `out` that becomes `out` on success and is removed otherwise.
 
-    Killed, a process leaves the hidden folder, which the next one for the same `out` removes; `say` tells.
+    A killed process leaves the hidden folder, which the next one for the same `out` removes.
 
     Args:
-        out: does not exist, or is an empty folder.
+        out: a folder that does not exist or is empty.
         needed: bytes that will be written.
+        say: called with one line for each leftover folder that is removed.
 
     Raises:
-        EnvironmentProblem: `out` holds something, the disk has less than `needed` bytes left or refuses, or
-            another process is making `out`.
+        EnvironmentProblem: `out` is not empty, the disk has less than `needed` bytes free or refuses, or
+            another process is writing `out`.
     """
     out = out.absolute()
     refuse_used(out)
@@ -53,10 +54,10 @@ def new_folder(out: Path, needed: int, *, say: Callable[[str], None] = lambda li
 
 
 def refuse_used(out: Path) -> None:
-    """Ensure that a folder may be written.
+    """Check that a folder may be written.
 
     Raises:
-        EnvironmentProblem: it is a file, or holds something.
+        EnvironmentProblem: it is a file, or is not empty.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         what = "is not empty" if out.is_dir() else "is a file"
@@ -67,7 +68,7 @@ def refuse_used(out: Path) -> None:
 
 @contextmanager
 def _claimed(folder: Path) -> Iterator[None]:
-    """Hold a lock on a folder, which the system lets go of when this process ends, however it ends.
+    """Hold a lock on a folder, which the system releases when this process ends for any reason.
 
     Raises:
         BlockingIOError: another process holds it.
@@ -81,10 +82,10 @@ def _claimed(folder: Path) -> Iterator[None]:
 
 
 def _sweep(out: Path, say: Callable[[str], None]) -> None:
-    """Remove what killed processes left of `out`.
+    """Remove what killed processes left behind for `out`.
 
     Raises:
-        EnvironmentProblem: another process is making it now.
+        EnvironmentProblem: another process is writing it now.
     """
     name = re.compile(re.escape(f".{out.name}.tmp-") + r"[0-9a-f]{8}\Z")
     for path in list(out.parent.iterdir()):

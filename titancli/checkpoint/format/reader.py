@@ -1,4 +1,4 @@
-"""Reading what a rank needs into the memory that waits for it: each byte once, hashed on its way."""
+"""Reading what a rank needs directly into its tensors: each byte once, hashed as it is read."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ from titancli.errors import TitanError
 _BLOCK = 1 << 23
 """Bytes that a thread reads and hashes at a time."""
 _ROOM = 1 << 25
-"""Bytes that are read beside the tensors at a time, where these cannot be read into."""
+"""Bytes of the buffer for tensors that cannot be read into directly."""
 _THREADS = 4
 
 
 class Part(NamedTuple):
-    """A part of a tensor, and where its values go."""
+    """Part of a tensor, and the memory that its values go to."""
 
     name: str
     box: Box
     memory: Tensor
-    """Of the box's sizes; on any device, of any dtype."""
+    """Memory of the box's sizes, on any device, of any dtype."""
 
 
 def parts_of(tensors: Mapping[str, Tensor]) -> list[Part]:
-    """Return what this rank holds of tensors.
+    """Return the parts that this rank holds of tensors.
 
     Raises:
-        TitanError: it is not one box.
+        TitanError: a part is not one box.
     """
     parts = []
     for name, tensor in tensors.items():
@@ -60,9 +60,9 @@ def parts_of(tensors: Mapping[str, Tensor]) -> list[Part]:
 
 
 class Reader:
-    """Reads what a rank needs of a checkpoint, and compares the checksums of what it reads.
+    """Reads what a rank needs of a checkpoint, and verifies the checksums of what it reads.
 
-    Those are of pieces of a tensor: what a rank needs is read in whole pieces.
+    Checksums cover pieces of a tensor, so whole pieces are read.
 
     Raises:
         EnvironmentProblem: a file is damaged, or cannot be read; the tensors then hold some of its values.
@@ -71,19 +71,23 @@ class Reader:
     def __init__(
         self, folder: Path, layouts: Mapping[str, TensorLayout], digests: Mapping[str, Digest] | None
     ) -> None:
-        """`digests`: of the data files, by name; None: no checksum is compared."""
+        """Create the reader.
+
+        Args:
+            digests: the digests of the data files, by name; None: no checksums are verified.
+        """
         self._folder, self._layouts, self._digests = folder, layouts, digests
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
     @torch.no_grad()
     def fill(self, parts: Iterable[Part]) -> None:
-        """Fill parts of tensors, however the checkpoint has them divided."""
+        """Fill parts of tensors, however the checkpoint has divided them."""
         with self._threads() as pool:
             for work in sorted(self._work(parts), key=lambda work: (work.chunk.file, work.entry.start)):
                 self._read(work, pool)
 
     def ranges(self, parts: Iterable[Part]) -> Iterator[tuple[str, int, int]]:
-        """Yield the bytes that `fill` will read: a file, from, to."""
+        """Yield the bytes that `fill` will read, as (file, start, end)."""
         for work in self._work(parts):
             for block in work.blocks():
                 for low, high in block.spans():
@@ -101,7 +105,7 @@ class Reader:
                 yield _Work(*self._place(layout, number), inside[0], target)
 
     def check_headers(self, headers: Mapping[str, Digest]) -> None:
-        """Compare what data files begin with."""
+        """Verify the headers of data files."""
         for file, header in headers.items():
             memory = memoryview(bytearray(header.size))
             read_into(self._folder / file, 0, memory)
@@ -119,7 +123,7 @@ class Reader:
                 threads.shutdown(cancel_futures=True)
 
     def _place(self, layout: TensorLayout, number: int) -> tuple[Chunk, Entry]:
-        """A chunk, and where it lies."""
+        """Return a chunk and its entry in the file."""
         chunk = layout.chunks[number]
         return chunk, Entry(chunk.key, layout.dtype, chunk.shape, chunk.start)
 
@@ -141,7 +145,7 @@ class Reader:
             block.target.copy_(values.as_strided(block.target.shape, block.strides, first))
 
     def _read_pieces(self, work: _Work, low: int, high: int, memory: Tensor, pool: _Pool) -> None:
-        """Have bytes of a chunk read, from the beginning of a piece to the end of one, and hashed."""
+        """Queue reads of a chunk's bytes, from a piece boundary to another, with their hashes."""
         chunk, start = work.chunk, work.entry.start
         view = memory.numpy().data
         step = max(1, _BLOCK // chunk.piece) * chunk.piece
@@ -166,28 +170,28 @@ class Reader:
 
 
 class _Work(NamedTuple):
-    """A box of a chunk that is needed."""
+    """A needed box of a chunk."""
 
     chunk: Chunk
     entry: Entry
     start: tuple[int, ...]
-    """Its first element in the chunk."""
+    """The index of its first element in the chunk."""
     target: Tensor
-    """Where it goes; of its sizes."""
+    """The memory that it goes to; of the same sizes."""
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """How many elements of the chunk lie between neighbours, in each dimension."""
+        """Return the strides of the chunk, in elements."""
         return tuple(math.prod(self.entry.shape[dim + 1 :]) for dim in range(len(self.start)))
 
     @property
     def first(self) -> int:
-        """The number of its first element in the chunk."""
+        """Return the row-major index of its first element in the chunk."""
         return sum(start * stride for start, stride in zip(self.start, self.strides, strict=True))
 
     def blocks(self) -> Iterator[_Work]:
-        """Divide it so that each begins and ends less than `_ROOM` apart in the file, and where it can be at
-        the end of a piece."""
+        """Divide it so that each block spans less than `_ROOM` bytes of the file, and ends at the end of a
+        piece where possible."""
         item, sizes, strides = ITEM_SIZE[self.entry.dtype], self.target.shape, self.strides
         last = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
         several = [dim for dim, size in enumerate(sizes) if size > 1]
@@ -207,7 +211,7 @@ class _Work(NamedTuple):
             low = high
 
     def spans(self) -> list[tuple[int, int]]:
-        """Return the bytes of the chunk, in whole pieces, in which its elements lie."""
+        """Return the byte ranges of the chunk that contain its elements, in whole pieces."""
         item, piece = ITEM_SIZE[self.entry.dtype], self.chunk.piece
         region = [range(low, low + size) for low, size in zip(self.start, self.target.shape, strict=True)]
         starts, run = runs(region, self.entry.shape, item)
@@ -221,7 +225,7 @@ class _Work(NamedTuple):
 
 
 class _Pool:
-    """Work under way in threads."""
+    """Work in progress in threads."""
 
     def __init__(self, threads: ThreadPoolExecutor) -> None:
         self._threads, self._pending = threads, list[Future[None]]()
@@ -230,14 +234,14 @@ class _Pool:
         self._pending.append(self._threads.submit(function, *given))  # type: ignore[arg-type]
 
     def settle(self) -> None:
-        """Wait for all of it; what went wrong is raised here."""
+        """Wait for all of it, and raise the first failure."""
         pending, self._pending = self._pending, []
         for work in pending:
             work.result()
 
 
 def _takes(target: Tensor, entry: Entry) -> bool:
-    """Whether a tensor's memory is what the file holds, byte for byte."""
+    """Return whether a tensor's memory equals the file's contents, byte for byte."""
     return (
         target.device.type == "cpu"
         and target.dtype == TORCH_DTYPE[entry.dtype]

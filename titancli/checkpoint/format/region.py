@@ -1,4 +1,4 @@
-"""A region of a tensor, and the bytes of a row-major one in which it lies. Torch-free."""
+"""A region of a tensor, and the byte ranges that it occupies in row-major order. Torch-free."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Sequence
 import numpy as np
 
 Region = tuple[range, ...]
-"""The indices that are wanted along each dimension, ascending."""
+"""The selected indices along each dimension, ascending."""
 
 
 def runs(region: Sequence[range], shape: Sequence[int], item: int) -> tuple[np.ndarray, int]:
-    """Return where each run of neighbours begins, from the tensor's first byte on, and the bytes of one.
+    """Return the start of each contiguous run, in bytes from the tensor's first, and the bytes per run.
 
     Args:
-        region: of a tensor of this shape; not empty.
-        item: bytes of an element.
+        region: a non-empty region of a tensor of this shape.
+        item: bytes per element.
     """
     starts, run, stride, together = np.zeros(1, dtype=np.int64), item, item, True
     for chosen, size in zip(reversed(region), reversed(shape), strict=True):

@@ -1,4 +1,4 @@
-"""Tensors that several ranks load alike: one of them reads each from the disk, and gives it to the others."""
+"""Tensors that several ranks load alike: one rank reads each from the disk, and sends it to the others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 WORTH = 1 << 16
-"""Bytes from which on sending is better than reading."""
+"""Minimum size in bytes for which sending is faster than reading."""
 
 
 @dataclass(frozen=True)
@@ -39,14 +39,14 @@ class Replicas:
 
 
 def shared_among_replicas(tensors: Mapping[str, Tensor], alike: Sequence[str]) -> dict[str, Replicas]:
-    """Choose who reads what, in the order in which it is to be given; equal on all replicas of a tensor.
+    """Choose which rank reads each tensor, in the order of sending; equal on all replicas of a tensor.
 
     Args:
-        alike: of each rank a checksum of the names, shapes and dtypes that it loads. Ranks that load
+        alike: for each rank, a checksum of the names, shapes and dtypes that it loads. Ranks that load
             different tensors each read their own.
     """
     shared: dict[str, Replicas] = {}
-    # Of each group by itself: what its ranks read for others, in groups across it, not all of them know.
+    # Separately for each group: its ranks do not all know what they read for others in groups across it.
     load: dict[tuple[int, ...], Counter[int]] = {}
     for name, tensor in sorted(tensors.items()):
         if not isinstance(tensor, DTensor) or (group := _replicas_of(tensor)) is None:
@@ -62,7 +62,7 @@ def shared_among_replicas(tensors: Mapping[str, Tensor], alike: Sequence[str]) -
 
 
 def _replicas_of(tensor: DTensor) -> dist.ProcessGroup | None:
-    """The largest group along one dimension of its mesh in which all hold the same part of a tensor."""
+    """Return the largest group along one mesh dimension whose ranks hold the same part of a tensor."""
     if share(tensor) < WORTH or not dist.is_initialized():
         return None
     mesh = tensor.device_mesh

@@ -1,7 +1,7 @@
 """A rank's part of a save: its pieces, and the safetensors files that they go into.
 
 torch.distributed.checkpoint (DCP) says which piece of a tensor a rank holds, and which pieces make up one
-that is loaded; the files are ours. DCP's own storage pickles its metadata, and every entry that is no
+that is loaded; the files are ours. DCP's own storage pickles its metadata, and every entry that is not a
 tensor. Here only tensors are stored, as safetensors, and the metadata is JSON: nothing read from the disk is
 unpickled. (Ranks of one run exchange their plans through torch, which pickles them in memory.)
 """
@@ -31,18 +31,18 @@ from titancli.errors import TitanError
 
 @dataclass(frozen=True)
 class Pieces:
-    """What a rank holds of the tensors that are to be saved."""
+    """The pieces that a rank holds of the tensors to save."""
 
     items: Sequence[WriteItem]
     resolve: Callable[[WriteItem], Tensor]
-    """Gives an item's values when they are written: the live ones, or those of staging buffers."""
+    """Returns an item's values when they are written: the live ones, or those of staging buffers."""
 
 
 def pieces_of(tensors: Mapping[str, Tensor]) -> Pieces:
-    """This rank's pieces, without the data's being touched yet.
+    """Return this rank's pieces, without touching the data yet.
 
     Raises:
-        TitanError: a tensor is a sum that the ranks have not added up yet.
+        TitanError: a tensor is a pending sum over ranks.
     """
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
@@ -61,14 +61,14 @@ def _tensor(value: Any) -> Tensor:
 def write_pieces(
     folder: Path, rank: int, items: Sequence[WriteItem], resolve: Callable[[WriteItem], Tensor]
 ) -> dict[str, Digest]:
-    """Write a rank's files: pieces as safetensors, and where they are as its part of the metadata.
+    """Write a rank's files: pieces as safetensors, and their positions as its part of the metadata.
+
+    Raises:
+        OSError: the disk refuses.
+        TitanError: a tensor is not the one that was planned.
 
     Returns:
         The files by name; none if the rank has nothing to write.
-
-    Raises:
-        OSError: the disk says no.
-        TitanError: a tensor is not what was planned.
     """
     # Largest elements first keeps every tensor aligned in its file.
     items = sorted(items, key=lambda item: -item.tensor_data.properties.dtype.itemsize)  # type: ignore[union-attr]
@@ -102,7 +102,7 @@ def _nbytes(item: WriteItem) -> int:
 
 
 def _entries(items: list[WriteItem]) -> list[Entry]:
-    """What a file holds; a second piece of one tensor gets its offsets into its key."""
+    """Return a file's entries; further pieces of a tensor have their offsets in their key."""
     entries: dict[str, Entry] = {}
     for item in items:
         data = item.tensor_data

@@ -1,6 +1,6 @@
-"""Tensors from where they are read to the files that they go into: one at a time, cast in blocks beside it.
+"""Tensors from their source to the files that they go into, one at a time, cast in blocks.
 
-What is stored as it was read is written out of the mapped source file, without a copy in this process.
+What needs no cast is written out of the mapped source file, without a copy in this process.
 """
 
 from __future__ import annotations
@@ -20,42 +20,42 @@ from titancli.checkpoint.format.tensors import TORCH_DTYPE, tensor_bytes
 from titancli.errors import TitanError
 
 Progress = Callable[[str, int, int], None]
-"""Called with a name, and how many of how many tensors are done."""
+"""Callback that receives a name, the number of tensors done, and the total."""
 
 BLOCK = 1 << 22
 """Bytes that are cast at a time."""
 
 CASTS = 3
-"""Blocks that are cast while others are written: on two cores the disk then waits for none."""
+"""Blocks that are cast while others are written: on two cores this keeps the disk busy."""
 
 FLOAT16_END = 65520.0
 """From here on float16 rounds to infinity."""
 
 
 def no_progress(name: str, done: int, total: int) -> None:
-    """Says nothing."""
+    """Ignore progress."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One tensor of the source, and the entries of files that come of it."""
+    """One tensor of the source, and the entries that are written from it."""
 
     name: str
     entries: tuple[Entry, ...]
     read: Callable[[], Sequence[Tensor]]
-    """One tensor an entry, of its shape; cast to its dtype as it is written."""
+    """Returns one tensor per entry, of its shape; cast to the entry's dtype as it is written."""
 
 
 @dataclass(frozen=True)
 class Written:
-    """A file, and what is in it."""
+    """A file, and its contents."""
 
     name: str
     entries: tuple[Entry, ...]
     header: Digest
     digest: Digest
     checksums: list[tuple[str, ...]]
-    """Of each entry's pieces, see `tensorfile.TensorFileWriter.checksums`."""
+    """Checksums of each entry's pieces, see `tensorfile.TensorFileWriter.checksums`."""
 
 
 @torch.no_grad()
@@ -69,12 +69,12 @@ def write_files(
 ) -> list[Written]:
     """Write safetensors files of at most `limit` bytes of data (None: `tensorfile.SHARD_BYTES`) each.
 
-    `name(i, n)` names the i-th of n files, from 0. Memory holds one source tensor, as far as its `read` takes
-    memory, and one block.
+    `name(i, n)` names the i-th of n files, from 0. Memory holds one source tensor, as far as its `read`
+    allocates any, and one block.
 
     Raises:
-        OSError: the disk says no.
-        TitanError: a job gives other tensors than its entries announce, or values that the dtype cannot hold.
+        OSError: the disk refuses.
+        TitanError: a job's tensors do not match its entries, or the dtype cannot hold a value.
     """
     entries = [entry for job in jobs for entry in job.entries]
     parts = split([entry.nbytes for entry in entries], limit)
@@ -88,7 +88,7 @@ def write_files(
                 file.write_pieces(_blocks(entry, next(values)))
             digest = file.close()
             files.append(Written(file_name, tuple(file.entries), file.header, digest, file.checksums()))
-    for _ in values:  # jobs at the end that nothing comes of
+    for _ in values:  # trailing jobs without entries
         raise TitanError("more tensors were read than announced")
     return files
 
@@ -99,12 +99,13 @@ def _values(jobs: Sequence[Job], progress: Progress) -> Iterator[Tensor]:
         if [tuple(value.shape) for value in values] != [entry.shape for entry in job.entries]:
             raise TitanError(f"the conversion of {job.name} depends on its values and not only on its shape")
         yield from values
-        del values  # the next one is read without this one in memory
+        del values  # frees this one before the next is read
         progress(job.name, done, len(jobs))
 
 
 def _blocks(entry: Entry, tensor: Tensor) -> Iterator[memoryview]:
-    """A tensor's bytes as an entry wants them: as they lie, or in blocks that are cast or put in order."""
+    """Yield a tensor's bytes as an entry needs them: as stored, or in blocks that are cast or made
+    contiguous."""
     dtype = TORCH_DTYPE[entry.dtype]
     if tensor.dtype != dtype and not (tensor.dtype.is_floating_point and dtype.is_floating_point):
         raise TitanError(f"{entry.key} is {tensor.dtype}, but was announced as {dtype}")
@@ -124,7 +125,7 @@ def _blocks(entry: Entry, tensor: Tensor) -> Iterator[memoryview]:
         while pending:
             block = pending.popleft().result()
             yield tensor_bytes(block)
-            for part in islice(parts, 1):  # what was written makes room for one that is to come
+            for part in islice(parts, 1):  # what was written makes room for the next
                 pending.append(pool.submit(_cast, entry.key, part, block[: len(part)]))
 
 
@@ -141,7 +142,7 @@ def _cast(key: str, values: Tensor, block: Tensor) -> Tensor:
         least, most = (float(value) for value in values.aminmax())
         if least > -FLOAT16_END and most < FLOAT16_END:
             return block
-        # Or else there is a NaN or an infinity, which float16 holds too.
+        # Otherwise there is a NaN or an infinity, which float16 can hold too.
         lost = block.isinf() & values.isfinite()
         if lost.any():
             raise TitanError(

@@ -1,8 +1,8 @@
 """Safetensors files as streams: the header is written first, from shapes, then each tensor's bytes.
 
 The official library writes a file only from tensors that are all in memory. This module writes and checks the
-same format (https://github.com/huggingface/safetensors, "Format") with memory for one tensor. It knows bytes
-only and imports no torch; `titancli.checkpoint.format.tensors` makes tensors of them.
+same format (https://github.com/huggingface/safetensors, "Format") with memory for one tensor. It handles
+bytes only and does not import torch; `titancli.checkpoint.format.tensors` makes tensors from them.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ ITEM_SIZE = {
     "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1,
     "I8": 1, "U8": 1, "BOOL": 1,
 }  # fmt: skip
-"""Bytes of one element, by the format's names of types."""
+"""Bytes per element, by the format's type names."""
 
 PACKED_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
-"""Bits of one element of the types that a header may name too, but of which no tensor is made here."""
+"""Bits per element of types that a header may contain too, but that cannot be read as tensors here."""
 
 SHARD_BYTES = 5 * 10**9
-"""A file is split when its data would grow beyond this; one tensor is never split over files."""
+"""A file is split when its data would exceed this size; a tensor is never split over files."""
 
 HEADER_LIMIT = 100_000_000
 """The format's own limit on the header, in bytes."""
@@ -46,10 +46,10 @@ class Entry:
 
     key: str
     dtype: str
-    """A key of ITEM_SIZE, or of PACKED_BITS."""
+    """The dtype: a key of ITEM_SIZE or PACKED_BITS."""
     shape: tuple[int, ...]
     start: int = 0
-    """Where its bytes begin in the file."""
+    """Offset of its first byte in the file."""
 
     @property
     def nbytes(self) -> int:
@@ -73,8 +73,8 @@ class TensorFileWriter:
     """Writes one file: `write` each entry's bytes in order, then `close`. A context manager.
 
     Raises:
-        OSError: the disk says no; the caller knows what it is saving and puts it into words.
-        TitanError: two entries of one key, or the bytes written are not those announced.
+        OSError: the disk refuses; the caller knows what it is saving and explains it.
+        TitanError: two entries have the same key, or the bytes written do not match an entry.
     """
 
     def __init__(self, path: Path, entries: Sequence[Entry]) -> None:
@@ -83,10 +83,10 @@ class TensorFileWriter:
         self._pieces: list[Pieces] = []
         header = _header(path, entries)
         self.header = Digest(len(header), checksum(header))
-        """Of what stands before the first tensor."""
+        """Digest of everything before the first tensor."""
         starts = accumulate((entry.nbytes for entry in entries), initial=len(header))
         self.entries = [replace(entry, start=start) for entry, start in zip(entries, starts, strict=False)]
-        """What was given, with where it begins in the file."""
+        """The given entries, with their offsets in the file."""
         self._file = HashedWriter(path)
         try:
             self._file.write(header)
@@ -95,13 +95,14 @@ class TensorFileWriter:
             raise
 
     def write(self, data: memoryview) -> None:
-        """The next entry's bytes: contiguous, little-endian, row-major; unchanged until `close` returns."""
+        """Write the next entry's bytes: contiguous, little-endian, row-major; unchanged until `close`
+        returns."""
         if data.nbytes != next(self._sizes, -1):
             raise TitanError(f"{self._path}: a tensor does not have the size given in the header")
         self._file.write(data, self._next())
 
     def write_pieces(self, pieces: Iterable[memoryview]) -> None:
-        """The next entry's bytes, each piece written before the next one is asked for."""
+        """Write the next entry's bytes, each piece before the next is requested."""
         end = self._file.size + next(self._sizes, -1)
         hashes = self._next()
         for piece in pieces:
@@ -115,13 +116,13 @@ class TensorFileWriter:
         raise TitanError(f"{self._path}: a tensor does not have the size given in the header")
 
     def close(self) -> Digest:
-        """Flush to the disk itself."""
+        """Flush the file to the disk itself, and return its digest."""
         if next(self._sizes, None) is not None:
             raise TitanError(f"{self._path}: fewer tensors were written than the header lists")
         return self._file.finish()
 
     def checksums(self) -> list[tuple[str, ...]]:
-        """Return those of each entry's pieces of `hashed.PIECE` bytes, once the file is closed."""
+        """Return the checksums of each entry's pieces of `hashed.PIECE` bytes, once the file is closed."""
         return [pieces.hexdigests() for pieces in self._pieces]
 
     def _next(self) -> Pieces:
@@ -151,19 +152,19 @@ def _header(path: Path, entries: Sequence[Entry]) -> bytes:
         }
         position = end
     text = json.dumps(table, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the data begins aligned
+    text += b" " * (-len(text) % 8)  # aligns the data
     return len(text).to_bytes(8, "little") + text
 
 
 def read_header(path: Path) -> dict[str, Entry]:
-    """The entries of a file, checked against its size: in bounds, without holes or overlaps.
+    """Return the entries of a file, checked against its size: in bounds, without holes or overlaps.
 
     Raises:
-        EnvironmentProblem: not a readable, whole safetensors file.
+        EnvironmentProblem: it is not a readable, whole safetensors file.
     """
     try:
         size = path.stat().st_size
-        # A place in an object store opens itself.
+        # A path in an object store opens itself.
         with open(path, "rb", opener=regular) if isinstance(path, os.PathLike) else path.open("rb") as file:
             start = file.read(8)
             length = int.from_bytes(start, "little")
@@ -208,10 +209,10 @@ def _entry(key: str, row: dict[str, Any], base: int) -> Entry:
 
 
 def natural(values: Any) -> tuple[int, ...]:
-    """A JSON list of integers from 0 on, as a tuple.
+    """Return a JSON list of non-negative integers as a tuple.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: it is anything else.
     """
     if not isinstance(values, list) or any(type(value) is not int or value < 0 for value in values):
         raise ValueError(f"{values!r} is not a list of non-negative integers")

@@ -1,4 +1,4 @@
-"""Torch tensors out of, and into, the bytes of `titancli.checkpoint.format.tensorfile`."""
+"""Converting torch tensors from and to the bytes of `titancli.checkpoint.format.tensorfile`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Tensors(Protocol):
     def dtype(self, name: str) -> torch.dtype: ...
 
     def read(self, name: str) -> Tensor:
-        """The tensor, on the CPU."""
+        """Return the tensor, on the CPU."""
         ...
 
 
@@ -71,10 +71,10 @@ class MemoryTensors:
 
 
 def dtype_name(name: str, dtype: torch.dtype) -> str:
-    """The file format's name of a dtype.
+    """Return the file format's name of a dtype.
 
     Raises:
-        TitanError: it has none; `name` says whose it is.
+        TitanError: it has none; `name` is the tensor's name in the message.
     """
     if dtype not in DTYPE_NAME:
         raise TitanError(
@@ -84,13 +84,13 @@ def dtype_name(name: str, dtype: torch.dtype) -> str:
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
-    """A tensor's values, row-major; copied only if it lies on a device or is not contiguous."""
+    """Return a tensor's values as row-major bytes; copied only if it is on a device or not contiguous."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data
 
 
 def read_tensor(path: Path, entry: Entry) -> Tensor:
-    """One tensor of a file, mapped and not yet read: its pages come as they are touched and go with it.
+    """Return one tensor of a file, mapped: its pages are read on first access and can be dropped.
 
     Raises:
         EnvironmentProblem: the file cannot be opened.
@@ -107,13 +107,13 @@ def read_tensor(path: Path, entry: Entry) -> Tensor:
     except (OSError, ValueError) as error:
         raise EnvironmentProblem(f"{path} cannot be read: {error}") from error
     raw = torch.frombuffer(memory, dtype=torch.uint8, count=entry.nbytes, offset=entry.start - base)
-    if entry.start % dtype.itemsize:  # only other programs' files are not aligned
+    if entry.start % dtype.itemsize:  # files of other programs may be unaligned
         raw = raw.clone()
     return raw.view(dtype).view(entry.shape)
 
 
 class TensorFiles:
-    """The safetensors files of a folder; each one's header is read once, when it is first needed."""
+    """The safetensors files of a folder; each header is read once, when it is first needed."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -125,10 +125,10 @@ class TensorFiles:
         return self._headers[file]
 
     def entry(self, file: str, key: str, dtype: str, shape: Iterable[int]) -> Entry:
-        """Where a tensor lies, checked to be what is expected.
+        """Return where a tensor lies, after checking its dtype and shape.
 
         Raises:
-            EnvironmentProblem: it is not there, or has another dtype or shape.
+            EnvironmentProblem: it is missing, or has another dtype or shape.
         """
         entry = self.header(file).get(key)
         if entry is None or entry.dtype != dtype or entry.shape != tuple(shape):
@@ -138,5 +138,5 @@ class TensorFiles:
         return entry
 
     def read(self, file: str, key: str, dtype: str, shape: Iterable[int]) -> Tensor:
-        """The same tensor, mapped; see `read_tensor`."""
+        """Return the same tensor, mapped; see `read_tensor`."""
         return read_tensor(self.folder / file, self.entry(file, key, dtype, shape))

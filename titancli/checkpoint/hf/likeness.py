@@ -45,7 +45,7 @@ def _explicit(config: Any) -> Any:
     return config.explicit() if hasattr(config, "explicit") else config
 
 
-def differences(here: Any, there: Any, key: str = "") -> Iterator[Difference]:
+def _differing_fields(here: Any, there: Any, key: str = "") -> Iterator[Difference]:
     """The fields in which two configs of one class are not alike.
 
     Fields that a class names in `without_effect` are left out; what its `explicit()` returns has what follows
@@ -57,10 +57,10 @@ def differences(here: Any, there: Any, key: str = "") -> Iterator[Difference]:
         for field in dataclasses.fields(here):
             if field.name not in left_out:
                 values = getattr(here, field.name), getattr(there, field.name)
-                yield from differences(*values, f"{key}.{field.name}" if key else field.name)
+                yield from _differing_fields(*values, f"{key}.{field.name}" if key else field.name)
     elif isinstance(here, dict) and isinstance(there, dict):
         for name in here.keys() & there.keys():  # what is left out has a default that nobody here knows
-            yield from differences(here[name], there[name], f"{key}.{name}")
+            yield from _differing_fields(here[name], there[name], f"{key}.{name}")
     elif here != there:
         yield Difference(key, here, there)
 
@@ -90,7 +90,7 @@ def complaint(model: Any, folder: Path, meant: Collection[str]) -> tuple[str, st
         return f"{folder} holds a {there.name!r} model, but this recipe trains a {there.own} model", hint
     if there is None:
         return None
-    found = [d for d in differences(model, there) if not _covered(d.key, meant)]
+    found = [d for d in _differing_fields(model, there) if not _covered(d.key, meant)]
     if not found:
         return None
     listed = "\n".join(
