@@ -1,1 +1,1 @@
-"""Hugging Face folders, and peft's: out, in, converted, compared."""
+"""Folders of Hugging Face and peft: export, import, conversion, comparison."""

@@ -1,4 +1,4 @@
-"""`convert-checkpoint --verify`: whether our logits are transformers', or peft's."""
+"""`convert-checkpoint --verify`: compare our logits with those of transformers or peft."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ VERIFY_SHAPE = (2, 64)
 
 
 def refuse_incomparable(form: Any, quantised: Quantise | None = None) -> None:
-    """
+    """Refuse a form, quantised or not, that transformers does not load.
+
     Raises:
-        UsageError: transformers does not load what the form writes, quantised so.
+        UsageError: transformers does not load the folders that the form writes, quantised this way.
     """
     if (library := library_of(form).name) != "transformers":
         raise UsageError(f"--verify compares with transformers, but this model belongs to {library}")
@@ -47,15 +48,15 @@ def refuse_incomparable(form: Any, quantised: Quantise | None = None) -> None:
 def verdict(
     model: Any, reader: Tensors, hf_folder: Path, dtype: torch.dtype | None, *, exported: bool = True
 ) -> tuple[list[str], bool]:
-    """Lines on how our logits differ from transformers', and whether that is little enough.
+    """Return lines on how our logits differ from transformers', and whether the difference is small enough.
 
-    Both run on the CPU in float32. What a reader of merged adapters stands for is computed with the adapters
+    Both run on the CPU in float32. For merged adapters the expected logits are computed with the adapters
     beside their base, not by the merge that is being verified.
 
     Args:
-        reader: our weights, before an export rounded them or after an import did.
-        dtype: what floating-point weights were cast to on the way; None: each one's own.
-        exported: whether the folder was written from `reader`; else `reader` is of what was written from it.
+        reader: our weights, before rounding by an export or after rounding by an import.
+        dtype: the dtype that floating-point weights were cast to; None: they kept theirs.
+        exported: whether the folder was written from `reader`; if not, `reader` was imported from the folder.
 
     Raises:
         EnvironmentProblem: transformers cannot load the folder.
@@ -91,8 +92,9 @@ def _quantised_differences(
     dtype: torch.dtype | None,
     exported: bool,
 ) -> list[tuple[Tensor, Tensor]]:
-    """See `verdict_on`: transformers multiplies values by scales in float32, and what is read here is
-    bfloat16, so both sides are compared once more as bfloat16. Of an export, that is what was written."""
+    """Return pairs of logits for `verdict_on`. transformers multiplies values by scales in float32 while we
+    read bfloat16, so both sides are compared once more as bfloat16; for an export, our side is then what was
+    written."""
     if isinstance(reader, MergedReader):
         meant = logits_beside(model, reader.base, reader.adapters, reader.scale, tokens)
     else:
@@ -113,8 +115,8 @@ def _quantisation(folder: Path) -> Quantization | None:
 def _export_differences(
     model: Any, reader: Tensors, made: Tensor, tokens: Tensor, dtype: torch.dtype | None
 ) -> list[tuple[Tensor, Tensor]]:
-    """See `verdict_on`: what transformers made of the export, and what the reader stands for; then, if the
-    export rounded something, both sides of each of its steps alone."""
+    """Return pairs of logits for `verdict_on`: transformers' logits of the export, and the expected ones;
+    then, if the export rounded weights, a pair for each of its steps with equal rounding on both sides."""
     rounded = Rounded(reader, dtype)
     logits = our_logits(model, rounded, tokens)
     if isinstance(reader, MergedReader):
@@ -127,12 +129,12 @@ def _export_differences(
 
 
 def verdict_on(pairs: list[tuple[Tensor, Tensor]]) -> tuple[list[str], bool]:
-    """Lines for the user, and whether the logits are equal up to `VERIFY_LIMIT`.
+    """Return lines for the user, and whether the logits are equal up to `VERIFY_LIMIT`.
 
     Args:
-        pairs: logits that were found and those that were meant. If there are more pairs than one, the weights
-            were rounded on the way: the first pair tells how far that goes, and the others, which have the
-            same rounding on both sides, decide.
+        pairs: actual and expected logits. Several pairs mean that the weights were rounded on the way:
+            the first pair shows the effect of the rounding, and the others, with the same rounding on both
+            sides, decide.
     """
     absolute = float((pairs[0][0] - pairs[0][1]).abs().max())
     lines = [
@@ -149,12 +151,12 @@ def verdict_on(pairs: list[tuple[Tensor, Tensor]]) -> tuple[list[str], bool]:
 
 
 def far(found: Tensor, meant: Tensor) -> float:
-    """The largest difference, relative to the largest of what was meant."""
+    """Return the largest difference, relative to the largest expected value."""
     return float((found - meant).abs().max() / meant.abs().max().clamp(min=1e-30))
 
 
 class Rounded:
-    """Tensors as an export writes them; afterwards `changed` is whether one of them is another for it."""
+    """Tensors rounded as an export writes them; `changed` is then whether rounding changed any of them."""
 
     def __init__(self, reader: Tensors, dtype: torch.dtype | None) -> None:
         self._reader, self._dtype = reader, dtype
@@ -177,7 +179,7 @@ class Rounded:
 
 
 def verify_tokens(model: Any) -> Tensor:
-    """Random tokens of a model's vocabulary, `VERIFY_SHAPE`; the same ones each time."""
+    """Return random tokens of a model's vocabulary, `VERIFY_SHAPE`; the same ones each time."""
     with torch.device("meta"):
         vocabulary = build(model, seq_len=1).output.weight.shape[0]
     return torch.randint(0, vocabulary, VERIFY_SHAPE, generator=torch.Generator().manual_seed(0))
@@ -185,7 +187,8 @@ def verify_tokens(model: Any) -> Tensor:
 
 @torch.no_grad()
 def _round(model: torch.nn.Module, dtype: torch.dtype) -> bool:
-    """Round parameters, not buffers (which hold rotary frequencies); whether one of them changed."""
+    """Round parameters, but not buffers (which hold rotary frequencies); return whether any of them
+    changed."""
     changed = False
     for parameter in model.parameters():
         rounded = parameter.to(dtype).to(parameter.dtype)
@@ -196,7 +199,8 @@ def _round(model: torch.nn.Module, dtype: torch.dtype) -> bool:
 
 @torch.no_grad()
 def our_logits(model: Any, reader: Tensors, tokens: Tensor) -> Tensor:
-    """In float32; what a Hugging Face folder has no place for is as it would come back out of one."""
+    """Return our logits in float32; parameters that a Hugging Face folder cannot hold have the values they
+    would have after an import."""
     ours = build(model, seq_len=tokens.shape[1])
     form = hf_form(model)
     for name, tensor in named_state(ours):
@@ -206,7 +210,7 @@ def our_logits(model: Any, reader: Tensors, tokens: Tensor) -> Tensor:
 
 @torch.no_grad()
 def logits_beside(model: Any, base: Tensors, adapters: Tensors, scale: float, tokens: Tensor) -> Tensor:
-    """Of a base with adapters beside it, as they were trained, in float32."""
+    """Return the logits in float32 of a base with adapters beside it, as in training."""
     ours = build(model, seq_len=tokens.shape[1]).float()
     form = hf_form(model)
     for name, tensor in named_state(ours):
@@ -222,12 +226,12 @@ def logits_beside(model: Any, base: Tensors, adapters: Tensors, scale: float, to
 
 @torch.no_grad()
 def logits_of(model: Any, tokens: Tensor) -> Tensor:
-    """Of a model of transformers."""
+    """Return the logits of a transformers model."""
     return model.eval()(input_ids=tokens).logits
 
 
 def _dequantised(folder: Path) -> dict[str, Any]:
-    """Arguments by which transformers unpacks quantized weights, and asks the Hub for no kernels for them."""
+    """Return arguments that make transformers dequantize weights, without loading kernels from the Hub."""
     how = _quantisation(folder)
     if how is None or how.method == "compressed-tensors":
         return {}
@@ -238,10 +242,10 @@ def _dequantised(folder: Path) -> dict[str, Any]:
 
 
 def load_in_transformers(folder: Path, adapters: Path | None = None) -> torch.nn.Module:
-    """The folder as transformers loads it, in float32 on the CPU; with adapters as peft loads those.
+    """Load a folder with transformers, in float32 on the CPU, and adapters with peft.
 
     Raises:
-        EnvironmentProblem: it cannot, or its config.json names a kernel on the Hub, which is code.
+        EnvironmentProblem: it cannot be loaded, or its config.json names a kernel on the Hub, which is code.
     """
     file = folder / "config.json"
     for key, name in kernels_of_the_hub(json.loads(file.read_bytes()) if file.is_file() else {}):
@@ -250,9 +254,7 @@ def load_in_transformers(folder: Path, adapters: Path | None = None) -> torch.nn
             hint="remove the key",
         )
     before = logging.root.manager.disable
-    logging.disable(
-        logging.WARNING
-    )  # what it imports along the way warns of kernels that a CPU does not need
+    logging.disable(logging.WARNING)  # its imports warn of kernels that a CPU does not need
     try:
         from transformers import AutoModelForCausalLM
         from transformers.utils.logging import disable_progress_bar
@@ -265,7 +267,7 @@ def load_in_transformers(folder: Path, adapters: Path | None = None) -> torch.nn
             trust_remote_code=False,
             **_dequantised(folder),
         )
-        model = model.float()  # what was quantized is in bfloat16
+        model = model.float()  # dequantized weights are in bfloat16
         if adapters is None:
             return model
         from peft import PeftModel
@@ -273,7 +275,7 @@ def load_in_transformers(folder: Path, adapters: Path | None = None) -> torch.nn
         return PeftModel.from_pretrained(model, str(adapters))
     except TitanError:
         raise
-    except Exception as error:  # whatever it is, it is of what stands in the folder
+    except Exception as error:  # whatever the error, the folder's contents caused it
         who = f"transformers cannot load {folder}" if adapters is None else f"peft cannot load {adapters}"
         raise EnvironmentProblem(f"{who}: {error}") from error
     finally:

@@ -1,4 +1,4 @@
-"""`titan convert-checkpoint` without its words: a checkpoint to a Hugging Face folder, and back."""
+"""`titan convert-checkpoint` without its command line: a checkpoint to a Hugging Face folder, and back."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from titancli.registry.component import build
 
 @dataclass(frozen=True)
 class Result:
-    """What was done, in lines for the user, and whether it passed the comparison, if there was one."""
+    """Lines for the user, and whether the comparison passed, if there was one."""
 
     lines: list[str]
     good: bool = True
@@ -63,14 +63,13 @@ def to_hf(
 ) -> Result:
     """Export a checkpoint, or a run's newest good one.
 
-    `quantise`: see `titancli.checkpoint.hf.quantise`; what is left as it is becomes bfloat16, unless `dtype`
+    `quantise`: see `titancli.checkpoint.hf.quantise`; unquantized weights become bfloat16, unless `dtype`
     says otherwise.
 
-    The checkpoint's files are compared with their checksums while they are being converted, and the folder
-    appears only when they are right.
+    The checkpoint's checksums are verified during the conversion, and the folder appears only if they match.
 
     Raises:
-        TitanError: `src` is no good checkpoint, its model has no Hugging Face form, or `dst` is not free.
+        TitanError: `src` is not a good checkpoint, its model has no Hugging Face form, or `dst` is not free.
     """
     refuse_used(dst)
     folder = find_checkpoint(src, say)
@@ -88,7 +87,7 @@ def to_hf(
     kept = kept_of(folder, tokenizer=built is None)
     if of_another_tokenizer(kept, eos_id):
         say("the ids of special tokens are those of the recipe's tokenizer, not of the original folder")
-    # Looking for the newest good one has read every file already.
+    # The search for the newest good one has read every file already.
     with Checksums(folder, reader.manifest, data=folder == src.absolute()) as checksums:
 
         def watch(name: str, done: int, total: int) -> None:
@@ -130,7 +129,7 @@ def to_titan(
     progress: Progress = no_progress,
     say: Say,
 ) -> Result:
-    """Make a checkpoint of weights alone out of a Hugging Face folder.
+    """Convert a Hugging Face folder to a checkpoint of weights alone.
 
     Raises:
         TitanError: `src` holds no model that `component` reads, or `dst` is not free.
@@ -161,8 +160,8 @@ def to_titan(
 def _complete(
     src: Path, config: dict[str, Any], model: Any, say: Say
 ) -> tuple[dict[str, Any], Any, HFReader]:
-    """The model with all that the folder has for it, and a reader that has checked the folder: training takes
-    what its recipe has, a conversion leaves nothing out that fits."""
+    """Return the model's keys and config with everything that the folder has for it, and a reader that has
+    checked the folder. Training takes what its recipe asks for; a conversion leaves out nothing that fits."""
     form = hf_form(model)
     reader = read_hf(src, form)
     if further := form.whole(reader.names()):
@@ -185,9 +184,9 @@ def _job(reader: HFReader, parameter: str, shape: tuple[int, ...], dtype: torch.
 
 
 def _save(draft: Draft, jobs: list[Job], max_shard: int | None, progress: Progress, say: Say) -> None:
-    """Write a checkpoint as one rank would have, each tensor read when its turn comes."""
+    """Write a checkpoint as a single rank would have, reading one tensor at a time."""
     entries = [job.entries[0] for job in jobs]
-    filled = [job for job in jobs if job.entries[0].nbytes]  # empty pieces need no place
+    filled = [job for job in jobs if job.entries[0].nbytes]  # empty pieces are not stored
     filled.sort(key=lambda job: -ITEM_SIZE[job.entries[0].dtype])  # keeps every tensor aligned in its file
     needed = sum(job.entries[0].nbytes for job in filled)
     with new_folder(draft.folder, needed, say=say) as folder:
@@ -209,7 +208,7 @@ def _zeros(entry: Entry) -> tuple[int, ...]:
 
 
 def _groups(entries: list[Entry]) -> list[Group]:
-    """What the index says of tensors that one rank has written whole."""
+    """Return the index of tensors that one rank has written whole."""
     alike: dict[tuple[str, tuple[int, ...]], list[Entry]] = {}
     for entry in entries:
         alike.setdefault((entry.dtype, entry.shape), []).append(entry)
@@ -226,16 +225,20 @@ def _file_name(number: int, count: int) -> str:
 
 
 class Checksums:
-    """A checkpoint's files compared with their checksums: data files in a thread, while they are put to use.
+    """Verifies a checkpoint's files against their checksums: data files in a thread, while they are used.
 
-    A context manager, at whose end the thread has ended.
+    A context manager, which ends the thread.
 
     Raises:
         EnvironmentProblem: a file is damaged; names it.
     """
 
     def __init__(self, folder: Path, manifest: Manifest, *, data: bool) -> None:
-        """`data` false: the data files are known to be good."""
+        """Start verifying.
+
+        Args:
+            data: whether to verify the data files; false if they are known to be good.
+        """
         self._folder, self._files = folder, manifest.files
         self._found: list[str] = []
         self._leave = threading.Event()
@@ -245,7 +248,7 @@ class Checksums:
         self._thread = threading.Thread(target=self._compare, args=(names if data else [],))
 
     def check(self) -> None:
-        """Wait until all are read."""
+        """Wait until all files are verified."""
         self._thread.join()
         self.check_so_far()
 
@@ -280,5 +283,5 @@ class Checksums:
 
 
 def dtype_of(name: str | None) -> torch.dtype | None:
-    """torch's dtype of that name."""
+    """Return torch's dtype of that name."""
     return getattr(torch, name) if name else None

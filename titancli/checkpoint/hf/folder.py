@@ -1,4 +1,5 @@
-"""Hugging Face folders, out and in, one tensor at a time: memory grows with the largest tensor only."""
+"""Export and import of Hugging Face folders, one tensor at a time: memory grows only with the largest
+tensor."""
 
 from __future__ import annotations
 
@@ -39,11 +40,11 @@ QUANTISED_DTYPES = {"I8", "U8", *PACKED_BITS, *(name for name in ITEM_SIZE if na
 QUANTISED_NAMES = re.compile(
     r"\.(qweight|qzeros|g_idx|weight_packed|weight_scale\w*|weight_zero_point|absmax|SCB|quant_\w+|\w+_blocks)$"
 )
-"""What GPTQ, AWQ, compressed-tensors, bitsandbytes, FP8 and MXFP4 keep beside or instead of weights, where
-config.json says nothing of it."""
+"""Tensors that GPTQ, AWQ, compressed-tensors, bitsandbytes, FP8 and MXFP4 store beside or instead of weights,
+for folders whose config.json does not mention quantization."""
 
 
-# --------------------------------------------------------------------------------------------------- out
+# ------------------------------------------------------------------------------------------------ export
 
 
 def export_hf(
@@ -62,26 +63,26 @@ def export_hf(
     say: Callable[[str], None] = lambda line: None,
     before_rename: Callable[[], None] = lambda: None,
 ) -> None:
-    """Write a folder that the form's library loads as it is: `transformers.AutoModelForCausalLM`, for one.
+    """Write a folder that the form's library loads unchanged, such as `transformers.AutoModelForCausalLM`.
 
     Args:
         tensors: the model's parameters by their own names, whole: a `CheckpointReader`, or a mapping.
         form: the model's Hugging Face form.
-        tokenizer_files: file name to the file that is copied.
+        tokenizer_files: file names, and the files to copy.
         out: a folder that does not exist or is empty. It appears only when it is complete.
-        dtype: what floating-point tensors are cast to; None keeps each one's own.
-        quantise: what is written quantized, see `titancli.checkpoint.hf.quantise`.
-        max_shard: bytes of data in one file at most, save that no tensor is cut; None: 5 GB.
+        dtype: the dtype that floating-point tensors are cast to; None: they keep theirs.
+        quantise: which tensors are quantized and how, see `titancli.checkpoint.hf.quantise`.
+        max_shard: maximum bytes of data per file, except that no tensor is split; None: 5 GB.
         eos_id, bos_id: the tokenizer's, for config.json and generation_config.json.
-        kept: what the folder that the weights once came from had beside them
-            (`titancli.checkpoint.hf.kept`); a tokenizer's files among it are copied too.
-        say: is told of what killed exports to `out` left, which is removed.
-        before_rename: called when all is written; if it raises, nothing is left of it.
+        kept: files of the folder that the weights once came from (`titancli.checkpoint.hf.kept`); its
+            tokenizer's files are copied too.
+        say: called with one line for each leftover of a killed export to `out` that is removed.
+        before_rename: called when everything is written; if it raises, nothing is left.
 
     Raises:
-        EnvironmentProblem: `out` holds something, or the disk refuses.
-        TitanError: the form maps two tensors to one name or gives other shapes than it promised, or a value
-            does not fit into `dtype`.
+        EnvironmentProblem: `out` is not empty, or the disk refuses.
+        TitanError: the form maps two tensors to one name or gives other shapes than it promised, or a
+            value does not fit into `dtype`.
     """
     source = MemoryTensors(tensors) if isinstance(tensors, Mapping) else tensors
     jobs = _jobs(source, form, dtype, quantise)
@@ -100,7 +101,7 @@ def export_hf(
 
 
 def _jobs(source: Tensors, form: HFForm, dtype: torch.dtype | None, quantise: Quantise | None) -> list[Job]:
-    """What is read and what comes of it: the form is run on tensors without data."""
+    """Return what is read and what is written from it, by running the form on tensors without data."""
     jobs = []
     owners: dict[str, str] = {}
     for name in sorted(source.names(), key=_natural):
@@ -125,12 +126,12 @@ def _out(form: HFForm, quantise: Quantise | None, name: str, tensor: Tensor) -> 
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """A sort key by which layer 10 follows layer 9."""
+    """Return a sort key that puts layer 10 after layer 9."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 
 
 def cast_of(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    """What a tensor is cast to where floating-point ones are to be `wanted`."""
+    """Return the dtype that a tensor is cast to if floating-point tensors are to be `wanted`."""
     return wanted if wanted is not None and own.is_floating_point else own
 
 
@@ -153,7 +154,7 @@ def _texts(
     bos_id: int | None,
     quantise: Quantise | None,
 ) -> dict[str, dict[str, Any]]:
-    """The JSON files. transformers' config.json names the dtype that most numbers are stored in."""
+    """Return the JSON files. transformers' config.json names the dtype in which most numbers are stored."""
     if not library_of(form).text:
         return {"config.json": form.config_json()}
     sizes: dict[str, int] = {}
@@ -175,7 +176,7 @@ def _bytes_of(path: Path) -> bytes:
         raise EnvironmentProblem(f"the tokenizer's {path} cannot be read: {error.strerror}") from error
 
 
-# ---------------------------------------------------------------------------------------------------- in
+# ------------------------------------------------------------------------------------------------ import
 
 
 class HFReader:
@@ -191,26 +192,26 @@ class HFReader:
         self._places = self._find()
 
     def parameter(self, name: str) -> Tensor:
-        """Our parameter, whole, on the CPU.
+        """Return our parameter, whole, on the CPU.
 
         Raises:
-            EnvironmentProblem: the folder lacks what it is made of.
+            EnvironmentProblem: the folder lacks a tensor that it is made of.
         """
         return self.form.from_hf(name, [place.whole() for place in self.sources(name)])
 
     def virtual(self, name: str) -> Tensor:
-        """Our parameter, unread: a `virtual.Virtual`, or a tensor if the form makes it of values.
+        """Return our parameter, unread: a `virtual.Virtual`, or a tensor if the form computes it from values.
 
         Raises:
-            EnvironmentProblem: the folder lacks what it is made of.
+            EnvironmentProblem: the folder lacks a tensor that it is made of.
         """
         try:
             return self.form.from_hf(name, [place.virtual() for place in self.sources(name)])
-        except RuntimeError:  # the form writes to tensors, or wants their memory: it is given whole ones
+        except RuntimeError:  # the form writes to tensors, or needs their memory: it gets whole ones
             return self.parameter(name)
 
     def sources(self, name: str) -> list[Place]:
-        """Where the tensors lie that our parameter is made of.
+        """Return the stored tensors that our parameter is made of.
 
         Raises:
             EnvironmentProblem: the folder lacks one of them.
@@ -223,30 +224,30 @@ class HFReader:
         return [self._places[hf_name] for hf_name in self.form.sources(name)]
 
     def dtype(self, name: str) -> torch.dtype:
-        """Our parameter's dtype in the folder; of quantised ones bfloat16."""
+        """Return our parameter's dtype in the folder; bfloat16 if it is quantised."""
         sources = self.form.sources(name)
-        if not sources:  # the form makes it of nothing
+        if not sources:  # the form makes it from no stored tensor
             return self.form.from_hf(name, []).dtype
         return TORCH_DTYPE[self._places[sources[0]].dtype]
 
     def names(self) -> Collection[str]:
-        """All tensors of the folder, by the names that the form knows them by."""
+        """Return the names of all tensors in the folder, as the form knows them."""
         return self._places.keys()
 
     @property
     def identity(self) -> str:
-        """Equal where names, dtypes, shapes and places of all tensors are."""
+        """Return a value that is equal if the names, dtypes, shapes and positions of all tensors are."""
         rows = [(name, place.dtype, place.shape, place.where) for name, place in sorted(self._places.items())]
         return xxhash.xxh3_128(repr(rows).encode()).hexdigest()
 
     def check(self, shapes: Mapping[str, tuple[int, ...]], share: tuple[int, int] = (0, 1)) -> None:
-        """Ensure that the folder holds a model of these parameters: by its headers, and copies by value.
+        """Check that the folder holds a model with these parameters: by its headers, and copies by value.
 
         Args:
-            share: which part of how many is compared of each copy; others compare the other parts.
+            share: (number, count): the part of each copy that is compared; others compare the other parts.
 
         Raises:
-            EnvironmentProblem: names are missing or left over, or shapes differ; names them all.
+            EnvironmentProblem: names are missing or unexpected, or shapes differ; names them all.
         """
         sources = {name: self.form.sources(name) for name in shapes}
         wanted = {hf_name for hf_names in sources.values() for hf_name in hf_names}
@@ -285,7 +286,8 @@ class HFReader:
             raise EnvironmentProblem(f"{self.folder} cannot be used: {listed}", hint=DEQUANTISE)
 
     def _refuse_untied(self, number: int, count: int) -> None:
-        """What is left unread as a copy must be one: transformers uses it where it is not."""
+        """Check that tensors left unread as copies equal their originals: transformers would use them if
+        not."""
         copy_of = self.form.copy_of
         for name in self._places:
             if (original := copy_of(name)) in self._places:
@@ -308,7 +310,7 @@ class HFReader:
         return torch.empty(place.shape, dtype=TORCH_DTYPE[place.dtype], device="meta")
 
     def _find(self) -> dict[str, Place]:
-        """Every tensor's place, by the name that the form knows it by."""
+        """Return where every tensor is stored, by the name that the form knows it by."""
         library = library_of(self.form)
         if (self.folder / library.index).is_file():
             names = self._indexed(self.folder / library.index)
@@ -337,7 +339,7 @@ class HFReader:
         return {known_as(key): place for key, place in places.items()}
 
     def _config(self) -> Mapping[str, Any]:
-        """What config.json says; nothing where there is none."""
+        """Return the contents of config.json; empty if there is none."""
         path = self.folder / CONFIG
         try:
             found = json.loads(path.read_bytes())

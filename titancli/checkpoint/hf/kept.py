@@ -1,7 +1,7 @@
-"""What a Hugging Face folder has beside its weights, kept in checkpoints so that an export has it again.
+"""Files beside the weights of a Hugging Face folder, kept in checkpoints so that an export has them again.
 
-A checkpoint has each such file as `hf-NAME`, listed in its manifest as any other: of a converted folder its
-configs and its tokenizer, of a run the configs of the folder that it began with. (A run's tokenizer is its
+A checkpoint stores each such file as `hf-NAME`, listed in its manifest like any other: for a converted folder
+its configs and tokenizer, for a run the configs of the folder that it started from. (A run's tokenizer is its
 recipe's.)
 """
 
@@ -22,20 +22,21 @@ PREFIX = "hf-"
 CONFIG, GENERATION = "config.json", "generation_config.json"
 TOKENIZER = (*TOKENIZER_FILES, "chat_template.json", "spiece.model", "sentencepiece.bpe.model")
 OWN = {"architectures", "auto_map", "dtype", "model_type", KEY, "torch_dtype", "transformers_version"}
-"""Harmless keys of config.json that an export says for itself."""
+"""Harmless keys of config.json that an export sets itself."""
 WEIGHTS = (".safetensors", ".index.json", ".bin", ".pth", ".pt", ".gguf", ".onnx", ".h5", ".msgpack")
 TALK = ("readme", "license", "notice", "use_policy", ".")
-"""How files begin that no program reads."""
+"""Prefixes of files that no program reads."""
 
 
 def kept_of(folder: Path, *, tokenizer: bool = False) -> dict[str, bytes]:
-    """Files beside the weights of a Hugging Face folder, or those that a checkpoint has kept of one, by name.
+    """Return the files beside the weights of a Hugging Face folder, or those that a checkpoint has kept of
+    one, by name.
 
     Args:
-        tokenizer: its tokenizer's too.
+        tokenizer: whether to include its tokenizer's files.
 
     Raises:
-        EnvironmentProblem: one cannot be read, or is no JSON though it should be.
+        EnvironmentProblem: a file cannot be read, or is not JSON though it should be.
     """
     prefix = PREFIX if is_checkpoint(folder) else ""
     found = {}
@@ -55,7 +56,7 @@ def kept_of(folder: Path, *, tokenizer: bool = False) -> dict[str, bytes]:
 
 
 def not_kept(folder: Path) -> list[str]:
-    """What else a Hugging Face folder has, by name: code, for one."""
+    """Return the names of a Hugging Face folder's other files, such as code."""
     known = (CONFIG, GENERATION, *TOKENIZER)
     return sorted(
         path.name
@@ -69,14 +70,14 @@ def not_kept(folder: Path) -> list[str]:
 def texts(
     own: Mapping[str, Any], kept: Mapping[str, bytes], eos_id: int | None, bos_id: int | None
 ) -> dict[str, dict[str, Any]]:
-    """config.json and, where there is anything to say in it, generation_config.json of an export.
+    """Return an export's config.json and, if it has any contents, generation_config.json.
 
-    A tokenizer whose end marker is among those of the folder is the folder's, and all its ids stay. Another
-    one's are written in their place.
+    A tokenizer whose end marker is among those of the folder is the folder's, and all its ids stay. Otherwise
+    the ids of the given tokenizer are written instead.
 
     Args:
-        own: what the model's form writes.
-        kept: as of `kept_of`.
+        own: the model's config.json, as its form writes it.
+        kept: as returned by `kept_of`.
         eos_id, bos_id: the tokenizer's; None: there is none.
     """
     before = json.loads(kept.get(CONFIG, b"{}"))
@@ -98,17 +99,17 @@ def texts(
 
 
 def of_another_tokenizer(kept: Mapping[str, bytes], eos_id: int | None) -> bool:
-    """Whether the folder names end markers, and a tokenizer's is none of them."""
+    """Return whether the folder names end markers that do not include the tokenizer's."""
     ends = _all_ends(kept)
     return bool(ends) and eos_id is not None and eos_id not in ends
 
 
 def end_ids(kept: Mapping[str, bytes], eos_id: int | None) -> frozenset[int]:
     """Return the tokens that end a text: the tokenizer's, and all that the folder names (an instruct model
-    has several) unless they are of another tokenizer.
+    has several) unless they belong to another tokenizer.
 
     Args:
-        kept: as of `kept_of`.
+        kept: as returned by `kept_of`.
         eos_id: the tokenizer's; None: there is none.
     """
     own = set() if eos_id is None else {eos_id}
@@ -129,5 +130,5 @@ def _ends(config: Mapping[str, Any]) -> set[Any]:
 
 
 def _without_ids(config: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Without the ids of another tokenizer, save those that the model's form writes."""
+    """Return the config without the ids of another tokenizer, except those that the model's form writes."""
     return {key: value for key, value in config.items() if key in own or not key.endswith("_token_id")}

@@ -1,4 +1,4 @@
-"""Which of Hugging Face's libraries loads a model's folder, and what they call its files. Torch-free."""
+"""The Hugging Face library that loads a model's folder, and its file names. Torch-free."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Library:
 
     name: str
     stem: str
-    """What the names of weights' files begin with."""
+    """The prefix of the names of weights' files."""
     key: str
-    """Of config.json: what names the model."""
+    """The key of config.json that names the model."""
     loader: str | None
     """The class that loads every folder; None: the one that config.json names."""
     text: bool
@@ -23,20 +23,20 @@ class Library:
 
     @property
     def weights(self) -> str:
-        """The file of weights, where there is one alone."""
+        """Return the name of the file of weights, if there is only one."""
         return f"{self.stem}.safetensors"
 
     @property
     def index(self) -> str:
-        """The file that says which file each tensor is in, where there are several."""
+        """Return the name of the file that maps tensors to files, if there are several."""
         return f"{self.stem}.safetensors.index.json"
 
     def file(self, number: int, count: int) -> str:
-        """The name of the file of a number, from 0, among so many."""
+        """Return the name of file `number`, from 0, of `count`."""
         return self.weights if count == 1 else f"{self.stem}-{number + 1:05d}-of-{count:05d}.safetensors"
 
     def how_to_load(self, form: Any, folder: str) -> str:
-        """Python, for people: of a folder that the form has made."""
+        """Return the line of Python with which users load a folder that the form has written."""
         loader = self.loader or form.model_type
         return f"from {self.name} import {loader}; {loader}.from_pretrained({folder!r})"
 
@@ -51,12 +51,12 @@ LIBRARIES = {
 
 
 def library_of(form: Any) -> Library:
-    """The library that a Hugging Face form, or its class, is for: its `library`, or else transformers."""
+    """Return the library of a Hugging Face form or its class: its `library`, by default transformers."""
     return LIBRARIES[form.library]
 
 
 def type_in(config_json: Mapping[str, Any]) -> str:
-    """The model that a config.json of any of the libraries names.
+    """Return the model type that a config.json of any of the libraries names.
 
     Raises:
         KeyError: it names none.

@@ -1,7 +1,7 @@
-"""Whether weights were made for the very model that a recipe describes, field by field. Torch-free.
+"""Comparing a recipe's model with the one that weights were made for, field by field. Torch-free.
 
-Shapes alone do not show it: weights of another rotary base, or of another eps, load without a fault, and what
-they then compute is wrong.
+Equal shapes are not enough: weights made for another rotary base or another eps load without an error, and
+the model then computes wrong results.
 """
 
 from __future__ import annotations
@@ -28,28 +28,27 @@ CONFIG = "config.json"
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """A field in which two configs of one model are not alike."""
+    """A field in which two configs of one model differ."""
 
     key: str
-    """Within `[model]`: `rope_theta`, `moe.top_k`."""
+    """The name within `[model]`: `rope_theta`, `moe.top_k`."""
     here: Any
     there: Any
 
     def line(self) -> str:
-        """What to write in `[model]`."""
+        """Return the line to write in `[model]`."""
         return f"{self.key} = {_shown(self.there)}" if self.there is not None else f"no {self.key}"
 
 
 def _explicit(config: Any) -> Any:
-    """Return a component's config, or a section of it, with what follows from other fields written out."""
+    """Return a component's config, or a section of it, with derived fields written out."""
     return config.explicit() if hasattr(config, "explicit") else config
 
 
 def _differing_fields(here: Any, there: Any, key: str = "") -> Iterator[Difference]:
-    """The fields in which two configs of one class are not alike.
+    """Yield the fields in which two configs of one class differ.
 
-    Fields that a class names in `without_effect` are left out; what its `explicit()` returns has what follows
-    from other fields written out.
+    Fields that a class lists in `without_effect` are ignored; its `explicit()` writes out derived fields.
     """
     if dataclasses.is_dataclass(here) and type(here) is type(there):
         here, there = (_explicit(side) for side in (here, there))
@@ -59,7 +58,7 @@ def _differing_fields(here: Any, there: Any, key: str = "") -> Iterator[Differen
                 values = getattr(here, field.name), getattr(there, field.name)
                 yield from _differing_fields(*values, f"{key}.{field.name}" if key else field.name)
     elif isinstance(here, dict) and isinstance(there, dict):
-        for name in here.keys() & there.keys():  # what is left out has a default that nobody here knows
+        for name in here.keys() & there.keys():  # an omitted field has a default that is not known here
             yield from _differing_fields(here[name], there[name], f"{key}.{name}")
     elif here != there:
         yield Difference(key, here, there)
@@ -67,22 +66,22 @@ def _differing_fields(here: Any, there: Any, key: str = "") -> Iterator[Differen
 
 @dataclasses.dataclass(frozen=True)
 class _Other:
-    """A model that is none of the recipe's family."""
+    """A model of another family than the recipe's."""
 
     name: str
     own: str
 
 
 def complaint(model: Any, folder: Path, meant: Collection[str]) -> tuple[str, str] | None:
-    """What is wrong with weights for a model, and what to write; None where nothing is, or cannot be told.
+    """Return what is wrong with weights for a model, and what to write; None if nothing is, or it is unknown.
 
     Args:
         model: the recipe's, bound.
         folder: a Hugging Face folder, or a checkpoint.
-        meant: keys of `[model]` that are to differ.
+        meant: keys of `[model]` that are meant to differ.
 
     Raises:
-        EnvironmentProblem: the folder's config.json cannot be read, or names what the model does not have.
+        EnvironmentProblem: the folder's config.json cannot be read, or names a feature that the model lacks.
     """
     there = _model_in(folder, model)
     if isinstance(there, _Other):
@@ -105,7 +104,7 @@ def complaint(model: Any, folder: Path, meant: Collection[str]) -> tuple[str, st
 
 
 def refuse_other_model(recipe: Recipe, folder: Path) -> None:
-    """Ensure that the weights in a folder were made by the recipe's model, whatever their shapes are.
+    """Check that the weights in a folder were made for the recipe's model, whatever their shapes.
 
     Raises:
         EnvironmentProblem: they were not; names every field that differs.
@@ -115,10 +114,10 @@ def refuse_other_model(recipe: Recipe, folder: Path) -> None:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """A config.json that names its model.
+    """Return a config.json that names its model.
 
     Raises:
-        EnvironmentProblem: there is none, or it is damaged.
+        EnvironmentProblem: it is missing or damaged.
     """
     try:
         keys = json.loads(path.read_bytes())
@@ -138,10 +137,10 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def bind(cls: type, keys: dict[str, Any], where: str) -> Any:
-    """A component's config from plain values, as strictly as a recipe is bound.
+    """Return a component's config from plain values, bound as strictly as a recipe.
 
     Raises:
-        EnvironmentProblem: they do not fit; `where` says whose they are.
+        EnvironmentProblem: the values do not fit; `where` is their source in the message.
     """
     from pydantic import ValidationError
 
@@ -157,7 +156,7 @@ def bind(cls: type, keys: dict[str, Any], where: str) -> Any:
 
 
 def _model_in(folder: Path, like: Any) -> Any:
-    """The config of the model in a folder, or an `_Other`; None where it cannot be told."""
+    """Return the config of the model in a folder, or an `_Other`; None if it is unknown."""
     if is_checkpoint(folder) or (folder / LOCK).is_file():
         return _in_checkpoint(folder, like)
     return _in_hf(folder / CONFIG, like) if (folder / CONFIG).is_file() else None
@@ -179,8 +178,8 @@ def _in_hf(path: Path, like: Any) -> Any:
 
 
 def reader_of(model: Any) -> Any:
-    """What has `from_config_json` for a model's config or its class: the class itself, which needs no torch,
-    or else its Hugging Face form, where torch is there already. None: nothing has."""
+    """Return the object that has `from_config_json` for a model's config or its class: the class itself,
+    which needs no torch, or else its Hugging Face form if torch is already loaded. None: there is none."""
     cls: Any = model if isinstance(model, type) else type(model)
     if cls.from_config_json is not None:
         return cls
@@ -189,7 +188,7 @@ def reader_of(model: Any) -> Any:
 
 
 def model_types(reader: Any) -> tuple[str, ...]:
-    """The model_types that it reads; none: any."""
+    """Return the model_types that a reader accepts; empty: any."""
     if (types := getattr(reader, "model_types", None)) is not None:
         return types
     one = getattr(reader, "model_type", None)
@@ -203,7 +202,7 @@ def _in_checkpoint(folder: Path, like: Any) -> Any:
         try:
             table = tomli.loads((folder / LOCK).read_text(encoding="utf-8"))["model"]
         except (OSError, ValueError, KeyError):
-            return None  # a damaged checkpoint is reported, and why, when its weights are read
+            return None  # a damaged checkpoint is reported, with the reason, when its weights are read
     else:
         table = read_manifest(folder).state.get("model")
     if not isinstance(table, dict) or not isinstance(table.get("type"), str):
@@ -216,8 +215,8 @@ def _in_checkpoint(folder: Path, like: Any) -> Any:
 
 
 def left_out(model: Any, checkpoint: Path) -> tuple[str, ...]:
-    """Return the tensors of a checkpoint, by patterns of their names, that a model begins without, as it does
-    from a Hugging Face folder: layers that predict further tokens, where it has none."""
+    """Return patterns of a checkpoint's tensors that a model starts without, as it does from a Hugging Face
+    folder: layers that predict further tokens, if the model has none."""
     if getattr(model, "n_mtp_layers", None) != 0:
         return ()
     there = getattr(_in_checkpoint(checkpoint, model), "n_mtp_layers", 0)

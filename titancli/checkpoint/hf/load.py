@@ -1,8 +1,8 @@
-"""Weights of a Hugging Face folder into a model: each rank reads its own part.
+"""Loading weights of a Hugging Face folder into a model: each rank reads its own part.
 
-Where the parts of ranks lie in turn in the file, each reads some rows, and they send each other the columns:
-a fused projection has its gate and its up in pairs (gpt-oss), of which ranks of tensor parallelism hold one
-half, and alone each would read both.
+If the ranks' parts are interleaved in the file, each reads some rows, and they exchange columns: a fused
+projection stores gate and up in pairs (gpt-oss), of which each rank of tensor parallelism holds one half, and
+alone each would read both.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from titancli.distributed.together import Ranks
 from titancli.protocols import HFForm
 
 WASTE = 1.1
-"""Bytes that a rank reads for each that it needs, above which reading together is better."""
+"""Ratio of bytes read to bytes needed above which the ranks read together."""
 
 
 @torch.no_grad()
@@ -45,15 +45,15 @@ def load_hf_weights(
 ) -> str:
     """Fill parameters in place, one tensor at a time; each rank reads its own part of it.
 
-    Values are cast to the parameters' dtypes. `shapes` are those of the whole model, where `parameters` are
-    only some of it. `share`: see `HFReader.check`. No rank talks to another, unless all ranks call it
-    `together`: then those whose parts lie in turn in a file read less, see above.
-
-    Returns:
-        What is equal on all ranks that see the same files: see `HFReader.identity`.
+    Values are cast to the parameters' dtypes. `shapes` are those of the whole model, of which `parameters`
+    may be a part. `share`: see `HFReader.check`. Ranks do not communicate unless all of them call this with
+    `together`: then those whose parts are interleaved in a file read less, see above.
 
     Raises:
         EnvironmentProblem: the folder does not hold this model; names everything that is wrong.
+
+    Returns:
+        A value that is equal on all ranks that see the same files: see `HFReader.identity`.
     """
     own = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     found: list[HFReader] = []
@@ -78,13 +78,14 @@ def load_hf_weights(
 
 
 def _fill_together(parameters: Mapping[str, Tensor], reader: HFReader, alike: Sequence[str]) -> set[str]:
-    """Fill the parameters that ranks read better together, and return their names; collective.
+    """Fill the parameters that are better read together, and return their names; collective.
 
     Args:
-        alike: of each rank what is equal where ranks load the same from the same folder.
+        alike: for each rank, a value that is equal on ranks that load the same from the same folder.
 
     Raises:
-        EnvironmentProblem: a file cannot be read; on this rank alone, when all have what they wait for.
+        EnvironmentProblem: a file cannot be read; raised on this rank alone, after all ranks have what
+            they wait for.
     """
     filled, failures = set(), list[Exception]()
     for name, parameter in sorted(parameters.items()):
@@ -100,7 +101,7 @@ def _fill_together(parameters: Mapping[str, Tensor], reader: HFReader, alike: Se
 
 
 def _waste(reader: HFReader, name: str, columns: Columns) -> float:
-    """How many bytes the first of the ranks would read for each that it needs; the same on all of them."""
+    """Return the ratio of bytes read to bytes needed by the first rank; equal on all of them."""
     count = 0
 
     def unread(place: Stored) -> Virtual:
@@ -113,10 +114,10 @@ def _waste(reader: HFReader, name: str, columns: Columns) -> float:
 
     stored = [place for place in reader.sources(name) if isinstance(place, Stored)]
     if len(stored) < len(reader.sources(name)):
-        return 1.0  # quantized: neighbours share scales, and lie together
+        return 1.0  # quantized: neighbours share scales, and are stored together
     try:
         whole = reader.form.from_hf(name, [unread(place) for place in stored])
-    except RuntimeError:  # the form wants values, see `HFReader.virtual`
+    except RuntimeError:  # the form needs values, see `HFReader.virtual`
         return 1.0
     if not isinstance(whole, Virtual):
         return 1.0
@@ -128,7 +129,7 @@ def _waste(reader: HFReader, name: str, columns: Columns) -> float:
 
 
 def _rows(whole: Any, columns: Columns, failures: list[Exception], low: int, high: int) -> Tensor:
-    """Some of the rows that this rank is to read. What has failed is kept for later: the others wait."""
+    """Return some of the rows that this rank reads. Failures are kept for later, since the others wait."""
     rows, *others = _region(columns.rows)
     region = (rows[low:high], *others)
     if not failures:

@@ -1,4 +1,4 @@
-"""Adapters in the form of the `peft` library: a folder that `PeftModel.from_pretrained` loads as it is."""
+"""Adapters in the `peft` library's format: a folder that `PeftModel.from_pretrained` loads unchanged."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ def to_peft(
 ) -> tuple[list[str], bool]:
     """Write the adapters of a checkpoint, or of a run's newest good one.
 
-    Returns:
-        Lines for the user, and whether it passed the comparison with peft, if there was one.
-
     Raises:
-        TitanError: it holds no adapters, the model has no Hugging Face form, or one in which an adapted
-            weight is not one matrix of the same shape and order.
+        TitanError: the checkpoint holds no adapters, the model has no Hugging Face form, or an adapted
+            weight is not a single matrix of the same shape and order in that form.
+
+    Returns:
+        Lines for the user, and whether the comparison with peft passed, if there was one.
     """
     refuse_used(dst)
     folder = find_checkpoint(src, say)
@@ -103,7 +103,7 @@ def _verdict(
     dst: Path,
     dtype: torch.dtype | None,
 ) -> tuple[list[str], bool]:
-    """Our base with the adapters beside it, against what transformers and peft make of base and folder."""
+    """Compare our base with the adapters beside it to base and folder as loaded by transformers and peft."""
     tokens, scale = verify_tokens(model), told["alpha"] / told["rank"]
     weights = open_base(base, model, verify="size")
     with TemporaryDirectory(prefix=f".{dst.name}.base-", dir=dst.parent) as folder:
@@ -118,7 +118,7 @@ def _verdict(
 
 
 def _job(reader: CheckpointReader, weight: str, adapters: list[Adapter], dtype: torch.dtype | None) -> Job:
-    """What peft has of the adapters of a weight."""
+    """Return the job that writes peft's tensors for the adapters of a weight."""
 
     def made(read: Callable[[str], Tensor]) -> list[Tensor]:
         a, b = map(read, adapters_of(weight))
@@ -136,7 +136,7 @@ def _job(reader: CheckpointReader, weight: str, adapters: list[Adapter], dtype: 
 
 
 def adapter_config(told: dict[str, Any], base: Path, adapters: list[Adapter]) -> dict[str, Any]:
-    """`adapter_config.json`."""
+    """Return the contents of `adapter_config.json`."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

@@ -1,9 +1,9 @@
-"""What the `peft` library calls our adapters, and what shape it wants them in.
+"""Names and shapes of our adapters in the `peft` library.
 
-A linear layer's are `NAME.lora_A.weight` [rank, in] and `NAME.lora_B.weight` [out, rank], and so are one
-expert's, where folders have experts one by one: peft stacks them as transformers stacks their weights. Where
-a folder has a stack, it is one of `target_parameters`: A is [experts · rank, in] with the experts outermost,
-B [out, rank · experts] with them innermost.
+Those of a linear layer are `NAME.lora_A.weight` [rank, in] and `NAME.lora_B.weight` [out, rank], and likewise
+those of a single expert, in folders that store experts one by one: peft stacks them as transformers stacks
+their weights. If a folder has a stack, it is one of `target_parameters`: A is [experts · rank, in] with the
+experts outermost, B [out, rank · experts] with them innermost.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from titancli.errors import TitanError
 from titancli.registry.component import build
 
 OUT_IN = ("llama4_text", "llama4")
-"""Types whose stacks are [experts, in, out], and which peft takes for [experts, out, in]."""
+"""Model types whose stacks are [experts, in, out], but which peft treats as [experts, out, in]."""
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """One of peft's adapters, out of one of ours."""
+    """One of peft's adapters, made from one of ours."""
 
     name: str
-    """The module, or the parameter of a stack."""
+    """The name of the module, or of the parameter of a stack."""
     rows: Tensor | None = None
-    """Which of our outputs its outputs are; None: all, in order."""
+    """Our output rows that make up its outputs; None: all, in order."""
     expert: int | None = None
     stacked: bool = False
     depth: int = 0
-    """How many other stacks of its module peft has wrapped after it."""
+    """The number of other stacks of its module that peft wraps after it."""
     transposed: bool = False
-    """Whether our A is on the side of the outputs."""
+    """Whether our A is on the output side."""
     swapped: bool = False
-    """Whether peft has it so."""
+    """Whether peft's A is on the output side."""
 
     @property
     def keys(self) -> tuple[str, str]:
@@ -48,7 +48,7 @@ class Adapter:
         return f"{stem}.lora_A.weight", f"{stem}.lora_B.weight"
 
     def of(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """Return A and B as peft has them."""
+        """Return A and B in peft's shapes."""
         if self.transposed:
             a, b = b.mT, a.mT
         if self.expert is not None:
@@ -63,10 +63,10 @@ class Adapter:
 
 
 def placed(model: Any, weights: Iterable[str]) -> dict[str, list[Adapter]]:
-    """Return what becomes of the adapters of each of our weights.
+    """Return the adapters in peft that each of our weights' adapters becomes.
 
     Raises:
-        TitanError: the form makes something else of a weight than its rows under other names.
+        TitanError: the form makes anything else of a weight than its rows under other names.
     """
     form = hf_form(model)
     with torch.device("meta"):
@@ -77,7 +77,7 @@ def placed(model: Any, weights: Iterable[str]) -> dict[str, list[Adapter]]:
     found: dict[str, list[Adapter]] = {}
     for weight in weights:
         size = torch.Size(shapes[weight])
-        # What is a row of what is seen from the values: each occurs once.
+        # Rows are recognised by their values: each value occurs once.
         probe = torch.arange(size.numel(), dtype=torch.int64).view(size)
         transposed = weight in stacks and stacks[weight].is_transposed
         ours = probe.mT if transposed else probe
@@ -95,7 +95,7 @@ def placed(model: Any, weights: Iterable[str]) -> dict[str, list[Adapter]]:
 
 
 def _recognised(name: str, made: Tensor, ours: Tensor) -> Adapter | None:
-    """Which rows of our matrix, or of the matrices of a stack, a tensor of a folder is made of."""
+    """Return an adapter if a tensor of a folder consists of rows of our matrix, or of a stack's matrices."""
     out, inner = ours.shape[-2:]
     for matrix in (made, made.mT) if made.ndim == 3 else (made,):
         if matrix.ndim > ours.ndim or matrix.shape[-1] != inner or not matrix.numel():
@@ -119,14 +119,14 @@ def _recognised(name: str, made: Tensor, ours: Tensor) -> Adapter | None:
 
 
 def _column(matrix: Tensor) -> list[int]:
-    """The first value of each row; of a stack the first matrix's."""
+    """Return the first value of each row; for a stack, of the first matrix."""
     found: list[int] = (matrix[0] if matrix.ndim == 3 else matrix)[:, 0].tolist()
     return found
 
 
 def _nested(found: dict[str, list[Adapter]]) -> dict[str, list[Adapter]]:
-    """With the depth at which peft wraps each stack of a module: in the order of its parameters, in which
-    what goes down comes last."""
+    """Return the adapters with the depth at which peft wraps each stack of a module: in the order of its
+    parameters, the down projection last."""
     modules: dict[str, list[str]] = {}
     for adapter in (one for several in found.values() for one in several if one.stacked):
         modules.setdefault(adapter.name.rpartition(".")[0], []).append(adapter.name)
@@ -142,8 +142,8 @@ def _nested(found: dict[str, list[Adapter]]) -> dict[str, list[Adapter]]:
 
 
 def beside_experts(adapters: Iterable[Adapter]) -> list[str]:
-    """Return the modules of dense and shared feed-forwards, which peft 0.21 tells from stacked experts by the
-    ends of their names alone (`_convert_peft_config_moe`)."""
+    """Return the modules of dense and shared feed-forwards, which peft 0.21 distinguishes from stacked
+    experts only by name suffixes (`_convert_peft_config_moe`)."""
     ends = (".gate_proj", ".up_proj", ".down_proj")
     return [
         one.name for one in adapters if not one.stacked and one.expert is None and one.name.endswith(ends)
@@ -151,7 +151,7 @@ def beside_experts(adapters: Iterable[Adapter]) -> list[str]:
 
 
 def config_of(adapters: Sequence[Adapter]) -> dict[str, list[str]]:
-    """Return what adapter_config.json says of where adapters are."""
+    """Return the entries of adapter_config.json that say where adapters are."""
     stacks = sorted(one.name for one in adapters if one.stacked)
     modules = sorted(one.name for one in adapters if not one.stacked)
     return {"target_modules": modules} | ({"target_parameters": stacks} if stacks else {})

@@ -1,7 +1,7 @@
 """Writing quantized Hugging Face folders, as transformers and vLLM read them: block fp8, and gpt_oss' MXFP4.
 
-What is what: `titancli.checkpoint.hf.stored`. A value is rounded to the nearest one that its block can hold,
-ties to even, and no block's scale is so small that its largest value is cut off.
+`titancli.checkpoint.hf.stored` describes the formats. A value is rounded to the nearest one that its block
+can hold, ties to even, and no block's scale is so small that its largest value is clipped.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ BLOCK = 128
 """Rows and columns that share a scale, in fp8."""
 E4M3_MAX, E2M1_MAX = 448.0, 6.0
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"))
-"""Matrices that vLLM makes one of, and which must therefore be quantized all, or none."""
+"""Matrices that vLLM fuses, which must therefore be quantized all or none."""
 UNCONVERTED = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
-"""What gpt_oss' release says that it leaves as it is."""
+"""The modules that gpt_oss' release lists as not quantized."""
 ROWS = 32 * BLOCK
-"""That are quantized at a time."""
+"""Number of rows that are quantized at a time."""
 
 
 @dataclass(frozen=True)
 class Quantise:
-    """What is quantized of a folder that is written, and how."""
+    """Which tensors of an exported folder are quantized, and how."""
 
     method: Method
     chosen: frozenset[str]
-    """Hugging Face names."""
+    """Hugging Face names of the quantized tensors."""
     table: Mapping[str, Any]
-    """`quantization_config` of config.json."""
+    """The `quantization_config` of config.json."""
     undivided: str | None = None
-    """Of the chosen, one that transformers refuses to dequantize."""
+    """One of the chosen that transformers refuses to dequantize."""
 
     def out(self, tensors: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-        """Return a form's tensors with those that are chosen quantized; of ones on meta the shapes.
+        """Return a form's tensors with the chosen ones quantized; on meta, only their shapes.
 
         Raises:
             TitanError: a value is NaN or infinite.
@@ -64,13 +64,14 @@ class Quantise:
 
 
 def quantisation(method: Method, model: Any, form: HFForm) -> Quantise:
-    """Return what of a model is quantized by a method.
+    """Return which tensors of a model a method quantizes.
 
-    fp8: all matrices of blocks but the router's and `eh_proj`. Of rows the last block may be smaller, as
-    DeepSeek-V3 has 576 in 5 blocks; what readers would misread stays as it is, see `_misread`.
+    fp8: all matrices of blocks except the router's and `eh_proj`. The last block of rows may be smaller, as
+    in DeepSeek-V3, which has 576 rows in 5 blocks; matrices that readers would misread are left unquantized,
+    see `_misread`.
 
     Raises:
-        UsageError: transformers does not read the model quantized so.
+        UsageError: transformers does not read the model quantized this way.
     """
     with torch.device("meta"):
         built = build(model, seq_len=1)
@@ -96,13 +97,14 @@ def quantisation(method: Method, model: Any, form: HFForm) -> Quantise:
         "activation_scheme": "dynamic",
         "modules_to_not_convert": left,
     }
-    # Rows that the number of their blocks does not divide.
+    # Rows that are not divisible by the number of their blocks.
     unread = [name for name in sorted(chosen) if wanted[name].shape[0] % -(-wanted[name].shape[0] // BLOCK)]
     return Quantise("fp8", frozenset(chosen), table, next(iter(unread), None))
 
 
 def _matrices(built: nn.Module, form: HFForm) -> tuple[dict[str, Tensor], list[str]]:
-    """The matrices within the blocks, on meta by their Hugging Face names; names of other linear layers."""
+    """Return the matrices within the blocks, on meta by Hugging Face name, and names of other linear
+    layers."""
     wanted: dict[str, Tensor] = {}
     others: list[str] = []
     for path, module in built.named_modules():
@@ -119,11 +121,11 @@ def _matrices(built: nn.Module, form: HFForm) -> tuple[dict[str, Tensor], list[s
 
 
 def _misread(name: str, rows: int, columns: int) -> bool:
-    """Whether vLLM or transformers do not read the blocks of a matrix as what they are.
+    """Return whether vLLM or transformers would misread the blocks of a matrix.
 
-    vLLM divides rows of inputs into whole blocks, and allows a smaller last one only in the last of matrices
-    that it joins. transformers, which dequantizes where there is no kernel, divides rows evenly over the
-    scales: of 192 rows in two blocks it takes 96 for one, without a word; 576 in five it refuses.
+    vLLM divides input rows into whole blocks, and allows a smaller last one only in the last of the matrices
+    that it fuses. transformers, which dequantizes if there is no kernel, divides rows evenly over the scales:
+    192 rows in two blocks are silently treated as 96 per block; 576 in five are refused.
     """
     count = -(-rows // BLOCK)
     uneven = rows % BLOCK != 0
@@ -132,7 +134,7 @@ def _misread(name: str, rows: int, columns: int) -> bool:
 
 
 def _siblings(name: str) -> list[str]:
-    """With itself, if it has any."""
+    """Return the matrices that are fused with this one, including itself; empty if there are none."""
     parent, _, own = name.removesuffix(".weight").rpartition(".")
     return [f"{parent}.{other}.weight" for group in TOGETHER if own in group for other in group]
 
@@ -158,7 +160,7 @@ def _mxfp4(built: nn.Module, form: HFForm) -> Quantise:
     return Quantise("mxfp4", frozenset(chosen), table)
 
 
-# -------------------------------------------------------------------------------------------------- values
+# ----------------------------------------------------------------------------------------------- values
 
 
 def to_fp8(name: str, tensor: Tensor) -> tuple[Tensor, Tensor]:
@@ -182,7 +184,7 @@ _EDGES = [(low + high) / 2 for low, high in pairwise(E2M1)]
 def to_mxfp4(name: str, tensor: Tensor) -> tuple[Tensor, Tensor]:
     """Return blocks [E, out, in / 32, 16] and scales [E, out, in / 32], both uint8, for a stack [E, in, out].
 
-    A block's scale is the least power of two by which its largest value is at most 6.
+    A block's scale is the least power of two for which its largest scaled value is at most 6.
     """
     many, inner, outer = tensor.shape
     blocks = torch.empty(many, outer, inner // 32, 16, dtype=torch.uint8, device=tensor.device)
@@ -205,7 +207,7 @@ def to_mxfp4(name: str, tensor: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _finite(name: str, most: Tensor) -> Tensor:
-    """The largest values of blocks, if they are numbers."""
+    """Return the largest values of blocks, after checking that they are finite."""
     if not bool(most.isfinite().all()):
         raise TitanError(f"{name} holds a value that is NaN or infinite, and cannot be quantized")
     return most

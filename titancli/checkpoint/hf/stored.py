@@ -1,4 +1,4 @@
-"""The tensors of a Hugging Face folder where they lie: as they are, and quantized ones as bf16.
+"""Reading stored tensors of a Hugging Face folder: unchanged, or quantized ones as bf16.
 
 Block fp8 (DeepSeek-V3 Technical Report, arXiv 2412.19437, section 3.3): `X` in e4m3 and `X_scale_inv`, a
 scale for each block of 128 × 128. MXFP4 (OCP Microscaling Formats 1.0): `X_blocks`, 16 bytes of two e2m1
@@ -29,25 +29,25 @@ from titancli.errors import EnvironmentProblem
 from titancli.models.quantization import Quantization
 
 GAP = 256
-"""Bytes between two wanted ones that are read with them: another call costs more."""
+"""Bytes between two wanted ones that are read along with them: another call would cost more."""
 WIDENED = 1 << 24
-"""Bytes that are read at most, all in all, where unwanted ones are among them."""
+"""Maximum total bytes of a read that includes unwanted ones."""
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""The values of four bits without their sign, which is the highest bit."""
+"""The values of four-bit codes without their sign, which is the highest bit."""
 _SIGNED = torch.tensor([*E2M1, *(-value for value in E2M1)])
-# As one complex number, two values are looked up ten times as fast.
+# Looking up two values as one complex number is ten times as fast.
 _PAIRS = torch.view_as_complex(torch.stack((_SIGNED.repeat(16), _SIGNED.repeat_interleave(16)), -1))
-"""The two values of a byte."""
+"""The two values of each byte."""
 
 
 class Place(ABC):
-    """A tensor of a folder, unread: the values of any region are read alone."""
+    """A stored tensor, unread: the values of any region can be read separately."""
 
     @property
     @abstractmethod
     def dtype(self) -> str:
-        """The file format's name of it; of a quantized tensor that of what it stands for."""
+        """Return the file format's name of its dtype; for a quantized tensor, of the dequantized values."""
 
     @property
     @abstractmethod
@@ -56,7 +56,7 @@ class Place(ABC):
     @property
     @abstractmethod
     def where(self) -> tuple[str, int]:
-        """The file, and where in it the values begin."""
+        """Return the file, and the offset of the values in it."""
 
     @abstractmethod
     def read(self, region: Region) -> Tensor:
@@ -71,7 +71,7 @@ class Place(ABC):
         return Virtual.of(self.shape, TORCH_DTYPE[self.dtype], self.read)
 
     def whole(self) -> Tensor:
-        """Return the tensor, on the CPU; beside it memory holds one block."""
+        """Return the tensor, on the CPU; memory holds one block besides it."""
         made = torch.empty(self.shape, dtype=TORCH_DTYPE[self.dtype])
         put(made, self.virtual())
         return made
@@ -79,7 +79,7 @@ class Place(ABC):
 
 @dataclass(frozen=True)
 class Stored(Place):
-    """A tensor of a file."""
+    """A tensor of a file, stored without quantization."""
 
     path: Path
     entry: Entry
@@ -97,7 +97,7 @@ class Stored(Place):
         return self.path.name, self.entry.start
 
     def whole(self) -> Tensor:
-        """Mapped, and not yet read."""
+        """Return the tensor, mapped and not yet read."""
         return read_tensor(self.path, self.entry)
 
     def read(self, region: Region) -> Tensor:
@@ -121,11 +121,11 @@ class Stored(Place):
         ]
 
     def bytes_read(self, region: Region) -> int:
-        """Return how many bytes `read` reads of the file."""
+        """Return how many bytes of the file `read` reads."""
         return math.prod(map(len, self._widened(region))) * ITEM_SIZE[self.dtype]
 
     def _widened(self, region: Region) -> Region:
-        """With the unwanted values between wanted ones that are not worth leaving out."""
+        """Return the region with the small gaps between wanted values that are not worth skipping."""
         wider, inner = list(region), ITEM_SIZE[self.dtype]
         most = max(WIDENED, 4 * math.prod(map(len, region)) * inner)
         for dim in reversed(range(len(region))):
@@ -145,12 +145,12 @@ class Stored(Place):
         return tuple(wider)
 
 
-# ---------------------------------------------------------------------------------------- quantized, as bf16
+# ------------------------------------------------------------------------------------ quantized, as bf16
 
 
 @dataclass(frozen=True)
 class Quantised(Place):
-    """A tensor that is read as bf16, out of those that a folder has in its place."""
+    """A tensor that is read as bf16 from the quantized tensors that a folder stores for it."""
 
     values: Stored
     scales: Stored
@@ -166,14 +166,14 @@ class Quantised(Place):
         return self.values.where
 
     def fault(self) -> str | None:
-        """What is wrong with shapes and dtypes."""
+        """Return what is wrong with shapes and dtypes."""
         raise NotImplementedError
 
     def _scales(self, region: Region) -> Tensor:
-        """In float32.
+        """Return the scales in float32.
 
         Raises:
-            EnvironmentProblem: one of them is no number.
+            EnvironmentProblem: one of them is not a number.
         """
         found = self.scales.read(region)
         if found.dtype == torch.uint8:
@@ -195,7 +195,7 @@ class Quantised(Place):
 
 @dataclass(frozen=True)
 class BlockFP8(Quantised):
-    """e4m3 values, and what those of a block are multiplied by."""
+    """e4m3 values, and a scale for each block."""
 
     block: tuple[int, int] | None
 
@@ -234,7 +234,7 @@ class BlockFP8(Quantised):
 
 @dataclass(frozen=True)
 class MXFP4(Quantised):
-    """Four bits a value, the lower ones first, and an exponent for 32 values in a row."""
+    """Four bits per value, the lower ones first, and an exponent for each 32 values of a row."""
 
     def virtual(self) -> Virtual:
         made: Any = Virtual.of(self._rows, torch.bfloat16, self._transposed).transpose(-2, -1)
@@ -255,7 +255,7 @@ class MXFP4(Quantised):
         return self._transposed((*outer, columns, rows)).transpose(-2, -1)
 
     def _transposed(self, region: Region) -> Tensor:
-        """A region of [out, in], as it is stored."""
+        """Return a region of [out, in], as it is stored."""
         *outer, columns = region
         groups = range(columns[0] // 32, columns[-1] // 32 + 1)
         packed = self.values.read((*outer, groups, range(16)))
@@ -276,12 +276,12 @@ class MXFP4(Quantised):
 
 @dataclass(frozen=True)
 class PackedInt4(Quantised):
-    """-8 to 7 as four bits, the first value's lowest, and a scale for each group of a row."""
+    """Four-bit values from -8 to 7, the first in the lowest bits, and a scale for each group of a row."""
 
     told: Stored
-    """What the folder says that the shape is."""
+    """The stored tensor that contains the shape of the whole one."""
     groups: frozenset[int | None]
-    """Values of a row that may share a scale; None: all of a row."""
+    """Permitted numbers of values of a row that share a scale; None: all of a row."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -324,19 +324,19 @@ class PackedInt4(Quantised):
         return None
 
 
-# ----------------------------------------------------------------------------- which tensors stand for one
+# ----------------------------------------------------------- the stored tensors of each quantized tensor
 
 
 @dataclass(frozen=True)
 class _Way:
-    """Of quantizing: what the names of the tensors in a tensor's place end with."""
+    """A quantization format: the suffixes of the tensors that are stored for a quantized one."""
 
     values: str
     scales: str
     make: Callable[..., Quantised]
     more: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
-    """Of what is not computed with here: the scales of activations."""
+    """Suffixes of tensors that are not used here: the scales of activations."""
 
 
 def _way(how: Quantization) -> _Way:
@@ -349,7 +349,7 @@ def _way(how: Quantization) -> _Way:
 
 
 def as_bf16(places: dict[str, Stored], how: Quantization) -> dict[str, Place]:
-    """Return a folder's tensors with those that are quantized as what they stand for.
+    """Return a folder's tensors with the quantized ones as bf16.
 
     Args:
         places: all tensors of the folder, by name.

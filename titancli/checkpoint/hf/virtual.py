@@ -1,9 +1,9 @@
-"""Tensors whose values are read as far as they are needed: a shard's part, whatever a form makes of them.
+"""Lazy tensors: only the values that a shard needs are read, whatever a form makes of them.
 
 A form's transforms are written for whole tensors. Given virtual ones, an operation that only moves values (a
 transposition, a stack of experts, another order of rows) reads nothing: its result is virtual too, and knows
-which part of its operands a part of it needs. Any other operation reads its operands whole, and none can be
-written to.
+which regions of its operands a region of it needs. Any other operation reads its operands whole, and none can
+write to them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from titancli.distributed.private import boxes_of
 from titancli.errors import TitanError
 
 Read = Callable[[Region], Tensor]
-"""Gives the values of a region, as a tensor in memory of its shape."""
+"""Function that returns the values of a region, as a tensor in memory of the region's shape."""
 
 BLOCK = 1 << 22
 """Bytes of values that are read at a time."""
@@ -31,13 +31,13 @@ aten = torch.ops.aten
 
 
 class Virtual(Tensor):
-    """A CPU tensor without memory. `read` gives the values of a region, `whole` all of them."""
+    """A CPU tensor without memory. `read` returns the values of a region, `whole` all of them."""
 
     like: Tensor
-    """On meta: its shape, strides and dtype."""
+    """A meta tensor with its shape, strides and dtype."""
     read: Read
     order: tuple[int, ...]
-    """Of each dimension, how far inside the file it is: neighbours along the largest lie side by side."""
+    """The nesting level of each dimension in the file: along the largest, neighbours lie side by side."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -57,7 +57,7 @@ class Virtual(Tensor):
 
     @staticmethod
     def of(shape: Sequence[int], dtype: torch.dtype, read: Read) -> Virtual:
-        """Make one that lies in a file row by row."""
+        """Return a tensor that is stored in row-major order."""
         return Virtual(torch.empty(tuple(shape), dtype=dtype, device="meta"), read, range(len(shape)))
 
     def whole(self) -> Tensor:
@@ -85,13 +85,13 @@ class Virtual(Tensor):
 
 
 def everything(shape: Sequence[int]) -> Region:
-    """Return the region that is all of a tensor."""
+    """Return the region that covers the whole tensor."""
     return tuple(range(size) for size in shape)
 
 
 def blocks(tensor: Virtual, region: Region, limit: int = BLOCK) -> Iterator[Region]:
-    """Divide a region into ones of at most `limit` bytes, or one element, so that each lies in as few places
-    of the file as can be."""
+    """Divide a region into ones of at most `limit` bytes, or one element, that are as contiguous in the file
+    as possible."""
     size = math.prod(map(len, region)) * tensor.dtype.itemsize
     several = [dim for dim, chosen in enumerate(region) if len(chosen) > 1]
     if size <= limit or not several:
@@ -107,7 +107,7 @@ def blocks(tensor: Virtual, region: Region, limit: int = BLOCK) -> Iterator[Regi
 
 @torch.no_grad()
 def put(parameter: Tensor, whole: Tensor) -> None:
-    """Copy a whole tensor into a parameter, or this rank's part of it into a sharded one. Of a virtual one
+    """Copy a whole tensor into a parameter, or this rank's part of it into a sharded one. Of a virtual tensor
     only that part is read, a block at a time."""
     target = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     for offsets, sizes in boxes_of(parameter):
@@ -123,18 +123,18 @@ def put(parameter: Tensor, whole: Tensor) -> None:
 
 
 def _likes(values: Any) -> Any:
-    """With tensors on meta in place of the operands."""
+    """Return the values with meta tensors instead of the operands."""
     return tree_map_only(Tensor, lambda x: x.like if isinstance(x, Virtual) else x.to("meta"), values)
 
 
-# ------------------------------------------------------------------------------------ what only moves values
+# -------------------------------------------------------------------------- operations that only move values
 
 Moved = tuple[Read, Sequence[int]]
-"""How a result is read, and its order."""
+"""The `read` of a result, and its order."""
 
 
 def _virtual(tensor: Tensor) -> Virtual:
-    """A tensor in memory, too."""
+    """Return a tensor as a virtual one, also if it is in memory."""
     if isinstance(tensor, Virtual):
         return tensor
     return Virtual.of(tensor.shape, tensor.dtype, lambda region: tensor[_slices(region)])
@@ -145,7 +145,7 @@ def _slices(region: Region) -> tuple[slice, ...]:
 
 
 def _same(x: Virtual, **more: Any) -> Moved | None:
-    """Copies, of another dtype too."""
+    """Return a copy, which may have another dtype."""
     dtype = more.get("dtype") or x.dtype
     if torch.device(more.get("device") or "cpu").type != "cpu":
         return None
@@ -234,7 +234,7 @@ def _joined(tensors: Sequence[Tensor], dim: int = 0) -> Moved:
     return read, given[0].order
 
 
-# ---------------------------------------------------------------------------------------------- other shapes
+# -------------------------------------------------------------------------------------------------- reshaping
 
 
 def _reshaped(x: Virtual, shape: Sequence[int]) -> Moved:
@@ -259,7 +259,7 @@ def _reshaped(x: Virtual, shape: Sequence[int]) -> Moved:
 
 
 def _groups(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[slice, slice]]:
-    """The fewest dimensions of one shape that together are some of the other."""
+    """Yield the smallest groups of dimensions of one shape that equal groups of the other."""
     i = j = 0
     while i < len(before) or j < len(after):
         i0, j0, one, other = i, j, 1, 1
@@ -274,7 +274,7 @@ def _groups(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[slice
 
 
 def _flat(shape: Sequence[int], region: Sequence[range]) -> range | None:
-    """The row-major numbers of a region's elements; None where they are not evenly spaced."""
+    """Return the row-major indices of a region's elements; None if they are not evenly spaced."""
     start, step, count, stride = 0, 1, 1, 1
     for size, r in zip(reversed(shape), reversed(region), strict=True):
         start += r.start * stride
@@ -289,7 +289,7 @@ def _flat(shape: Sequence[int], region: Sequence[range]) -> range | None:
 
 
 def _ends(shape: Sequence[int], region: Sequence[range]) -> tuple[int, int]:
-    """The first and the last number of a region's elements."""
+    """Return the first and last row-major index of a region's elements."""
     low, high, stride = 0, 0, 1
     for size, r in zip(reversed(shape), reversed(region), strict=True):
         low, high, stride = low + r[0] * stride, high + r[-1] * stride, stride * size
@@ -299,8 +299,8 @@ def _ends(shape: Sequence[int], region: Sequence[range]) -> tuple[int, int]:
 def _pieces(
     before: Sequence[int], after: Sequence[int], region: Sequence[range]
 ) -> tuple[int, list[range]] | None:
-    """The dimension, and its parts, by which a region of one shape of a group is divided so that each of them
-    is a region of the other; None: it is one."""
+    """Return the dimension, and its parts, by which a region of one shape of a group is divided so that each
+    part is a region of the other; None: it already is one."""
     numbers = _flat(after, region)
     if numbers is None:
         dim = next(dim for dim, r in enumerate(region) if len(r) > 1)
@@ -322,7 +322,8 @@ def _pieces(
 
 
 def _covering(before: Sequence[int], after: Sequence[int], region: Sequence[range]) -> list[range]:
-    """The least region of one shape of a group that has the elements of a region of the other."""
+    """Return the smallest region of one shape of a group that contains the elements of a region of the
+    other."""
     numbers = _flat(after, region)
     if len(before) == 1 and numbers is not None:
         return [numbers]
@@ -346,11 +347,11 @@ def _picked(
     after: Sequence[int],
     region: Sequence[range],
 ) -> Tensor:
-    """Values of the dimensions of a group, from `place` on, as a region of its other shape."""
+    """Return the values of a group's dimensions, from `place` on, as a region of its other shape."""
     flat = values.flatten(place, place + len(have) - 1) if have else values.unsqueeze(place)
     there, numbers = _flat(before, have), _flat(after, region)
     if there is None or numbers is None:
-        raise NotImplementedError(f"{have} of {before} as {region} of {after}")  # `_pieces` leaves no such
+        raise NotImplementedError(f"{have} of {before} as {region} of {after}")  # `_pieces` rules this out
     if numbers != there:
         start = (numbers.start - there.start) // there.step
         step = max(1, numbers.step // there.step)
@@ -382,6 +383,6 @@ _MOVES: dict[Any, Callable[..., Any]] = {
 
 
 def _sizes(x: Virtual, shape: Sequence[int]) -> Sequence[int]:
-    """A shape with -1 in it written out."""
+    """Return a shape with -1 replaced by the size that it stands for."""
     known = math.prod(size for size in shape if size != -1)
     return [size if size != -1 else x.numel() // max(1, known) for size in shape]

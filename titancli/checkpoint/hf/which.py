@@ -1,4 +1,4 @@
-"""Which model a checkpoint or a Hugging Face folder holds: its component, bound, and whether it fits."""
+"""The model in a checkpoint or a Hugging Face folder: its component, bound, and whether it fits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Say = Callable[[str], None]
 
 
 def find_checkpoint(src: Path, say: Say) -> Path:
-    """The checkpoint that SRC names."""
+    """Return the checkpoint that SRC names."""
     if is_checkpoint(src):
         return src.absolute()
     found = newest_good(src.absolute() / "checkpoints", rejected=say)
@@ -36,7 +36,8 @@ def find_checkpoint(src: Path, say: Say) -> Path:
 
 
 def recipe_of(folder: Path) -> tuple[Any, Any]:
-    """The model's config, and the tokenizer's where there is one, out of what the checkpoint carries."""
+    """Return the model's config, and the tokenizer's if there is one, from the recipe that the checkpoint
+    contains."""
     if (folder / LOCK).is_file():
         from titancli.recipe import load_recipe
 
@@ -53,10 +54,11 @@ def recipe_of(folder: Path) -> tuple[Any, Any]:
 
 
 def model_of(src: Path, component: str | None) -> tuple[str, dict[str, Any], Any]:
-    """The model for a Hugging Face folder's `config.json`: its full name, its keys, and its bound config.
+    """Return the model for a Hugging Face folder's `config.json`: its full name, its keys, and its bound
+    config.
 
     Raises:
-        EnvironmentProblem: there is no readable config.json, or it asks for what the model does not have.
+        EnvironmentProblem: there is no readable config.json, or it uses a feature that the model lacks.
         PluginError: no model component reads its model_type, or more than one.
     """
     from titancli.registry import current
@@ -80,7 +82,7 @@ def model_of(src: Path, component: str | None) -> tuple[str, dict[str, Any], Any
 
 
 def _by_type(components: Iterable[tuple[str, type]], model_type: str) -> type:
-    """The one model whose Hugging Face form reads a model_type."""
+    """Return the one model whose Hugging Face form reads a model_type."""
     found: dict[str, type] = {}
     offered: list[str] = []
     willing: list[str] = []
@@ -109,7 +111,7 @@ def _by_type(components: Iterable[tuple[str, type]], model_type: str) -> type:
 
 
 def hf_form(model: Any) -> HFForm:
-    """The Hugging Face form of a model's config.
+    """Return the Hugging Face form of a model's config.
 
     Raises:
         UsageError: it has none.
@@ -123,14 +125,14 @@ def hf_form(model: Any) -> HFForm:
 
 
 def parameter_shapes(model: Any) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a model's parameters, tied ones once, and of its other state."""
+    """Return the shapes of a model's parameters, tied ones once, and of its other state, by name."""
     with torch.device("meta"):
         built = build(model, seq_len=1)
     return {name: tuple(tensor.shape) for name, tensor in named_state(built)}
 
 
 def check_parameters(reader: Tensors, model: Any, folder: Path) -> None:
-    """Ensure that a checkpoint holds the model that its recipe describes.
+    """Check that a checkpoint holds the model that its recipe describes.
 
     Raises:
         TitanError: it does not; names the differences.
