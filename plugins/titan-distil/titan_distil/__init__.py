@@ -12,7 +12,6 @@ from annotated_types import Ge, Gt, Le, Lt
 
 from titancli import Component, Slot, TitanError, component, hookimpl, section
 from titancli.layout.degrees import Mesh
-from titancli.recipe import model_in
 from titancli.registry.component import component_info
 from titancli.rl import Local
 
@@ -42,6 +41,8 @@ class Teacher:
         Raises:
             TitanError: `weights` describe no model.
         """
+        from titancli.recipe import model_in  # loads all that reads recipes
+
         return self.model if self.weights is None or self.model is not None else model_in(self.weights)
 
 
