@@ -78,7 +78,7 @@ def modules(site: Path, *arguments: str) -> list[str]:
     ("arguments", "limit"),
     [
         (("--help",), 265),
-        (("list-components",), 300),
+        (("list-components",), 310),
         (("validate", "llama3_debug"), 425),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
