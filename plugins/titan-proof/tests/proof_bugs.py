@@ -20,8 +20,7 @@ from titan_proof.prove.compare import adds_up, reference_of
 from titan_proof.prove.measure import Results, measure
 from titan_proof.prove.uses import exported, generated
 from titancli import LossResult
-from titancli.engine import Engine, grad_clip, pipelined, runners, sampling
-from titancli.engine import engine as engine_module
+from titancli.engine import Engine, grad_clip, pipelined, runners, sampling, training
 from titancli.engine.experts import Balancing, RouterLosses
 from titancli.engine.step import Step
 from titancli.models.blocks.cache import Group, KVCache
@@ -136,7 +135,7 @@ def divided_again_by_micro_batches() -> Iterator[None]:
     def divide(original: Any, parameters: Any, weight: Tensor, *more: Any) -> Any:
         return original(parameters, weight * 2, *more)
 
-    with wrapped(engine_module, "norm_and_scale", divide):
+    with wrapped(training, "norm_and_scale", divide):
         yield
 
 
@@ -311,7 +310,7 @@ def rope_restarts_on_each_rank() -> Iterator[None]:
 @bug
 def loss_divided_by_local_tokens() -> Iterator[None]:
     """Divide by the rank's own number of targets."""
-    with wrapped(engine_module, "summed", lambda original, sums, group: dict(sums)):
+    with wrapped(training, "summed", lambda original, sums, group: dict(sums)):
         yield
 
 
