@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from titan_transformers import HFCausalLM
-from titancli.checkpoint.hf.likeness import complaint, differences
+from titancli.checkpoint.hf.likeness import complaint, differing_fields
 from titancli.errors import EnvironmentProblem
 from titancli.models import DeepSeekV3, GptOss, Llama3, Llama4, Qwen3
 from titancli.models.sections import MoE
@@ -92,13 +92,13 @@ def test_a_section_that_one_side_lacks_is_a_difference(folder: Any) -> None:
 
 def test_what_follows_from_other_fields_may_be_left_out(folder: Any) -> None:
     whole = Llama3(dim=64, n_layers=2, n_heads=4, n_kv_heads=4, head_dim=16, hidden_dim=48, vocab_size=64)
-    assert not list(differences(whole, replace(whole, n_kv_heads=None, head_dim=None)))
+    assert not list(differing_fields(whole, replace(whole, n_kv_heads=None, head_dim=None)))
 
 
 def test_settings_of_training_are_no_difference() -> None:
     moe = MoE(num_experts=4, hidden_dim=16, load_balance_coeff=1e-3)
-    assert not list(differences(moe, replace(moe, load_balance_coeff=None, group_top_k=1)))
-    assert [d.key for d in differences(moe, replace(moe, top_k=2))] == ["top_k"]
+    assert not list(differing_fields(moe, replace(moe, load_balance_coeff=None, group_top_k=1)))
+    assert [d.key for d in differing_fields(moe, replace(moe, top_k=2))] == ["top_k"]
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def _explicit(config: Any) -> Any:
     return config.explicit() if hasattr(config, "explicit") else config
 
 
-def _differing_fields(here: Any, there: Any, key: str = "") -> Iterator[Difference]:
+def differing_fields(here: Any, there: Any, key: str = "") -> Iterator[Difference]:
     """Yield the fields in which two configs of one class differ.
 
     Fields that a class lists in `without_effect` are ignored; its `explicit()` writes out derived fields.
@@ -56,10 +56,10 @@ def _differing_fields(here: Any, there: Any, key: str = "") -> Iterator[Differen
         for field in dataclasses.fields(here):
             if field.name not in left_out:
                 values = getattr(here, field.name), getattr(there, field.name)
-                yield from _differing_fields(*values, f"{key}.{field.name}" if key else field.name)
+                yield from differing_fields(*values, f"{key}.{field.name}" if key else field.name)
     elif isinstance(here, dict) and isinstance(there, dict):
         for name in here.keys() & there.keys():  # an omitted field has a default that is not known here
-            yield from _differing_fields(here[name], there[name], f"{key}.{name}")
+            yield from differing_fields(here[name], there[name], f"{key}.{name}")
     elif here != there:
         yield Difference(key, here, there)
 
@@ -89,7 +89,7 @@ def complaint(model: Any, folder: Path, meant: Collection[str]) -> tuple[str, st
         return f"{folder} holds a {there.name!r} model, but this recipe trains a {there.own} model", hint
     if there is None:
         return None
-    found = [d for d in _differing_fields(model, there) if not _covered(d.key, meant)]
+    found = [d for d in differing_fields(model, there) if not _covered(d.key, meant)]
     if not found:
         return None
     listed = "\n".join(
