@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from tests.ranks import Ranks
 from titancli.errors import EnvironmentProblem, TitanError
 from titancli.loops.grpo_rollouts import Rollouts, Sampled, sample
 from titancli.protocols.samples import Completion, Prompt
@@ -70,6 +72,26 @@ def rollouts() -> Rollouts:
 def test_advantages_that_are_none_are_refused(advantage: Any, words: str) -> None:
     with pytest.raises(TitanError, match=f"the advantage <lambda> returned {words}"):
         rollouts().rate(advantage, ENGINE)
+
+
+def rated() -> str:
+    """The error on this rank for advantages that are infinite for the prompts of the last rank alone."""
+    world = dist.get_world_size()
+    engine: Any = SimpleNamespace(mesh=SimpleNamespace(dp_group=dist.group.WORLD))
+
+    def of_the_last(rewards: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
+        assert rewards.shape == (2 * world, 2)
+        return torch.cat((rewards[:-2], rewards[-2:] + torch.inf))
+
+    with pytest.raises(TitanError) as error:
+        rollouts().rate(of_the_last, engine)
+    return str(error.value)
+
+
+@pytest.mark.ranks
+def test_an_advantage_that_is_wrong_for_one_rank_is_refused_on_all(ranks: Ranks) -> None:
+    found = ranks(2, rated)
+    assert all("returned a number that is not finite" in words for words in found), found
 
 
 def test_an_advantage_that_works_in_place_leaves_the_rewards_alone() -> None:

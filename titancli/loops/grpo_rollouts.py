@@ -79,19 +79,22 @@ def collect(
 ) -> Rollouts:
     """Sample completions of a step's prompts and score them; with `resample_zero_std` do so again for those
     whose completions all have the same reward. Collective."""
-    kept: Rollouts | None = None
-    for again in range(1 + config.resample_zero_std):
+
+    def collected(times: int) -> Rollouts:
         asked = data.take(config.prompts)
         with phase("sample"):
-            sampled = sample(generator, engine, asked, config.samples, seq_len, again * config.prompts)
+            sampled = sample(generator, engine, asked, config.samples, seq_len, times * config.prompts)
         clock.lap("sample_seconds", more=True)
         with phase("reward"):
             found = Rollouts(sampled, scorer.score(sampled.pairs), config)
-        kept = found if kept is None else kept.filled_up(found)
         clock.lap("reward_seconds", more=True)
-        if again == config.resample_zero_std or not summed({"": float(kept.alike.any())}, engine)[""]:
+        return found
+
+    kept = collected(0)
+    for times in range(1, 1 + config.resample_zero_std):
+        if not summed({"alike": float(kept.alike.any())}, engine)["alike"]:
             break
-    assert kept is not None
+        kept = kept.filled_up(collected(times))
     return kept
 
 
@@ -220,7 +223,7 @@ class Rollouts:
         """
         ranks = Ranks(engine.mesh.dp_group)
         rewards, counted = map(torch.cat, zip(*ranks.gather((self.rewards, self.counted)), strict=True))
-        found = advantage(rewards.clone(), counted)
+        found = advantage(rewards.clone(), counted.clone())
         name = getattr(advantage, "__name__", type(advantage).__name__)
         wanted = list(rewards.shape)
         if not isinstance(found, Tensor) or list(found.shape) != wanted:
@@ -228,10 +231,10 @@ class Rollouts:
             raise TitanError(
                 f"the advantage {name} returned {what}, not a tensor [prompts, samples], which is {wanted}"
             )
-        own = slice(ranks.rank * len(self.rewards), (ranks.rank + 1) * len(self.rewards))
-        if not bool(torch.where(self.counted, found[own], 0.0).isfinite().all()):
+        # Of all ranks: one that raised alone would leave the others waiting.
+        if not bool(torch.where(counted, found, 0.0).isfinite().all()):
             raise TitanError(f"the advantage {name} returned a number that is not finite")
-        self.advantages = found[own]
+        self.advantages = found.split(len(self.rewards))[ranks.rank]
 
     def samples(self, first: int, count: int) -> list[Sample]:
         """Return the samples of `count` prompts to learn from; those with an advantage of 0 count in averages

@@ -58,8 +58,8 @@ def decode(
         model: has `new_cache` (see `titancli.protocols.Model`).
         prompts: token ids; none is empty.
         vocab_size: ids from here on are never sampled; None: the model's.
-        log_probs: for each row, the list to which the model's log-probabilities of its tokens, over all ids,
-            are appended.
+        log_probs: for each row, the list to which the model's log-probabilities of its tokens, over all ids
+            and at the temperature of `params`, are appended.
         batch_size: maximum number of rows continued together.
 
     Raises:
@@ -252,7 +252,7 @@ def check(model: Any, prompts: Sequence[Sequence[int]], rows: Sequence[Row]) -> 
 def _log_probs(logits: Tensor, chosen: Tensor, temperature: float) -> list[float]:
     """Return log softmax(logits [B, V] / temperature)[chosen [B]] as the trainer computes it; with
     temperature 0 at temperature 1."""
-    logits = logits.float() / (temperature or 1.0)
+    logits = logits.float() if temperature in (0, 1) else logits.float() / temperature
     picked = logits.gather(1, chosen[:, None])[:, 0]
     found: list[float] = (picked - logits.logsumexp(1)).tolist()
     return found
