@@ -1,8 +1,8 @@
 """The matrix products of generation on a CPU, by oneDNN.
 
-torch's own fp32 products are MKL's, which makes less of wide vector units where few rows are multiplied, on
-processors of other makers above all (measured on an AMD EPYC, 32 rows: 72 GFLOP/s, oneDNN 155). oneDNN is
-faster still with weights in an order of its own, which takes a copy of them.
+torch's own fp32 products are MKL's, which uses wide vector units less where few rows are multiplied, above
+all on processors of other makers. oneDNN is faster still with weights in an order of its own, which takes a
+copy of them. `benchmarks/sample.py` measures completions.
 """
 
 from __future__ import annotations
