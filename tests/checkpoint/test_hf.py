@@ -20,7 +20,9 @@ from tests.checkpoint.tensors import RUN, bits
 from titancli.checkpoint import CheckpointReader, export_hf, load_hf_weights, read_hf, save_checkpoint
 from titancli.checkpoint.format.tensorfile import TensorFileWriter
 from titancli.errors import EnvironmentProblem, TitanError
+from titancli.models import Llama3
 from titancli.protocols import HFFormDefaults
+from titancli.registry.component import build, build_hf
 
 
 class TinyForm(HFFormDefaults):
@@ -190,6 +192,40 @@ def test_everything_that_does_not_fit_is_told_at_once(tmp_path: Path):
     assert "hf.layers.0.weight is [5, 5], layers.0.weight is [5, 4]" in told
     assert "hf.first + hf.second is [3, 4] + [3, 3], double is [6, 3]" in told
     assert "inv_freq" not in told
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_folder_of_the_base_model_alone_is_read(tmp_path: Path, tied: bool):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    theirs = LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            vocab_size=64,
+            tie_word_embeddings=tied,
+        )
+    )
+    theirs.save_pretrained(tmp_path / "whole")
+    theirs.model.save_pretrained(tmp_path / "base")
+    config = Llama3(**Llama3.from_config_json(json.loads((tmp_path / "whole/config.json").read_text())))
+    form = build_hf(config)
+    with torch.device("meta"):
+        shapes = {name: tuple(p.shape) for name, p in build(config, seq_len=64).named_parameters()}
+    base = read_hf(tmp_path / "base", form)
+    if not tied:
+        with pytest.raises(EnvironmentProblem) as error:
+            base.check(shapes)
+        assert "it lacks: lm_head.weight" in error.value.message
+        assert "without its output layer" in str(error.value.hint)
+        return
+    base.check(shapes)
+    whole = read_hf(tmp_path / "whole", form)
+    for name in shapes:
+        assert torch.equal(base.parameter(name), whole.parameter(name))
 
 
 def test_values_are_cast_to_the_parameters(tmp_path: Path):

@@ -68,9 +68,12 @@ def test_every_line_with_one_hash_is_toml(titan: Titan) -> None:
 
 
 def hf_folder(folder: Path, **config: Any) -> Path:
+    """Make a folder like one of the Hub; a value of None removes its key."""
     folder.mkdir()
     (folder / "tokenizer.json").write_text("{}")
-    (folder / "config.json").write_text(json.dumps(LLAMA | config))
+    (folder / "config.json").write_text(
+        json.dumps({key: value for key, value in (LLAMA | config).items() if value is not None})
+    )
     return folder
 
 
@@ -88,6 +91,37 @@ def test_a_model_that_is_not_titans_own_is_that_of_transformers(titan: Titan) ->
     hf_folder(Path("m"), model_type="mistral")
     assert titan("recipe", "new", "exp.toml", "--from-hf", "m").code == 0
     assert 'type = "titan-transformers/hf_causal_lm"\nconfig = "m"' in Path("exp.toml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"attention_bias": True}, "titan/llama3 does not read it: config.json has attention_bias = True"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "config.json has rope_type = 'linear'"),
+        (
+            {
+                "model_type": "qwen3",
+                "head_dim": 16,
+                "rope_scaling": {
+                    "rope_type": "yarn",
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 128,
+                },
+            },
+            "titan/qwen3 does not read it: config.json has rope_type = 'yarn'",
+        ),
+        ({"hidden_size": None}, "titan/llama3 does not read it: config.json lacks 'hidden_size'"),
+    ],
+    ids=["attention bias", "linear RoPE", "YaRN on Qwen 3", "missing key"],
+)
+def test_a_model_that_its_family_refuses_is_that_of_transformers(
+    titan: Titan, values: dict[str, Any], said: str
+) -> None:
+    hf_folder(Path("m"), **values)
+    assert titan("recipe", "new", "exp.toml", "--from-hf", "m").code == 0
+    text = Path("exp.toml").read_text()
+    assert f"# {said}" in text or said in text.partition("[model]")[2].splitlines()[0]
+    assert tomllib.loads(text)["model"] == {"type": "titan-transformers/hf_causal_lm", "config": "m"}
 
 
 def test_what_is_no_hugging_face_folder_leaves_no_file(titan: Titan) -> None:

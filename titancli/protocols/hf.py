@@ -15,6 +15,9 @@ class HFFormDefaults(Protocol):
     library: ClassVar[str] = "transformers"
     """"diffusers" for a folder that is not transformers': other names of files, and a class in place of
     `model_type`."""
+    prefix: str = ""
+    """Start of the names of all tensors but the output layer's: folders of the base model alone, such as
+    `LlamaModel`, have the names without it."""
     loses_biases: bool = False
     """True if its folders cannot hold the biases that balance experts."""
 

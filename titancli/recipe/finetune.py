@@ -7,7 +7,7 @@ from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Any
 
-from titancli.errors import EnvironmentProblem
+from titancli.errors import EnvironmentProblem, PluginError
 from titancli.recipe.assets import hub_hint
 
 if TYPE_CHECKING:
@@ -71,9 +71,11 @@ def finetune_text(folder: Path, name: str, registry: Registry) -> str:
     length = text.get("max_position_embeddings", LONGEST)
     dtype = text.get("dtype") or text.get("torch_dtype")
     model = ""
-    if not _read_by_titan(config["model_type"], registry):
-        kind = registry.full_name(registry.find("model", "hf_causal_lm"))
-        model = f'\n[model]\ntype = "{kind}"\nconfig = {json.dumps(str(folder))}\n'
+    if why := _unread(config, registry):
+        kind = _transformers_model(why, registry)
+        model = (
+            f'\n[model]                      # {why}\ntype = "{kind}"\nconfig = {json.dumps(str(folder))}\n'
+        )
     return TEXT.substitute(
         name=json.dumps(name),
         folder=json.dumps(str(folder), ensure_ascii=False),
@@ -96,7 +98,31 @@ def _config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _read_by_titan(model_type: str, registry: Registry) -> bool:
+def _unread(config: dict[str, Any], registry: Registry) -> str | None:
+    """Return why none of titan's families reads a config.json; None: one does.
+
+    Raises:
+        EnvironmentProblem: the weights are quantized in a way that no model reads.
+    """
+    from titancli.models.quantization import quantization_of
     from titancli.recipe.load import readers_of
 
-    return len(readers_of(model_type, registry)) == 1
+    quantization_of(config)
+    readers = readers_of(config["model_type"], registry)
+    if len(readers) != 1:
+        return f"none of titan's own models reads model_type {config['model_type']!r}"
+    [(name, reader)] = readers.items()
+    try:
+        reader.from_config_json(config)
+    except EnvironmentProblem as error:
+        return f"{name} does not read it: {error.message}"
+    except (KeyError, TypeError, ValueError) as error:
+        return f"{name} does not read it: config.json lacks {error}"
+    return None
+
+
+def _transformers_model(why: str, registry: Registry) -> str:
+    try:
+        return registry.full_name(registry.find("model", "hf_causal_lm"))
+    except PluginError as error:
+        raise PluginError(f"{why}; {error.message}", hint=error.hint) from error

@@ -6,9 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.models.hf_configs import LLAMA
 from titan_testing import check_plugin, run_cli
+from titan_transformers import HFCausalLM
+from titancli.checkpoint import read_hf
+from titancli.registry.component import build_hf
 from titancli.registry.discover import load_plugins
 
 
@@ -44,3 +48,20 @@ def test_without_it_a_recipe_and_a_folder_say_what_to_install(
         assert "comes with titan-transformers, which is not installed" in done.stderr
         assert "titan-transformers" in done.stderr.partition("pip install ")[2]
     assert not Path("exp.toml").exists()
+
+
+def test_a_folder_of_the_base_model_alone_is_read(tmp_path: Path) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    no_dropout = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop", "summary_first_dropout"), 0.0)
+    theirs = GPT2LMHeadModel(
+        GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=64, n_positions=32, **no_dropout)
+    )
+    theirs.save_pretrained(tmp_path / "whole")
+    theirs.transformer.save_pretrained(tmp_path / "base")  # as openai-community/gpt2 has it
+    form = build_hf(HFCausalLM(config=tmp_path / "whole"))
+    whole, base = (read_hf(tmp_path / name, form) for name in ("whole", "base"))
+    assert {name.partition(".")[0] for name in base.names()} == {"transformer"}
+    assert whole.names() >= base.names()
+    for name in base.names():
+        assert torch.equal(base.parameter(name), whole.parameter(name))

@@ -56,6 +56,11 @@ class FolderForm(HFFormDefaults):
         self._look()
         return self._conversion.from_files(name, zip(self._sources[name], tensors, strict=True))
 
+    @property
+    def prefix(self) -> str:  # type: ignore[override]  # the default is an attribute
+        self._look()
+        return self._prefix
+
     def known_as(self, hf_name: str) -> str:
         """Return a name as in a folder of the text model alone."""
         for start, ours in NAMED_OTHERWISE:
@@ -101,6 +106,7 @@ class FolderForm(HFFormDefaults):
                 hint="use a model family that reads it (titan list-components model); training from "
                 "scratch, checkpoints and generation need no such folder",
             ) from error
+        self._prefix = f"{model.whole.base_model_prefix}."
         head = f"{model.head_name}.weight"
         name_of = {id(p): name for name, p in model.named_parameters()}
         self._copies = {head: name_of[id(model.output.weight)]} if model.tied else {}

@@ -42,6 +42,8 @@ QUANTISED_NAMES = re.compile(
 )
 """Tensors that GPTQ, AWQ, compressed-tensors, bitsandbytes, FP8 and MXFP4 store beside or instead of weights,
 for folders whose config.json does not mention quantization."""
+HEAD = re.compile(r"(lm_head|embed_out|score|classifier|output)\.")
+"""Tensors of a language model's or a classifier's output layer, which is outside of the base model."""
 
 
 # ------------------------------------------------------------------------------------------------ export
@@ -336,7 +338,14 @@ class HFReader:
         how = quantization_of(self._config())
         places: dict[str, Place] = {**found} if how is None else as_bf16(found, how)
         known_as = self.form.known_as
-        return {known_as(key): place for key, place in places.items()}
+        return self._prefixed({known_as(key): place for key, place in places.items()})
+
+    def _prefixed(self, places: dict[str, Place]) -> dict[str, Place]:
+        """Return tensors of a folder of the base model alone by the names of the whole model."""
+        prefix = self.form.prefix
+        if not prefix or any(key.startswith(prefix) for key in places):
+            return places
+        return {key if HEAD.match(key) else prefix + key: place for key, place in places.items()}
 
     def _config(self) -> Mapping[str, Any]:
         """Return the contents of config.json; empty if there is none."""

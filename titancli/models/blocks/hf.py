@@ -29,6 +29,8 @@ class DecoderHF(HFFormDefaults):
     model without balancing reads and writes zeros.
     """
 
+    prefix = "model."
+
     def __init__(self, config: Sizes) -> None:
         self.config: Any = config
         self.model_type = config.model_type
@@ -116,6 +118,11 @@ class DecoderHF(HFFormDefaults):
             return (
                 "the layers that predict further tokens are not in this folder (transformers leaves them out "
                 f"when it saves): set model.n_mtp_layers = {min(layers) - self.config.n_layers}"
+            )
+        if list(hf_names) == [self._top["output.weight"]]:
+            return (
+                "this is a folder of the model without its output layer: use one that was saved from "
+                "transformers' …ForCausalLM, or set model.tied = true if the embeddings are the output layer"
             )
         return None
 
