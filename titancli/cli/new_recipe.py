@@ -53,7 +53,7 @@ def command(file: Path, base: str | None, full: bool, hf: Path | None) -> int:
 
 
 def _finetune(file: Path, folder: Path) -> int:
-    from titancli.recipe.finetune import finetune_text
+    from titancli.cli.finetune import finetune_text
 
     write_new(file, finetune_text(folder, recipe_name(file), current()))
     note(f"{file}: set dataset.paths to your text, and then the learning rate and the number of steps")
