@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.data.helpers import global_rows, make, same
-from titancli.data import ByteTokenizer, Chat, HFTokenizer, Preference
+from titancli.data import ByteTokenizer, Chat, HFTokenizer
 from titancli.data.chat_template import MARKERS, assistant_spans
 from titancli.data.fitting import best_fit
 from titancli.errors import EnvironmentProblem, RecipeError
@@ -209,31 +209,6 @@ def test_targets_end_with_the_marker_unless_the_recipe_says_otherwise(
     with pytest.raises(EnvironmentProblem, match="trailing_newline was False and is True"):
         state = make(Chat(path=path), tokenizer=tokenizer).state_dict()
         make(Chat(path=path, trailing_newline=True), tokenizer=tokenizer).load_state_dict(state)
-
-
-@pytest.mark.parametrize("kind", [Chat, Preference])
-def test_a_run_that_began_before_there_was_a_choice_goes_on_as_it_began(
-    tokenizer_with: Any, tmp_path: Path, kind: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    tokenizer, pair = (
-        tokenizer_with(CHATML),
-        {"chosen": TALK, "rejected": [*TALK[:4], said("assistant", "x")]},
-    )
-    path = lines(tmp_path / "rows.jsonl", [{"messages": TALK, **pair}])
-
-    def resumed(state: Any) -> Any:
-        data = make(kind(path=path), tokenizer=tokenizer, seq_len=128)
-        data.load_state_dict(state)
-        return data
-
-    state = make(kind(path=path), tokenizer=tokenizer, seq_len=128).state_dict()
-    [newline] = tokenizer.encode("\n")
-    assert newline not in next(iter(resumed(state)))["targets"] and not caplog.text
-    del state["data"]["trailing_newline"]
-    data = resumed(state)
-    assert newline in next(iter(data))["targets"]
-    assert "line break after end markers" in caplog.text
-    assert newline in next(iter(resumed(data.state_dict())))["targets"]  # and again
 
 
 def test_the_byte_tokenizers_template_ends_messages_with_what_no_text_holds() -> None:

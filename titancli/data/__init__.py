@@ -300,6 +300,9 @@ class RowsOfExamples:
     """Shuffle rows by (training.seed, epoch); false: keep their order."""
     repeat: bool = True
     """Start over at the end of the data, as often as needed; false: end the run there."""
+    trailing_newline: bool = False
+    """Also train on the line break that a chat template puts after the assistant's end marker (ChatML:
+    `<|im_end|>\\n`); false: the end marker is the last target of a turn."""
     length_index: bool = False
     """Measure all rows once, before the first step, and keep their lengths in titan's cache, so that each
     rank and each worker process prepares only its own rows. The metric `cut_rows` is omitted."""
@@ -324,9 +327,6 @@ class Chat(RowsOfExamples):
     """Key of a row's list of messages (`{"role": …, "content": …}`)."""
     train_on: Literal["assistant", "all"] = "assistant"
     """Train on the assistant's messages, including their end markers, or on every token."""
-    trailing_newline: bool = False
-    """Also train on the line break that a chat template puts after the assistant's end marker (ChatML:
-    `<|im_end|>\\n`); false: the end marker is the last target of a turn."""
     pack: bool = True
     """Pack several whole conversations into a row, with separate attention; false: one conversation per
     row."""

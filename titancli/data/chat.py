@@ -8,8 +8,6 @@ n - 1 positions of a row: its last token is a target, never an input.
 from __future__ import annotations
 
 import inspect
-import logging
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -22,8 +20,6 @@ from titancli.data.rows import RowDataset
 from titancli.errors import RecipeError
 from titancli.observe.metrics import report
 from titancli.protocols import Tokenizer
-
-logger = logging.getLogger(__name__)
 
 
 class Masked:
@@ -54,33 +50,6 @@ class Masked:
 
     def __call__(self, messages: list[dict[str, Any]], first: int = 0) -> tuple[list[int], list[bool]]:
         return self._tokenizer.chat_with_mask(messages, first=first, **self._options)
-
-    def as_before(self) -> None:
-        """Include the line break after end markers, as checkpoints from before the option expect."""
-        if self._options and not self._options["trailing_newline"]:
-            self._options = {"trailing_newline": True}
-            logger.warning(
-                "the checkpoint is from a run whose targets include the line break after end markers, "
-                "if the chat template adds one; this is kept (new runs use trailing_newline = false)"
-            )
-
-
-class ConversationRows(RowDataset):
-    """Rows of conversations; accepts positions that were saved before `trailing_newline` was an option."""
-
-    def __init__(
-        self, *parts: Any, masked: Masked | None, settings: Mapping[str, Any], **options: Any
-    ) -> None:
-        """Create the dataset; `masked` is None if every token is trained on."""
-        chosen = {} if masked is None else {"trailing_newline": masked.trailing_newline}
-        super().__init__(*parts, settings={**settings, **chosen}, **options)
-        self._masked = masked
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if self._masked is not None and "trailing_newline" not in state.get("data", self._identity):
-            self._masked.as_before()
-            self._identity.pop("trailing_newline", None)
-        super().load_state_dict(state)
 
 
 class ConversationReader:
@@ -122,7 +91,7 @@ class ConversationReader:
 
 def build(
     config: Chat, *, tokenizer: Tokenizer, seq_len: int, seed: int, dp_rank: int, **runtime: Any
-) -> ConversationRows:
+) -> RowDataset:
     """Build `[dataset] type = "chat"`.
 
     Raises:
@@ -132,8 +101,14 @@ def build(
     masked = Masked(tokenizer, trailing_newline=config.trailing_newline) if config.train_on != "all" else None
     read = ConversationReader(config, tokenizer, seq_len, masked)
     rows = rows_of(config, "chat", seed=seed, dp_rank=dp_rank)
-    settings = {"messages": config.messages, "train_on": config.train_on, "too_long": config.too_long}
-    return ConversationRows(
+    settings: dict[str, Any] = {
+        "messages": config.messages,
+        "train_on": config.train_on,
+        "too_long": config.too_long,
+    }
+    if masked is not None:
+        settings["trailing_newline"] = masked.trailing_newline
+    return RowDataset(
         ChatExamples(rows, read, config),
         PackedRows(seq_len, tokenizer.eos_id, pack=config.pack),
         tokenizer=tokenizer,
@@ -142,6 +117,5 @@ def build(
         repeat=config.repeat,
         settings={**settings, "pack": config.pack},
         length_index=config.length_index,
-        masked=masked,
         **runtime,
     )

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from titancli.data import Preference
-from titancli.data.chat import ConversationRows, Masked
+from titancli.data.chat import Masked
 from titancli.data.chat_source import ChatExamples, check_messages, rows_of
 from titancli.data.fitting import Conversation, row_of
 from titancli.data.jsonl import BadRow, check_characters, value_of
-from titancli.data.rows import Row
+from titancli.data.rows import Row, RowDataset
 from titancli.errors import RecipeError
 from titancli.protocols import Tokenizer
 
@@ -134,7 +134,7 @@ def build(
     seed: int,
     dp_rank: int,
     **runtime: Any,
-) -> ConversationRows:
+) -> RowDataset:
     """Build `[dataset] type = "preference"`.
 
     Raises:
@@ -145,10 +145,10 @@ def build(
         raise RecipeError(
             f"training.local_batch_size = {rows}: a pair consists of two rows", hint="use an even number"
         )
-    masked = Masked(tokenizer)
+    masked = Masked(tokenizer, trailing_newline=config.trailing_newline)
     read = PairReader(config, masked, seq_len)
     found = rows_of(config, "preference", seed=seed, dp_rank=dp_rank)
-    return ConversationRows(
+    return RowDataset(
         ChatExamples(found, read, config),
         PairRows(seq_len, tokenizer.eos_id, reference=config.reference_logps),
         tokenizer=tokenizer,
@@ -156,8 +156,11 @@ def build(
         rows=rows,
         dp_rank=dp_rank,
         repeat=config.repeat,
-        settings={"pairs": True, "reference_logps": config.reference_logps},
+        settings={
+            "pairs": True,
+            "reference_logps": config.reference_logps,
+            "trailing_newline": masked.trailing_newline,
+        },
         length_index=config.length_index,
-        masked=masked,
         **runtime,
     )
