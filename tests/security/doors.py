@@ -152,7 +152,7 @@ DOORS = [
     ),
     Door(
         "config.json, generation_config.json, adapters",
-        "titan_transformers.config_json recipe.finetune recipe.load run.evaluate generate.source"
+        "titan_transformers.config_json cli.finetune recipe.load run.evaluate generate.source"
         " checkpoint.hf.*",
         "plugins/titan-transformers/tests/test_hf_config.py::test_what_is_wrong_is_told_where_the_folder_is_named",
         "plugins/titan-transformers/tests/test_hf_config.py::test_a_config_that_is_no_object",
@@ -172,7 +172,7 @@ DOORS = [
     Door(
         "text, rows and prompts",
         "data.files data.formats data.jsonl data.compressed data.packing generate.prompts rl.rewards"
-        " titan_grain.dataset",
+        " titan_grain.dataset cli.finetune_data",
         "tests/data/test_formats.py::test_what_is_not_read_is_refused_by_name",
         "tests/data/test_jsonl.py::test_where_strict_a_bad_row_is_an_error_with_file_and_line",
     ),

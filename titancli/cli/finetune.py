@@ -1,14 +1,18 @@
-"""A recipe that trains the model of a Hugging Face folder on text: `recipe new --from-hf`. Torch-free."""
+"""A recipe that trains the model of a Hugging Face folder: `recipe new --from-hf`. Torch-free."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from string import Template
 from typing import TYPE_CHECKING, Any
 
+from titancli.cli.finetune_data import Task
 from titancli.errors import EnvironmentProblem, PluginError
+from titancli.models.quantization import quantization_of
 from titancli.recipe.assets import hub_hint
+from titancli.recipe.load import readers_of
+from titancli.recipe.toml import inline
 
 if TYPE_CHECKING:
     from titancli.registry.lookup import Registry
@@ -16,51 +20,35 @@ if TYPE_CHECKING:
 LONGEST = 2048
 """Maximum tokens per row in the new recipe, even if the model supports more: it saves memory to begin
 with."""
-TEXT = Template("""\
-recipe = 1
-name = $name
-weights = $folder        # the weights, and in its config.json the model
-$model
-[tokenizer]
-type = "titan/hf"
-path = $folder
+COMMENTS = {
+    "weights": "the weights, and in its config.json the model",
+    "paths": "your text: files, folders, patterns",
+    "local_batch_size": "rows on each GPU at once",
+    "global_batch_size": "rows of a step",
+    "last_save_in_hf": "leaves a Hugging Face folder at the end",
+    "pack": "whole conversations share rows, without seeing each other",
+    "prompts": "of a step, over all ranks",
+    "samples": "completions of each prompt",
+}
+"""By key, at the end of its line."""
 
-[dataset]
-type = "titan/text_files"
-paths = ["text/*.txt"]                      # your text: files, folders, patterns
-
-[optimizer]
-type = "titan/adamw"
-lr = 1e-5
-
-[lr_scheduler]
-warmup_steps = 10
-decay_type = "cosine"
-min_lr_factor = 0.1
-
-[training]
-steps = 200
-seq_len = $seq_len
-local_batch_size = 1                        # rows on each GPU at once
-global_batch_size = 16                      # rows of a step
-
-[activation_checkpoint]
-mode = "selective"
-
-[checkpoint]
-interval = 100
-keep_latest_k = 2
-last_save_in_hf = true                      # leaves a Hugging Face folder at the end
-export_dtype = $dtype
-""")
+Sections = dict[str, dict[str, Any]]
+"""Values by section and key, in the order of the file; `""` has the top."""
 
 
-def finetune_text(folder: Path, name: str, registry: Registry) -> str:
-    """Return the text of a recipe `name` that fine-tunes the model in `folder` on text files.
+def finetune_sections(
+    folder: Path, name: str, registry: Registry, task: Task, adapters: str | None
+) -> Sections:
+    """Return a recipe `name` that trains the model in `folder`.
+
+    Args:
+        task: what is learned, and from which data.
+        adapters: the converter that adds adapters, which are then all that is trained; None: all weights are.
 
     Raises:
         EnvironmentProblem: the folder has no config.json with a model_type, or no tokenizer.json.
-        PluginError: none of titan's families reads it, and titan-transformers is not installed.
+        PluginError: none of titan's families reads it, and titan-transformers is not installed; or the plugin
+            with `adapters` is not.
     """
     config = _config(folder)
     if not (folder / "tokenizer.json").is_file():
@@ -69,20 +57,60 @@ def finetune_text(folder: Path, name: str, registry: Registry) -> str:
         )
     text = config.get("text_config", config)
     length = text.get("max_position_embeddings", LONGEST)
+    length = min(LONGEST, length) if isinstance(length, int) and length > 0 else LONGEST
     dtype = text.get("dtype") or text.get("torch_dtype")
-    model = ""
+    made: Sections = {"": {"recipe": 1, "name": name, "weights": str(folder)}}
     if why := _unread(config, registry):
-        kind = _transformers_model(why, registry)
-        model = (
-            f'\n[model]                      # {why}\ntype = "{kind}"\nconfig = {json.dumps(str(folder))}\n'
-        )
-    return TEXT.substitute(
-        name=json.dumps(name),
-        folder=json.dumps(str(folder), ensure_ascii=False),
-        model=model,
-        seq_len=min(LONGEST, length) if isinstance(length, int) and length > 0 else LONGEST,
-        dtype=json.dumps(dtype if dtype in ("float32", "bfloat16", "float16") else "bfloat16"),
-    )
+        made["model"] = {"#": why, "type": _transformers_model(why, registry), "config": str(folder)}
+    made["tokenizer"] = {"type": "titan/hf", "path": str(folder)}
+    made |= task.sections(length)
+    if adapters is not None:
+        kind = registry.full_name(registry.find("converter", adapters))
+        made["[converters]"] = {"type": kind, "rank": 16, "alpha": 32.0}
+    made["optimizer"] = {"type": "titan/adamw", "lr": task.lr * (1 if adapters is None else 10)}
+    made["lr_scheduler"] = {"warmup_steps": 10, "decay_type": "cosine", "min_lr_factor": 0.1}
+    made["training"] = {
+        "steps": 200,
+        "seq_len": length,
+        "local_batch_size": task.rows,
+        **({} if task.rows_of_step is None else {"global_batch_size": task.rows_of_step}),
+    }
+    made["activation_checkpoint"] = {"mode": "selective"}
+    made["checkpoint"] = {
+        "interval": 100,
+        "keep_latest_k": 2,
+        "last_save_in_hf": True,
+        "export_dtype": dtype if dtype in ("float32", "bfloat16", "float16") else "bfloat16",
+    }
+    return made
+
+
+def as_toml(sections: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the text of a recipe, with comments."""
+    blocks = []
+    for header, values in sections.items():
+        remark = f"  # {values['#']}" if "#" in values else ""
+        lines = [f"[{header}]{remark}"] if header else []
+        for key, value in values.items():
+            if key != "#":
+                line = f"{key} = {inline(value)}"
+                lines.append(f"{line:<43} # {COMMENTS[key]}" if key in COMMENTS else line)
+        blocks.append("\n".join(lines) + "\n")
+    return "\n".join(blocks)
+
+
+def changed(sections: Sections, overrides: list[str]) -> Sections:
+    """Return sections after overrides as `titan plan` names them, each `SECTION.KEY=VALUE`."""
+    made = {header: dict(values) for header, values in sections.items()}
+    for override in overrides:
+        key, _, value = override.partition("=")
+        header, _, name = key.rpartition(".")
+        try:
+            found = json.loads(value)
+        except ValueError:
+            found = value
+        made.setdefault(header, {})[name] = found
+    return made
 
 
 def _config(folder: Path) -> dict[str, Any]:
@@ -104,9 +132,6 @@ def _unread(config: dict[str, Any], registry: Registry) -> str | None:
     Raises:
         EnvironmentProblem: the weights are quantized in a way that no model reads.
     """
-    from titancli.models.quantization import quantization_of
-    from titancli.recipe.load import readers_of
-
     quantization_of(config)
     readers = readers_of(config["model_type"], registry)
     if len(readers) != 1:

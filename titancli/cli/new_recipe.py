@@ -7,17 +7,21 @@ import os
 import shlex
 from contextlib import suppress
 from pathlib import Path
+from typing import cast
 
 import click
 
 from titancli.cli.completion import RecipeOrOverride
+from titancli.cli.finetune_data import Kind, Task, task_of
 from titancli.cli.new_file import next_step, recipe_name, refuse_file, write_new
 from titancli.cli.output import note
 from titancli.errors import EXIT_OK, PluginError, UsageError
+from titancli.observe.peaks import DEVICES
 from titancli.recipe import find_recipe, load_recipe
 from titancli.registry import current
 
 SCHEMA_NAME = "titan.schema.json"
+GPU = "Find the largest batch that fits this GPU, by titan plan.  [default: the one here]"
 
 
 @click.command("new", short_help="Create a recipe file to start from.")
@@ -37,7 +41,34 @@ SCHEMA_NAME = "titan.schema.json"
     metavar="FOLDER",
     help="Fine-tune the model in this Hugging Face folder.",
 )
-def command(file: Path, base: str | None, full: bool, hf: Path | None) -> int:
+@click.option("--pretrain", metavar="DATA", help="With --from-hf: go on training on text. [default]")
+@click.option("--sft", metavar="DATA", help="With --from-hf: learn the answers of conversations.")
+@click.option("--dpo", metavar="DATA", help="With --from-hf: learn preferences from pairs.")
+@click.option("--grpo", metavar="DATA", help="With --from-hf: learn from rewards for answers to prompts.")
+@click.option(
+    "--lora",
+    metavar="[DATA]",
+    is_flag=False,
+    flag_value="",
+    help="With one of these: train adapters (LoRA). Alone, with DATA: --sft DATA.",
+)
+@click.option("--gpu", type=click.Choice(sorted(name for name in DEVICES if name != "cpu")), help=GPU)
+@click.option(
+    "--world-size",
+    metavar="N",
+    type=click.IntRange(min=1),
+    help="Number of GPUs.  [default: those here, or 1]",
+)
+def command(
+    file: Path,
+    base: str | None,
+    full: bool,
+    hf: Path | None,
+    lora: str | None,
+    gpu: str | None,
+    world_size: int | None,
+    **tasks: str | None,
+) -> int:
     """Create a recipe FILE to start from. An existing FILE is never overwritten."""
     if (base is None) == (hf is None):
         raise UsageError(
@@ -46,17 +77,50 @@ def command(file: Path, base: str | None, full: bool, hf: Path | None) -> int:
         )
     if full and base is None:
         raise UsageError("--full needs --from")
+    given = {kind: data for kind, data in tasks.items() if data is not None}
+    if lora:
+        given["sft (--lora DATA)"] = lora
+    if hf is None and (given or lora is not None or gpu or world_size):
+        raise UsageError("what the model learns, and on which GPU, is asked for with --from-hf")
+    if len(given) > 1:
+        raise UsageError(
+            f"it learns one thing, not {' and '.join(given)}",
+            hint="--lora without DATA goes with each of the others: titan recipe new FILE --from-hf FOLDER "
+            "--dpo PAIRS --lora",
+        )
     refuse_file(file)
     if hf is not None:
-        return _finetune(file, hf)
+        task = Task("pretrain", None)
+        for kind, data in given.items():
+            task = task_of(cast(Kind, kind.partition(" ")[0]), data)
+        return _finetune(file, hf, task, None if lora is None else "lora", gpu, world_size)
     return _extend(file, str(base), full)
 
 
-def _finetune(file: Path, folder: Path) -> int:
-    from titancli.cli.finetune import finetune_text
+def _finetune(
+    file: Path, folder: Path, task: Task, adapters: str | None, gpu: str | None, world: int | None
+) -> int:
+    from titancli.cli.finetune import as_toml, changed, finetune_sections
+    from titancli.cli.sizing import device_here, size
 
-    write_new(file, finetune_text(folder, recipe_name(file), current()))
-    note(f"{file}: set dataset.paths to your text, and then the learning rate and the number of steps")
+    made = finetune_sections(folder, recipe_name(file), current(), task, adapters)
+    device, here = device_here()
+    device = device if gpu is None else DEVICES[gpu]
+    said = "no GPU is known here: it has the smallest batch; --gpu NAME finds the largest that fits"
+    if device is not None and task.data is not None:
+        found = size(
+            lambda overrides: as_toml(changed(made, overrides)),
+            task.rows,
+            task.rows_of_step,
+            device,
+            world or (here if gpu is None else 1),
+            adapters=adapters is not None,
+        )
+        made, said = changed(made, found.overrides), found.said
+    write_new(file, as_toml(made))
+    if task.data is None:
+        said = "set dataset.paths to your text, and then the learning rate and the number of steps"
+    note(f"{file}: {said}")
     note(next_step(file))
     return EXIT_OK
 

@@ -32,6 +32,13 @@ def visible_gpu_names() -> list[str]:
     return [n for n in names if not n.isdecimal() or int(n) < installed] if installed else []
 
 
+def visible_gpu_models() -> list[str]:
+    """Return the makers' names of the same GPUs; empty if the driver does not say them."""
+    models = [one.partition(": ")[2].partition(" (UUID")[0] for one in _listed()]
+    numbers = [int(name) for name in visible_gpu_names() if name.isdecimal()]
+    return [models[number] for number in numbers if number < len(models)]
+
+
 def allocator_settings() -> dict[str, str]:
     """Return the environment variables with which torch's allocator leaves least to fragments: its segments
     grow into each other's space. None where there is no GPU, or the user has set others. They take effect in
@@ -44,8 +51,13 @@ def allocator_settings() -> dict[str, str]:
 def _installed() -> int:
     with contextlib.suppress(OSError):  # no NVIDIA driver, or a container that hides /proc/driver
         return sum(1 for _ in NVIDIA.iterdir())
+    return len(_listed())
+
+
+def _listed() -> list[str]:
+    """Return the lines of `nvidia-smi -L`, such as `GPU 0: NVIDIA H200 (UUID: GPU-…)`."""
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
-        return 0
-    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+        return []
+    return [line for line in listed.stdout.splitlines() if line.startswith("GPU ")]

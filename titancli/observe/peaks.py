@@ -23,6 +23,8 @@ TFLOPS: tuple[tuple[str, float], ...] = (
     (r"\bA100\b", 312.0),
     (r"\bL40S\b", 362.0),
     (r"\bL4\b", 121.0),
+    (r"\bA10\b", 125.0),
+    (r"\bRTX ?4090\b", 165.2),
     (r"\bMI300X\b", 1307.0),
     (r"\bMI325X\b", 1307.0),
 )
@@ -78,10 +80,18 @@ class Device:
     def is_gpu(self) -> bool:
         return self.name != "cpu"
 
+    def known_as(self, name: str) -> bool:
+        """Return whether this is the device that its maker calls by this name, such as `NVIDIA H200`."""
+        return re.search(rf"\b{self.name}\b", name.replace("RTX ", "RTX")) is not None
+
 
 def _sxm(name: str, gib: float, memory: float, link: float, network: float) -> Device:
     """Memory in GiB, rates in GB a second."""
     return Device(name, peak_flops(name), gib * 2**30, memory * 1e9, link * 1e9, network * 1e9)
+
+
+def _card(name: str, gib: float, memory: float) -> Device:
+    return Device(name, peak_flops(name), gib * 2**30, memory * 1e9, 32e9)
 
 
 DEVICES = {
@@ -93,6 +103,11 @@ DEVICES = {
         _sxm("H100", 79.2, 3350, 450, 50),
         _sxm("H200", 139.8, 4800, 450, 50),
         _sxm("B200", 178.4, 8000, 900, 50),
+        # Cards without NVLink: sixteen lanes of PCIe 4.0, and no network of their own.
+        _card("A10", 22.5, 600),
+        _card("L4", 22.5, 300),
+        _card("L40S", 45.0, 864),
+        _card("RTX4090", 24.0, 1008),
         Device("cpu"),
     )
 }

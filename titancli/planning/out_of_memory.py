@@ -55,7 +55,7 @@ def _estimate(recipe: Recipe, degrees: Degrees, device: str) -> Estimate | None:
 
 def _device(name: str) -> Device:
     """Return the known device, or an H100 for an unknown one: the cheapest change hardly depends on it."""
-    return next((device for known, device in DEVICES.items() if known in name.split()), DEVICES["H100"])
+    return next((device for device in DEVICES.values() if device.known_as(name)), DEVICES["H100"])
 
 
 def _refused(found: Estimate) -> Estimate:

@@ -1,0 +1,153 @@
+"""What a new recipe learns, and from which data. Torch-free."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+from titancli.errors import EnvironmentProblem, UsageError
+
+Kind = Literal["pretrain", "sft", "dpo", "grpo"]
+PROMPTS = ("prompt", "question", "problem", "instruction", "messages", "query", "input")
+"""Keys of a prompt, the likeliest first."""
+ANSWERS = ("answer", "solution", "ground_truth", "final_answer", "target", "output", "response")
+LOOKED_AT = 100
+"""Rows that are read to find out what the answers are."""
+LONGEST = 1 << 20
+"""Characters of a row that are read."""
+DATA = re.compile(r"\.(jsonl?|csv|parquet|txt|md|arrow)(\.(gz|zst))?$")
+HUB = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is learned, and from which data."""
+
+    kind: Kind
+    data: str | None
+    """A path, a pattern, or a name on the Hub; None: the recipe names an example."""
+
+    @property
+    def lr(self) -> float:
+        """Learning rate for all weights."""
+        return {"pretrain": 1e-5, "sft": 1e-5, "dpo": 5e-7, "grpo": 1e-6}[self.kind]
+
+    @property
+    def rows(self) -> int:
+        """Rows on each GPU at once, the least that the loop takes."""
+        return 2 if self.kind == "dpo" else 1
+
+    @property
+    def rows_of_step(self) -> int | None:
+        """Rows of a step; None: the loop says how many there are."""
+        return {"pretrain": 16, "sft": 16, "dpo": 32, "grpo": None}[self.kind]
+
+    def sections(self, length: int) -> dict[str, dict[str, Any]]:
+        """Return the sections for rows of `length` tokens."""
+        if self.kind == "grpo":
+            return self._grpo(length)
+        if self.kind == "pretrain":
+            return {"dataset": _text(self.data)}
+        if self.kind == "sft":
+            dataset = {"type": "titan/chat", "path": self.data, "pack": True}
+            return {"dataset": dataset, "loss": {"type": "titan/sft"}, "loop": {"type": "titan/sft"}}
+        dataset = {"type": "titan/preference", "path": self.data}
+        loss = {"type": "titan/dpo", "beta": 0.1}
+        return {"dataset": dataset, "loss": loss, "loop": {"type": "titan/dpo"}}
+
+    def _grpo(self, length: int) -> dict[str, dict[str, Any]]:
+        rows = list(_rows(self.data))
+        prompt = _key(rows, PROMPTS, "prompt", self.data)
+        answer = _key(rows, ANSWERS, "answer", self.data)
+        answers = [str(row.get(answer, "")) for row in rows]
+        # "#### 42" at the end of a worked solution, as in GSM8K; else a bare number, or any text
+        reward: dict[str, Any] = {"type": "titan/exact_match"}
+        if answers and all(re.search(r"####\s*[-\d]", one) for one in answers):
+            reward = {"type": "titan/numeric", "after": "####"}
+        elif answers and all(re.fullmatch(r"\s*[-+$]?[\d,]+(\.\d+)?\s*%?\s*", one) for one in answers):
+            reward = {"type": "titan/numeric"}
+        task = {
+            "type": "titan/prompts",
+            "path": self.data,
+            "prompt": prompt,
+            "answer": answer,
+            "chat": True,
+            **(
+                {"system": "Think step by step, and end with #### and the number."} if len(reward) > 1 else {}
+            ),
+        }
+        return {
+            "loop": {"type": "titan/grpo", "prompts": 16, "samples": 8},
+            "loop.task": task,
+            "[loop.rewards]": reward,
+            "loop.advantage": {"type": "titan/group_norm"},
+            "loop.generator": {"type": "titan/local", "max_new_tokens": length // 2},
+            "loss": {"type": "titan/grpo", "clip_high": 0.28, "length_norm": "token"},
+        }
+
+
+def task_of(kind: Kind, data: str) -> Task:
+    """Return a task after checking that its data are there.
+
+    Args:
+        data: a path or pattern, which the recipe gets with `./` in front; or a name on the Hub.
+
+    Raises:
+        EnvironmentProblem: there is no such file.
+    """
+    path = Path(data).expanduser()
+    if path.exists() or (set("*?[") & set(data) and any(Path().glob(data))):
+        return Task(kind, data if data.startswith(("/", "./", "../", "~")) else f"./{data}")
+    if HUB.fullmatch(data) and not DATA.search(data):
+        return Task(kind, data)
+    raise EnvironmentProblem(
+        f"{data} does not exist",
+        hint="give a file, a folder, a quoted pattern, or a dataset of the Hub (OWNER/NAME)",
+    )
+
+
+def _text(data: str | None) -> dict[str, Any]:
+    """Return the dataset of text that reads a path."""
+    if data is None:
+        return {"type": "titan/text_files", "paths": ["text/*.txt"]}
+    if not data.startswith(("/", ".", "~")):
+        return {"type": "titan/hf", "path": data}
+    names = [data]
+    if Path(data).expanduser().is_dir():
+        names = sorted(path.name for path in Path(data).expanduser().iterdir())
+    for ending, kind in ((".jsonl", "jsonl"), (".parquet", "parquet")):
+        if any(re.search(rf"{re.escape(ending)}(\.gz|\.zst)?$", name) for name in names):
+            return {"type": f"titan/{kind}", "paths": [data]}
+    return {"type": "titan/text_files", "paths": [data]}
+
+
+def _rows(data: str | None) -> Iterator[dict[str, Any]]:
+    """Yield the first rows of a file of JSON Lines; none of another file."""
+    path = Path(str(data)).expanduser()
+    if not (path.is_file() and path.suffix == ".jsonl"):
+        return
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in islice(iter(lambda: file.readline(LONGEST), ""), LOOKED_AT):
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):
+                continue  # the run reports bad rows
+            if isinstance(row, dict):
+                yield row
+
+
+def _key(rows: list[dict[str, Any]], names: tuple[str, ...], what: str, data: str | None) -> str:
+    if not rows:
+        return what
+    for name in names:
+        if all(name in row for row in rows):
+            return name
+    raise UsageError(
+        f"the rows of {data} have no {what}: they have {', '.join(rows[0])}",
+        hint=f"give them one of the keys {', '.join(names)}",
+    )
