@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -13,7 +13,9 @@ from titancli.checkpoint.exclude import NOTHING, Exclusion
 from titancli.checkpoint.format.layout import Chunk
 from titancli.checkpoint.format.manifest import DamagedCheckpoint, Verify
 from titancli.checkpoint.format.metadata import Described
-from titancli.checkpoint.format.tensors import TORCH_DTYPE, TensorFiles
+from titancli.checkpoint.format.reader import Part, Reader
+from titancli.checkpoint.format.tensorfile import Entry, read_header
+from titancli.checkpoint.format.tensors import TORCH_DTYPE, read_tensor
 from titancli.checkpoint.load import open_checkpoint
 from titancli.errors import EnvironmentProblem, TitanError
 
@@ -49,7 +51,7 @@ class CheckpointReader:
             for n, tensor in self._metadata.tensors.items()
             if n.startswith(prefix) and not exclude.has(n)
         }
-        self._files = TensorFiles(folder)
+        self._header = cache(lambda file: read_header(folder / file))
 
     def names(self) -> list[str]:
         return list(self._tensors)
@@ -68,23 +70,24 @@ class CheckpointReader:
         except EnvironmentProblem as error:
             raise DamagedCheckpoint(self.folder, error.message) from error
         # The pieces are looked up before the whole is allocated, so that a false shape costs nothing.
-        pieces = [
-            self._files.read(chunk.file, chunk.key, layout.dtype, chunk.shape)
-            for chunk in layout.chunks
-            if math.prod(chunk.shape)
-        ]
-        if len(pieces) == 1:
-            return pieces[0]
-        whole = self._empty(layout.shape, TORCH_DTYPE[layout.dtype])
-
-        def put_in(chunk: Chunk, piece: Tensor) -> None:
-            box = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.shape, strict=True))
-            whole[box] = piece
-
         filled = [chunk for chunk in layout.chunks if math.prod(chunk.shape)]
-        with ThreadPoolExecutor(2) as pool:  # one thread does not read a file as fast as possible
-            list(pool.map(put_in, filled, pieces))
+        entries = [self._entry(chunk, layout.dtype) for chunk in filled]
+        if len(filled) == 1:
+            return read_tensor(self.folder / filled[0].file, entries[0])
+        whole = self._empty(layout.shape, TORCH_DTYPE[layout.dtype])
+        box = (0,) * len(layout.shape), layout.shape
+        Reader(self.folder, {stored: layout}, None).fill([Part(stored, box, whole)])
         return whole
+
+    def _entry(self, chunk: Chunk, dtype: str) -> Entry:
+        """Return a chunk's entry in its file, whose header must agree with the metadata."""
+        entry = Entry(chunk.key, dtype, chunk.shape, chunk.start)
+        if self._header(chunk.file).get(chunk.key) != entry:
+            raise EnvironmentProblem(
+                f"{self.folder / chunk.file} is damaged: it does not hold {chunk.key!r} as {dtype} "
+                f"{list(chunk.shape)} at byte {chunk.start}"
+            )
+        return entry
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         if self._room is None:

@@ -96,13 +96,14 @@ class Reader:
     def _work(self, parts: Iterable[Part]) -> Iterator[_Work]:
         for name, (offsets, sizes), memory in parts:
             layout = self._layouts[name]
-            for number, chunk in enumerate(layout.chunks):
+            for chunk in layout.chunks:
                 if (inside := common(offsets, sizes, (chunk.offsets, chunk.shape))) is None:
                     continue
                 target = memory
                 for dim, (start, length) in enumerate(zip(*inside, strict=True)):
                     target = target.narrow(dim, start + chunk.offsets[dim] - offsets[dim], length)
-                yield _Work(*self._place(layout, number), inside[0], target)
+                entry = Entry(chunk.key, layout.dtype, chunk.shape, chunk.start)
+                yield _Work(chunk, entry, inside[0], target)
 
     def check_headers(self, headers: Mapping[str, Digest]) -> None:
         """Verify the headers of data files."""
@@ -121,11 +122,6 @@ class Reader:
                 pool.settle()
             finally:
                 threads.shutdown(cancel_futures=True)
-
-    def _place(self, layout: TensorLayout, number: int) -> tuple[Chunk, Entry]:
-        """Return a chunk and its entry in the file."""
-        chunk = layout.chunks[number]
-        return chunk, Entry(chunk.key, layout.dtype, chunk.shape, chunk.start)
 
     def _read(self, work: _Work, pool: _Pool) -> None:
         entry, target = work.entry, work.target

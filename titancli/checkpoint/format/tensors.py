@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from titancli.checkpoint.format.tensorfile import Entry, read_header
+from titancli.checkpoint.format.tensorfile import Entry
 from titancli.errors import EnvironmentProblem, TitanError
 
 TORCH_DTYPE = {
@@ -110,33 +110,3 @@ def read_tensor(path: Path, entry: Entry) -> Tensor:
     if entry.start % dtype.itemsize:  # files of other programs may be unaligned
         raw = raw.clone()
     return raw.view(dtype).view(entry.shape)
-
-
-class TensorFiles:
-    """The safetensors files of a folder; each header is read once, when it is first needed."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._headers: dict[str, dict[str, Entry]] = {}
-
-    def header(self, file: str) -> dict[str, Entry]:
-        if file not in self._headers:
-            self._headers[file] = read_header(self.folder / file)
-        return self._headers[file]
-
-    def entry(self, file: str, key: str, dtype: str, shape: Iterable[int]) -> Entry:
-        """Return where a tensor lies, after checking its dtype and shape.
-
-        Raises:
-            EnvironmentProblem: it is missing, or has another dtype or shape.
-        """
-        entry = self.header(file).get(key)
-        if entry is None or entry.dtype != dtype or entry.shape != tuple(shape):
-            raise EnvironmentProblem(
-                f"{self.folder / file} is damaged: it does not hold {key!r} as {dtype} {list(shape)}"
-            )
-        return entry
-
-    def read(self, file: str, key: str, dtype: str, shape: Iterable[int]) -> Tensor:
-        """Return the same tensor, mapped; see `read_tensor`."""
-        return read_tensor(self.folder / file, self.entry(file, key, dtype, shape))

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,10 @@ from torch import Tensor
 from titancli.checkpoint.format.disk import write_file
 from titancli.checkpoint.format.newfolder import new_folder
 from titancli.checkpoint.format.stream import Job, Progress, no_progress, write_files
-from titancli.checkpoint.format.tensorfile import ITEM_SIZE, PACKED_BITS, Entry
+from titancli.checkpoint.format.tensorfile import ITEM_SIZE, PACKED_BITS, Entry, read_header
 from titancli.checkpoint.format.tensors import (
     TORCH_DTYPE,
     MemoryTensors,
-    TensorFiles,
     Tensors,
     dtype_name,
 )
@@ -190,7 +189,7 @@ class HFReader:
 
     def __init__(self, folder: Path, form: HFForm) -> None:
         self.folder, self.form = folder, form
-        self._files = TensorFiles(folder)
+        self._header = cache(lambda file: read_header(folder / file))
         self._places = self._find()
 
     def parameter(self, name: str) -> Tensor:
@@ -328,7 +327,7 @@ class HFReader:
             raise self._no_weights()
         found: dict[str, Stored] = {}
         for name in names:
-            for key, entry in self._files.header(name).items():
+            for key, entry in self._header(name).items():
                 if key in found:
                     raise EnvironmentProblem(
                         f"{self.folder}: {key} is in {found[key].path.name} and in {name}",
@@ -370,7 +369,7 @@ class HFReader:
                     f"{path} names {name!r}, which is not a safetensors file in that folder"
                 )
         for key, name in weight_map.items():
-            if key not in self._files.header(name):
+            if key not in self._header(name):
                 raise EnvironmentProblem(f"{path} says that {key!r} is in {name}, but it is not")
         return files
 

@@ -14,12 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
+from titancli.checkpoint.format.reader import parts_of
 from titancli.checkpoint.format.region import Region
-from titancli.distributed.private import boxes_of
-from titancli.errors import TitanError
 
 Read = Callable[[Region], Tensor]
 """Function that returns the values of a region, as a tensor in memory of the region's shape."""
@@ -109,10 +107,7 @@ def blocks(tensor: Virtual, region: Region, limit: int = BLOCK) -> Iterator[Regi
 def put(parameter: Tensor, whole: Tensor) -> None:
     """Copy a whole tensor into a parameter, or this rank's part of it into a sharded one. Of a virtual tensor
     only that part is read, a block at a time."""
-    target = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    for offsets, sizes in boxes_of(parameter):
-        if tuple(sizes) != tuple(target.shape):
-            raise TitanError(f"a part of {list(target.shape)} is not where it should be: {offsets}, {sizes}")
+    for _, (offsets, sizes), target in parts_of({"a parameter": parameter}):
         region = tuple(range(start, start + size) for start, size in zip(offsets, sizes, strict=True))
         if not isinstance(whole, Virtual):
             target.copy_(whole[tuple(slice(r.start, r.stop) for r in region)])
