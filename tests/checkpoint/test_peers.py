@@ -332,7 +332,7 @@ def test_a_memory_that_is_small_missing_or_another_users_is_refused_by_name(tmp_
     with pytest.raises(EnvironmentProblem, match="No such file"):
         Memory(tmp_path / "none", RUN, tmp_path)
     (tmp_path / f"titan-{OTHER}").symlink_to(tmp_path)
-    with pytest.raises(EnvironmentProblem, match="belongs to somebody else"):
+    with pytest.raises(EnvironmentProblem, match="belongs to another user"):
         Memory(tmp_path, OTHER, tmp_path)
 
 

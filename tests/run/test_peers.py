@@ -74,7 +74,7 @@ def test_a_run_that_failed_continues_from_memory_or_else_from_the_disk(
     assert resumed_at(here / "r") == [0, 5 if whole else 4]
     said = {
         "a flipped byte": "the copy in memory cannot be used: rank-00000.safetensors is damaged",
-        "no memory": "the copy in memory cannot be used: no node has any of it",
+        "no memory": "the copy in memory cannot be used: no node has a part of it",
         "another run's": "the copy in memory cannot be used: ",
     }
     assert said.get(harm, "step 5 was loaded from the memory of the nodes") in done.err

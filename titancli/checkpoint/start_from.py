@@ -1,4 +1,4 @@
-"""What a run, or an engine, starts from: decided here for everyone who asks. Torch-free."""
+"""The decision what a run or an engine starts from, made in this one place. Torch-free."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StartFrom:
-    """Where the first weights come from, and what else comes with them."""
+    """The source of the first weights, and what else is loaded from it."""
 
     kind: Literal["nothing", "weights", "state"]
-    """nothing: initial values; weights: those of a checkpoint or of a Hugging Face folder, and no more;
-    state: all that a checkpoint holds."""
+    """nothing: initial values; weights: only the weights of a checkpoint or a Hugging Face folder; state:
+    everything in a checkpoint."""
     source: Path | None = None
-    """The folder, or the URL of one, as it was named."""
+    """The folder or URL, as given."""
     exclude: tuple[str, ...] = ()
-    """What is left out of a checkpoint, by `checkpoint.exclude_from_loading`."""
+    """The tensors that are not loaded: `checkpoint.exclude_from_loading`."""
 
     timeout_seconds: float = field(default=TIMEOUT, compare=False)
-    """What `checkpoint.remote_timeout_seconds` says, for a URL."""
+    """For a URL: `checkpoint.remote_timeout_seconds`."""
     store: Any = field(default=None, compare=False)
     """The config of the URL's store; None: the one of its scheme."""
 
@@ -44,12 +44,12 @@ class StartFrom:
 
     @property
     def is_remote(self) -> bool:
-        """Whether `fetch` has to bring it to this machine."""
+        """Return whether the source is a URL, which `fetch` downloads."""
         return self._url is not None
 
     @property
     def is_here(self) -> bool:
-        """Whether `folder` is on this machine."""
+        """Return whether `folder` exists on this machine."""
         try:
             return self.folder.exists()
         except EnvironmentProblem:  # the Hub's cache does not have it
@@ -57,7 +57,7 @@ class StartFrom:
 
     @property
     def folder(self) -> Path:
-        """Return where it lies on this machine; that of a URL in a cache, from when it is fetched.
+        """Return the folder on this machine; for a URL, the one in the cache to which `fetch` downloads it.
 
         Raises:
             ValueError: the kind is "nothing".
@@ -76,10 +76,10 @@ class StartFrom:
         return Exclusion.once(self.exclude, self.folder)
 
     def fetch(self, say: Callable[[str], None]) -> None:
-        """Copy the checkpoint of a URL into the cache, unless it lies there; each machine has its own.
+        """Download a URL into this machine's cache, unless it is there already.
 
         Raises:
-            EnvironmentProblem: there is none, it is damaged, or the disk is full.
+            EnvironmentProblem: it does not exist or is damaged, or the disk is full.
             Unreachable: the store refuses, or does not answer.
         """
         if (hosted := Hosted.of(self.source)) is not None:
@@ -100,7 +100,7 @@ def start_from(recipe: Recipe, checkpoint: Path | None = None) -> StartFrom:
     """Decide what a recipe starts from.
 
     Args:
-        checkpoint: of the run itself, which it goes on from; None for a run that begins.
+        checkpoint: the run's own, from which it continues; None: the run is new.
     """
     section = recipe.checkpoint
     exclude = tuple(section.exclude_from_loading)
@@ -115,14 +115,14 @@ def start_from(recipe: Recipe, checkpoint: Path | None = None) -> StartFrom:
 
 
 def still_needs_weights(recipe: Recipe, checkpoint: Path) -> str | None:
-    """Return why a run that goes on from its own checkpoint still reads the weights that it began with, as
-    the end of a sentence; None: the checkpoint holds all that it takes of them.
+    """Return why a run that continues from its own checkpoint still reads the weights that it started from,
+    as the end of a sentence; None: it does not.
 
     Raises:
-        EnvironmentProblem: it is no checkpoint, or damaged.
+        EnvironmentProblem: the folder is not a checkpoint, or is damaged.
     """
     start = start_from(recipe)
-    if start.kind != "weights":  # what is left out of it gets initial values, as it did when the run began
+    if start.kind != "weights":  # tensors left out get initial values, as at the start of the run
         return None
     if adapters_of(read_manifest(checkpoint)) is not None:
         return f"{checkpoint.name} holds adapters, and these weights are their base"

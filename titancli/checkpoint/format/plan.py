@@ -40,7 +40,7 @@ class Box(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The size of one tensor's part."""
+        """Return the bytes of one tensor's part."""
         return math.prod(self.sizes) * ITEM_SIZE[self.dtype]
 
 

@@ -1,1 +1,1 @@
-"""Copies of a run's state in the memory of its nodes, each node's also on the next one."""
+"""Copies of a run's state in the memory of its nodes; each node's files are also on the next node."""

@@ -1,4 +1,4 @@
-"""Copies of a run's state, each rank's in the memory of its own node and of the next one."""
+"""Copies of a run's state; each rank's files are in the memory of its own node and of the next one."""
 
 from __future__ import annotations
 
@@ -44,15 +44,16 @@ class Copies:
     """Keeps the newest state of a run in the memory of its nodes, and finds it there. All methods are
     collective.
 
-    A copy is a checkpoint whose files are spread over the nodes. It counts once it is complete on all nodes
-    and the run folder names it; until then the one before it does.
+    A copy is a checkpoint whose files are spread over the nodes. It is valid once it is complete on all nodes
+    and recorded in the run folder; until then the previous one is.
     """
 
     def __init__(self, root: Path, checkpoints: Path, run_id: str, attempt: int) -> None:
-        """
+        """Open this node's memory; collective.
+
         Args:
             root: a folder in memory, on every node.
-            checkpoints: those of the run, on the disk that all nodes share.
+            checkpoints: the run's folder of checkpoints, on the disk that all nodes share.
             attempt: the number of the run's attempt.
 
         Raises:
@@ -66,25 +67,25 @@ class Copies:
         self._nodes = Nodes.of(Ranks().each(f"opening {root}", open_memory))
         self._checkpoints, self._attempt = checkpoints, attempt
         self._serial: int | None = None
-        """On rank 0: of the newest checkpoint on the disk; None: it is to be looked up."""
+        """On rank 0: the serial number of the newest checkpoint on the disk; None: not known."""
         self._step: int | None = None
-        """Of the copy that counts, if there is one."""
+        """The step of the valid copy, if there is one."""
         self._sources: Sources | None = None
         team = self._team(None)
         if team.is_first:
             self._memory.sweep()
 
     def newest(self, *, wanted: bool) -> Path | None:
-        """Return the folder that the copy which counts can be loaded from until `loaded` is called; None:
-        the run continues from elsewhere, and there is no copy any longer.
+        """Return a folder from which the valid copy can be loaded until `loaded` is called; None: there is
+        no usable copy, and all copies have been discarded.
 
         Args:
-            wanted: whether the newest state is; else somebody has asked this attempt for another one, and
-                only its own copies may take the place of that.
+            wanted: whether the run continues from its newest state. If not, this attempt was started from
+                another checkpoint, and only copies that this attempt made are used.
         """
         team = self._team(patient_group())
         try:
-            copy = team.one("looking for a copy in memory", lambda: self._counts(wanted))
+            copy = team.one("looking for a copy in memory", lambda: self._valid(wanted))
             if copy is not None:
                 self._sources, self._step = Sources(team, copy), copy.step
                 return self._sources.folder
@@ -96,12 +97,11 @@ class Copies:
 
     @property
     def folder(self) -> Path | None:
-        """Return what `newest` has returned, until `loaded` or `discard` is called."""
+        """Return the folder that `newest` returned, until `loaded` or `discard` is called."""
         return self._sources.folder if self._sources is not None else None
 
     def loaded(self) -> bool:
-        """Return whether a copy was there to be loaded, and give back the memory that this took. Called after
-        a load that has succeeded."""
+        """Return whether the load, which has succeeded, was from a copy, and free the memory that it used."""
         if self._sources is None:
             return False
         if self._team(None).rank == 0:
@@ -115,7 +115,7 @@ class Copies:
         return True
 
     def discard(self) -> None:
-        """Have no copy count any longer, and delete what this node has."""
+        """Invalidate all copies, and delete those on this node."""
         self._step = None
         Ranks().one("discarding the copy in memory", lambda: forget(self._checkpoints))
         self._let_go()
@@ -128,26 +128,26 @@ class Copies:
             self._memory.tidy(self._step)
 
     def end(self) -> None:
-        """Delete everything: the run has saved its state on the disk."""
+        """Delete everything, once the run has saved its state on the disk."""
         self.discard()
-        Ranks().gather(None)  # who shares this memory may be deleting in it
+        Ranks().gather(None)  # other ranks of the node may still be deleting in it
         if self._team(None).is_first:
             self._memory.remove()
 
     def close(self) -> None:
-        """Let go of the memory, which keeps what it holds."""
+        """Release the memory; its contents stay."""
         self._memory.close()
 
     def saved(self) -> None:
-        """Take note that a checkpoint was saved on the disk."""
+        """Note that a checkpoint was saved on the disk."""
         self._serial = None
 
     def reserve(self, pieces: Pieces, plan: SavePlan, group: dist.ProcessGroup | None) -> None:
-        """Ensure that there is room for the copies that are to come.
+        """Ensure that there is room for copies of these pieces.
 
         Raises:
-            EnvironmentProblem: there is not, on a node; on all ranks.
-            TitanError: an entry is no tensor.
+            EnvironmentProblem: a node has too little memory; raised on all ranks.
+            TitanError: an entry is not a tensor.
         """
         team = self._team(group)
         needed = self._needed(plan.agree(COPYING, pieces.items, team), team)
@@ -157,14 +157,15 @@ class Copies:
             logger.info(
                 "a copy of the state takes %s of memory on each node%s",
                 size_text(max(needed)),
-                "" if nodes > 1 else "; with one node alone it does not survive the loss of the node",
+                "" if nodes > 1 else "; there is only one node, and if it is lost, so is the copy",
             )
 
     def make(self, pieces: Pieces, draft: Draft, plan: SavePlan, group: dist.ProcessGroup | None) -> None:
-        """Copy the state, after which this copy counts.
+        """Copy the state; the new copy replaces the previous one.
 
         Raises:
-            EnvironmentProblem: a memory is too small, or refuses; on all ranks. The copy before it counts.
+            EnvironmentProblem: a node's memory is too small or cannot be written; raised on all ranks. The
+                previous copy stays valid.
         """
         team, began = self._team(group), time.perf_counter()
         if draft.step == self._step:
@@ -185,9 +186,9 @@ class Copies:
             team.reduce(
                 COPYING,
                 lambda: self._complete(hidden, small, draft.folder.name) if team.is_first else None,
-                lambda done: self._name(draft, small[MANIFEST]),
+                lambda done: self._record(draft, small[MANIFEST]),
             )
-        except TitanError:  # of anything else nobody knows whether this copy counts by now
+        except TitanError:  # after any other error it is unknown whether this copy is valid
             if team.is_first:
                 self._memory.tidy(self._step)
             raise
@@ -200,8 +201,8 @@ class Copies:
     def _team(self, group: dist.ProcessGroup | None) -> Team:
         return Team(self._memory, self._nodes, group)
 
-    def _counts(self, wanted: bool) -> Copy | None:
-        """On rank 0: the copy that the run folder names, if it is what the run continues from."""
+    def _valid(self, wanted: bool) -> Copy | None:
+        """Return the copy that the run folder records, if the run continues from it; called on rank 0."""
         copy = read_record(self._checkpoints)
         if copy is None:
             return None
@@ -213,7 +214,7 @@ class Copies:
         return copy
 
     def _needed(self, items: Sequence[WriteItem], team: Team) -> list[int]:
-        """Bytes of a copy on the node of each rank."""
+        """Return the bytes of a copy on the node of each rank."""
         mine = sum(
             math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
             for item in items
@@ -228,7 +229,7 @@ class Copies:
         hidden.mkdir(mode=0o700)
 
     def _describe(self, written: list[dict[str, Digest]], draft: Draft, plan: SavePlan) -> dict[str, bytes]:
-        """On rank 0: the files that every node gets."""
+        """Return the files that every node stores, by name; called on rank 0."""
         small = draft.description(plan.groups)
         files = {name: digest for files in written for name, digest in files.items()}
         files |= {n: Digest(len(data), xxhash.xxh3_64(data).hexdigest()) for n, data in small.items()}
@@ -237,7 +238,7 @@ class Copies:
         return {**small, MANIFEST: manifest_bytes(draft.manifest(files, self._serial))}
 
     def _send(self, hidden: Path, written: list[dict[str, Digest]], team: Team) -> None:
-        """Send each rank's files to the next node, which compares their checksums."""
+        """Send each rank's files to the next node, which verifies their checksums."""
         transfers = [
             Transfer(rank, partner, name, 0, digest.size)
             for rank, files in enumerate(written)
@@ -256,8 +257,8 @@ class Copies:
             write_file(hidden / file, data)
         hidden.rename(self._memory.folder / name)
 
-    def _name(self, draft: Draft, manifest: bytes) -> None:
-        """On rank 0, once all nodes have it: the run folder names it."""
+    def _record(self, draft: Draft, manifest: bytes) -> None:
+        """Record the copy in the run folder, once it is complete on all nodes; called on rank 0."""
         if draft.claim is not None:
             draft.claim.check()
         serial = 0 if self._serial is None else self._serial

@@ -1,10 +1,10 @@
-"""A run's folder in a node's memory, and the file of the run that says which copy counts. Torch-free.
+"""A run's folder in a node's memory, and the file in the run folder that records the valid copy. Torch-free.
 
-/dev/shm/titan-RUN_ID/      held by each rank that uses it
+/dev/shm/titan-RUN_ID/      locked by each rank that uses it
     run                     a link to the run folder
-    step-40/                files of a checkpoint: those of this node's ranks and of the node's before it
-    loading/step-40/        what a resume reads: links to these, and what has been sent by other nodes
-    .step-60.tmp-…/         a copy under way
+    step-40/                files of a checkpoint: of the ranks of this node and of the previous one
+    loading/step-40/        what a resume reads: links to these, and files from other nodes
+    .step-60.tmp-…/         a copy that is being written
 """
 
 from __future__ import annotations
@@ -33,34 +33,35 @@ from titancli.errors import EnvironmentProblem
 from titancli.runs import write_atomically
 
 RECORD = "peers.json"
-"""In `RUN/checkpoints`: which copy counts."""
+"""The file in `RUN/checkpoints` that records the valid copy."""
 RECORD_LIMIT = 1 << 16
 KEPT = 2
-"""Copies that lie in memory at once: the one that counts, and the one under way."""
+"""Copies in memory at once: the valid one, and the one that is being written."""
 FORGOTTEN = 3600.0
-"""Seconds after which the copies of another run that nobody holds are deleted."""
+"""Seconds after which another run's copies are deleted if no process has them locked."""
 CGROUPS = Path("/sys/fs/cgroup")
 _NAME = re.compile(r"titan-[0-9a-f]{32}\Z")
 
 
 @dataclass(frozen=True)
 class Copy:
-    """A copy that is complete on all nodes, as the run folder names it."""
+    """A copy that is complete on all nodes, as recorded in the run folder."""
 
     step: int
     identity: str
     """Checksum of its manifest."""
     serial: int
-    """Of the newest checkpoint on the disk when it was made: one that was saved later is newer."""
+    """The serial number of the newest checkpoint on the disk when the copy was made; later checkpoints have
+    larger ones."""
     attempt: int
-    """The attempt that has made it, counted from 1."""
+    """The attempt that made it, counted from 1."""
 
 
 class Memory:
     """A run's folder in this node's memory.
 
     Raises:
-        EnvironmentProblem: it cannot be made, or is somebody else's.
+        EnvironmentProblem: it cannot be created, or belongs to another user.
     """
 
     def __init__(self, root: Path, run_id: str, run: Path) -> None:
@@ -72,7 +73,7 @@ class Memory:
                 self.folder.mkdir(mode=0o700)
             found = self.folder.lstat()
             if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-                raise EnvironmentProblem(f"{self.folder} on {socket.gethostname()} belongs to somebody else")
+                raise EnvironmentProblem(f"{self.folder} on {socket.gethostname()} belongs to another user")
             self._held = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             fcntl.flock(self._held, fcntl.LOCK_SH)
             with contextlib.suppress(FileExistsError):
@@ -82,10 +83,10 @@ class Memory:
         boot = Path("/proc/sys/kernel/random/boot_id")
         machine = boot.read_text() if boot.is_file() else socket.gethostname()
         self.identity = f"{machine.strip()} {found.st_dev} {found.st_ino}"
-        """Equal for ranks that share this memory."""
+        """A value that is equal on ranks that share this memory."""
 
     def refusal(self, error: OSError) -> EnvironmentProblem:
-        """An error of the operating system, in words."""
+        """Return the error for an operation that the operating system refused."""
         return EnvironmentProblem(
             f"{self.folder} on {socket.gethostname()} cannot be written: {error.strerror or error}",
             hint="set checkpoint.peer_folder to a folder in memory that is writable on every node, or "
@@ -96,7 +97,7 @@ class Memory:
         """Ensure that there is room for `needed` bytes.
 
         Raises:
-            EnvironmentProblem: there is not.
+            EnvironmentProblem: there is too little.
         """
         try:
             free = shutil.disk_usage(self._root).free
@@ -113,15 +114,15 @@ class Memory:
             )
 
     def used(self) -> int:
-        """Return the bytes of its files, each once."""
+        """Return the total bytes of its files; each hard-linked file counts once."""
         found = (path.lstat() for path in self.folder.rglob("*") if path.is_file() and not path.is_symlink())
         return sum({(file.st_ino): file.st_blocks * 512 for file in found}.values())
 
     def held(self, copy: Copy) -> tuple[dict[str, int], list[str]]:
-        """Return the files of a copy that this node has, with their sizes, and what is wrong with others.
+        """Return the files of a copy that this node has, with their sizes, and what is wrong with the others.
 
-        Those that describe it, the manifest among them, are there all or none. All but the data are verified;
-        these are by who reads them.
+        The files that describe the copy, including the manifest, are returned only if all are good. Data
+        files are verified when they are read, not here.
         """
         folder = self.folder / f"step-{copy.step}"
         if not folder.is_dir():
@@ -147,14 +148,15 @@ class Memory:
             return {}, [f"{folder} cannot be read: {error.strerror}"]
 
     def tidy(self, keep: int | None) -> None:
-        """Delete everything but the copy of a step; what cannot be deleted stays."""
+        """Delete everything but the copy of a step; errors are ignored."""
         with contextlib.suppress(FileNotFoundError):  # others may have emptied the memory
             for path in list(self.folder.iterdir()):
                 if path.name not in ("run", f"step-{keep}"):
                     shutil.rmtree(path, ignore_errors=True)
 
     def sweep(self) -> None:
-        """Delete what other runs of this user have left: those whose folder is gone, or an hour old."""
+        """Delete copies of this user's other runs that are unlocked, and whose run folder is gone or an hour
+        has passed."""
         for path in self._root.iterdir():
             with contextlib.suppress(OSError):
                 if _NAME.match(path.name) and path != self.folder and _is_forgotten(path):
@@ -164,12 +166,12 @@ class Memory:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def close(self) -> None:
-        """Let go of the folder, which stays."""
+        """Unlock the folder; it stays."""
         os.close(self._held)
 
 
 def description(manifest: Manifest) -> list[str]:
-    """Return the files that say what the data are, which every node has: all but data and their places."""
+    """Return the files that every node has: all but data files and the parts of the metadata."""
     return [name for name in manifest.files if not (FILE_NAME.match(name) or PART_NAME.match(name))]
 
 
@@ -185,7 +187,7 @@ def _size(path: Path) -> int | None:
 
 
 def _is_forgotten(folder: Path) -> bool:
-    """Whether nobody holds another run's folder, and nobody will come back for it."""
+    """Return whether another run's folder is unlocked and no longer needed."""
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
         return False
@@ -201,7 +203,7 @@ def _is_forgotten(folder: Path) -> bool:
 
 
 def _is_memory(folder: Path) -> bool:
-    """Whether a folder lies in a tmpfs."""
+    """Return whether a folder lies in a tmpfs."""
     try:
         mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
     except OSError:
@@ -211,14 +213,14 @@ def _is_memory(folder: Path) -> bool:
 
 
 def _available() -> int:
-    """Bytes of memory that are free, or would be at once: of the machine, and of the cgroups (version 2) that
-    this process is in; where a container has no more, it is killed."""
+    """Return the bytes of memory that are free or can be freed at once, on the machine and within the limits
+    of this process's cgroups (version 2), beyond which a container is killed."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     free = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
     groups = Path("/proc/self/cgroup").read_text().splitlines()
     group = CGROUPS / next((line[3:].strip("/") for line in groups if line.startswith("0::")), "")
     for folder in (group, *group.parents):
-        with contextlib.suppress(OSError, ValueError):  # no limit is the word "max"
+        with contextlib.suppress(OSError, ValueError):  # "max": there is no limit
             limit, used = (int((folder / f"memory.{name}").read_text()) for name in ("max", "current"))
             stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
             cached = int(stat.get("active_file", 0)) + int(stat.get("inactive_file", 0))
@@ -226,11 +228,11 @@ def _available() -> int:
     return min(free)
 
 
-# ---------------------------------------------------------------------------------- which copy counts
+# ---------------------------------------------------------------------------------- the valid copy
 
 
 def read_record(checkpoints: Path) -> Copy | None:
-    """Return the copy that counts, as far as the run folder knows; None where there is none."""
+    """Return the copy that the run folder records; None: there is none."""
     try:
         copy = Copy(**json.loads(read_file(checkpoints / RECORD, RECORD_LIMIT)))
         if [type(value) for value in astuple(copy)] != [int, str, int, int]:
@@ -250,7 +252,7 @@ def write_record(checkpoints: Path, copy: Copy) -> None:
 
 
 def forget(checkpoints: Path) -> None:
-    """Have no copy count any longer."""
+    """Delete the record of the valid copy."""
     try:
         (checkpoints / RECORD).unlink(missing_ok=True)
     except OSError as error:
@@ -258,8 +260,8 @@ def forget(checkpoints: Path) -> None:
 
 
 def outdated(checkpoints: Path, copy: Copy) -> str | None:
-    """Return why a copy is not what a run continues from, as the end of a sentence; None: it is the newest
-    state, or that of the newest checkpoint."""
+    """Return why a run does not continue from a copy, as the end of a sentence; None: the copy is the run's
+    newest state, or equals its newest checkpoint."""
     if copy.serial == last_serial(checkpoints):
         return None
     newest = next(iter(steps(checkpoints).values()), None)

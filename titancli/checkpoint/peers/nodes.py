@@ -1,4 +1,4 @@
-"""Which ranks share a memory, and bytes of files on their way from one node to another."""
+"""Nodes, as groups of ranks that share memory, and transfers of files between them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Nodes:
 
     @classmethod
     def of(cls, memories: Sequence[str]) -> Nodes:
-        """Return the nodes of ranks that say which memory is theirs."""
+        """Return the nodes, given the identity of each rank's memory."""
         nodes = dict.fromkeys(memories)
         return cls(tuple(tuple(r for r, m in enumerate(memories) if m == node) for node in nodes))
 
@@ -37,17 +37,17 @@ class Nodes:
         return next(number for number, ranks in enumerate(self.ranks) if rank in ranks)
 
     def is_first(self, rank: int) -> bool:
-        """Whether a rank is the first of its node."""
+        """Return whether a rank is the first of its node."""
         return self.ranks[self.node(rank)][0] == rank
 
     def partner(self, rank: int) -> int | None:
-        """Return the rank of the next node that gets what this one has written; None: there is one node."""
+        """Return the rank of the next node that receives this rank's files; None: there is only one node."""
         node = self.node(rank)
         others = self.ranks[(node + 1) % len(self.ranks)]
         return others[self.ranks[node].index(rank) % len(others)] if len(self.ranks) > 1 else None
 
     def written_for(self, rank: int) -> set[int]:
-        """Return the ranks whose files a rank's node has: its own, and those of the node before it."""
+        """Return the ranks whose files a rank's node has: its own ranks, and those of the previous node."""
         node = self.node(rank)
         return {*self.ranks[node], *self.ranks[node - 1]}
 
@@ -60,7 +60,7 @@ class Team(Ranks):
         super().__init__(group)
         self.memory, self.nodes = memory, nodes
         self.is_first = nodes.is_first(self.rank)
-        """Whether this rank does what is done once on each node."""
+        """Whether this rank is the one that acts for its node."""
 
     def _run(self, function: Callable[[], T]) -> T:
         try:
@@ -84,10 +84,11 @@ class Transfer(NamedTuple):
 
 
 def prepare(folder: Path, transfers: Iterable[Transfer], rank: int) -> list[tuple[Transfer, Tensor]]:
-    """Map what this rank sends, and make room for what it receives: nothing fails for want of it later.
+    """Map the files that this rank sends, and allocate those that it receives, so that `exchange` cannot run
+    out of memory.
 
     Raises:
-        OSError: there is no room, or a file cannot be read.
+        OSError: there is too little memory, or a file cannot be read.
     """
     prepared = []
     for transfer in transfers:
@@ -106,7 +107,7 @@ def prepare(folder: Path, transfers: Iterable[Transfer], rank: int) -> list[tupl
 
 
 def exchange(prepared: Iterable[tuple[Transfer, Tensor]], rank: int, group: dist.ProcessGroup | None) -> None:
-    """Send and receive, straight from one node's memory to the other's. The ranks of a pair have their
+    """Send and receive, directly from one node's memory to another's. Both ranks of a pair list their
     transfers in the same order."""
     works: list[Any] = []
     for transfer, memory in prepared:

@@ -1,8 +1,8 @@
-"""Reading a copy whose files lie in the memory of several nodes: what a rank lacks is sent to it.
+"""Reading a copy whose files are in the memory of several nodes, which send each other what is missing.
 
-Each node has a folder with all files of the checkpoint: links to those that it holds, and empty ones, with
-holes of the right size, for the others. A load asks for the ranges that it is about to read; what nobody has
-asked for is zeros, whose checksums are wrong.
+Each node has a folder with all files of the checkpoint: links to those that it has, and sparse files of the
+right size for the others. Before reading, a load requests the ranges that it needs; ranges that were not
+requested read as zeros, whose checksums are wrong.
 """
 
 from __future__ import annotations
@@ -23,32 +23,33 @@ from titancli.errors import EnvironmentProblem
 logger = logging.getLogger(__name__)
 
 Range = tuple[str, int, int]
-"""A file, and the bytes of it that are needed: from, to."""
+"""A file, and the first and the end of the bytes that are needed."""
 
 _open: dict[Path, Sources] = {}
-"""Of the folders that this process may load from."""
+"""The sources of each folder that this process may load from."""
 
 
 def sources_of(folder: Path) -> Sources | None:
-    """Return where the files of a checkpoint come from; None: they are in the folder."""
+    """Return the sources of a checkpoint's files; None: all are in the folder itself."""
     return _open.get(folder)
 
 
 class Sources:
-    """Who holds what of a copy. All methods are collective."""
+    """The files of a copy that each node has. All methods are collective."""
 
     def __init__(self, team: Team, copy: Copy) -> None:
-        """
+        """Find the copy's files, and create the folder to load from.
+
         Raises:
-            EnvironmentProblem: the copy is not complete, or there is no room for it; on all ranks.
+            EnvironmentProblem: the copy is not complete, or there is too little memory; raised on all ranks.
         """
         memory, nodes = team.memory, team.nodes
         self.folder = memory.loading / f"step-{copy.step}"
         self.sent = 0
-        """Bytes that nodes have sent each other."""
+        """Bytes sent between nodes so far."""
         self._team = team
         self._from: dict[tuple[int, str], int] = {}
-        """The node that has sent a file, or a part of one, to a node."""
+        """The node that sent a file, or part of one, by receiving node and file."""
         host = socket.gethostname()
         found = team.each(
             self._doing, lambda: (*memory.held(copy), host) if team.is_first else ({}, [], host)
@@ -58,7 +59,7 @@ class Sources:
         wrong = [f"on {where}: {why}" for _, whys, where in found for why in whys]
         holders = [ranks[0] for ranks, held in zip(nodes.ranks, self._held, strict=True) if held]
         if not holders:
-            raise EnvironmentProblem("; ".join(wrong) or "no node has any of it")
+            raise EnvironmentProblem("; ".join(wrong) or "no node has a part of it")
         self._say(wrong)
         source = memory.folder / self.folder.name
 
@@ -70,7 +71,7 @@ class Sources:
         self._sizes, small = team.one(self._doing, describe, rank=holders[0])
         if missing := sorted(self._sizes.keys() - set().union(*self._held)):
             more = f" and {len(missing) - 1} more files" if len(missing) > 1 else ""
-            raise EnvironmentProblem(f"{missing[0]}{more} were on nodes that are lost")
+            raise EnvironmentProblem(f"{missing[0]}{more} were only on nodes that are lost")
         team.on_nodes(self._doing, lambda: self._furnish(source, small))
         _open[self.folder] = self
 
@@ -84,10 +85,10 @@ class Sources:
         return f"reading {self.folder}"
 
     def take(self, wanted: Iterable[Range]) -> None:
-        """Have what this rank is about to read sent to its node.
+        """Transfer what this rank is about to read to its node.
 
         Raises:
-            DamagedCheckpoint: there is no room for it; on all ranks.
+            DamagedCheckpoint: there is too little memory, or no node has a file; raised on all ranks.
         """
         rank = self._team.rank
         held = self._held[self._team.nodes.node(rank)]
@@ -106,11 +107,11 @@ class Sources:
         node = self._team.nodes.node
         self._from |= {(node(one.receiver), one.name): node(one.sender) for one in transfers}
         self.sent += sum(transfer.stop - transfer.start for transfer in transfers)
-        self._team.gather(None)  # what another rank of this node has asked for is there, too
+        self._team.gather(None)  # until the requests of this node's other ranks are there, too
 
     def refuse(self, file: str | None) -> bool:
-        """Have a data file that this rank has found damaged come from another node the next time. Return
-        whether there is one, for all files that any rank has found."""
+        """Use another node's copy of a data file that this rank found damaged. Return whether each file that
+        any rank found damaged has another copy."""
         found = [(rank, name) for rank, name in enumerate(self._team.gather(file)) if name is not None]
         wrong = set()
         for rank, name in found:
@@ -129,11 +130,11 @@ class Sources:
         return [(name, 0, self._sizes.get(name, 0)) for name in names]
 
     def close(self) -> None:
-        """Forget about it; nothing is loaded from it any more."""
+        """End loading from this folder."""
         _open.pop(self.folder, None)
 
     def _transfers(self, everyones: list[list[Range]]) -> list[Transfer]:
-        """Who sends what to whom: what several ranks of a node need is sent once."""
+        """Plan the transfers; what several ranks of a node need is sent once."""
         transfers, taken = [], set()
         for rank, lacking in enumerate(everyones):
             node = self._team.nodes.node(rank)
@@ -143,7 +144,7 @@ class Sources:
                 taken.add((node, one))
                 holders = [n for n, held in enumerate(self._held) if one[0] in held]
                 if not holders:
-                    raise EnvironmentProblem(f"{one[0]} is on no node")
+                    raise EnvironmentProblem(f"no node has {one[0]}")
                 senders = self._team.nodes.ranks[holders[rank % len(holders)]]
                 transfers.append(Transfer(senders[rank % len(senders)], rank, *one))
         return transfers
@@ -163,7 +164,7 @@ class Sources:
 
 
 def _joined(ranges: Iterable[Range]) -> list[Range]:
-    """The same bytes in as few ranges."""
+    """Merge ranges that overlap or adjoin."""
     joined: list[Range] = []
     for name, start, stop in sorted(ranges):
         if joined and joined[-1][0] == name and joined[-1][2] >= start:

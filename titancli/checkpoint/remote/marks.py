@@ -1,8 +1,8 @@
-"""Objects in a store that say who is changing what, and what may be incomplete if the change never ends.
-Torch-free.
+"""Marks: objects in a store that show which process is changing a checkpoint, and what may be incomplete if
+it stops. Torch-free.
 
-While `step-N` is uploaded or deleted, `.step-N.tmp-RUN-upload` exists beside it: a line that changes every
-few seconds, and the manifest of the checkpoint. A process that no longer renews its mark is gone.
+While `step-N` is uploaded or deleted, `.step-N.tmp-RUN-upload` exists beside it. It holds a line that changes
+every few seconds, and the manifest of the checkpoint. A process that does not renew its mark counts as gone.
 """
 
 from __future__ import annotations
@@ -86,13 +86,13 @@ class Mark:
                 if not self._is_own():
                     return  # `check` reports it
                 self._write()
-            except (TitanError, OSError) as error:  # the upload will notice too that the store fails
+            except (TitanError, OSError) as error:  # the upload meets the same failure and reports it
                 logger.debug("%s was not renewed: %s", self._path, error)
 
 
 @contextmanager
 def marked(place: RemotePath, manifest: Manifest) -> Iterator[Mark]:
-    """Mark `place` as being changed inside the block. If the block fails, the mark stays and says what may be
+    """Mark `place` as being changed inside the block. If the block fails, the mark stays, to show what may be
     incomplete.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Requests to a store that fails now and then, or does not answer at all. Torch-free."""
+"""Requests to a store that may fail now and then, or never answer: retries and a time limit. Torch-free."""
 
 from __future__ import annotations
 
@@ -18,40 +18,41 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 BRIEFLY = 20.0
-"""Seconds for which a failing request is repeated where somebody waits for the answer."""
+"""Seconds for which a failing request is retried while a user waits for the answer."""
 LONG = 300.0
-"""The same, where nobody does."""
+"""Seconds for which it is retried in the background."""
 FIRST_PAUSE = 0.2
 LONGEST_PAUSE = 20.0
-"""Seconds between two attempts; each pause is twice the one before."""
+"""Maximum seconds between two attempts; each pause is twice the previous one, from `FIRST_PAUSE` on."""
 ABSENT = (FileNotFoundError, NotADirectoryError)
-"""How a store says that something is not there. Nothing else says so."""
+"""The only errors that mean that an object does not exist."""
 _FINAL = (*ABSENT, TitanError, PermissionError, IsADirectoryError, FileExistsError, NotImplementedError)
-"""What another attempt would not change."""
+"""Errors that are not retried, because another attempt would fail in the same way."""
 
 
 class Unreachable(TitanError):
-    """A store did not do what it was asked to. It says nothing about what lies there, so this is no
-    `EnvironmentProblem`, which a checkpoint that cannot be read is."""
+    """A request to a store failed. Unlike an `EnvironmentProblem`, it does not mean that a checkpoint is
+    missing or cannot be read."""
 
     exit_code = EXIT_ENVIRONMENT
 
 
 class Line:
-    """The way to one store, which all places in it share."""
+    """The connection to one store, shared by all paths in it."""
 
     def __init__(self, limit: float, patience: float) -> None:
-        """
+        """Create the connection; no request is made.
+
         Args:
-            limit: seconds without progress after which a request has failed.
-            patience: seconds for which a request that the store has refused is repeated; at most `limit`.
+            limit: seconds without progress after which a request fails.
+            patience: seconds for which a failing request is retried; at most `limit`.
         """
         self.limit, self.patience = limit, min(limit, patience)
         self.stuck: list[threading.Thread] = []
-        """Requests that change something, and that nobody waits for any longer: one of them may go on later,
-        so nothing is to be changed before it ends."""
+        """Abandoned requests that change the store. One of them may still take effect, so further changes are
+        refused until all have ended."""
         self.knows_md5 = True
-        """Whether what this store calls a checksum is one of the bytes, as far as is known."""
+        """Whether the store's checksums are of the objects' bytes, as far as is known."""
 
     def ask(
         self,
@@ -62,29 +63,34 @@ class Line:
         *,
         changes: bool = False,
     ) -> T:
-        """Return what a request to the store returns. One that fails is repeated, after pauses of random and
-        growing length; one that hangs is left.
+        """Return the result of a request to the store. If it fails, it is retried after random, growing
+        pauses; if it hangs, it is abandoned.
 
         Args:
-            moved: returns something else whenever the request has got further.
-            changes: the request changes what the store has.
+            place: the path, for messages.
+            doing: the operation, for messages.
+            moved: returns a new value whenever the request has made progress.
+            changes: whether the request changes the store.
 
         Raises:
-            Unreachable: the store has its own classes of errors, and said so each time; or it has not
-                answered within the limit.
-            OSError: what was asked for is not there, or the disk is full: that is left to who asks.
+            Unreachable: every attempt failed, or one made no progress within the limit.
+            OSError: the object does not exist, or the local disk is full.
         """
         until, pause = time.monotonic() + self.patience, FIRST_PAUSE
         while True:
             if changes and any(thread.is_alive() for thread in self.stuck):
-                raise unreachable(place, f"{doing} has not begun: the store has still not answered before")
+                raise unreachable(
+                    place, f"{doing} was not started, because an earlier request is still unanswered"
+                )
             error, answer = self._once(place, doing, request, moved, changes)
             if error is None:
                 return answer[0]
             full = isinstance(error, OSError) and error.errno in FULL
             if full or isinstance(error, (TitanError, *ABSENT)) or not isinstance(error, Exception):
                 raise error
-            wait = pause * random.uniform(0.5, 1.0)  # ranks and runs that failed together do not return so
+            wait = pause * random.uniform(
+                0.5, 1.0
+            )  # so that ranks and runs that failed together do not retry together
             if isinstance(error, _FINAL) or time.monotonic() + wait > until:
                 raise unreachable(place, f"{type(error).__name__}: {error}") from error
             logger.debug("%s: %s failed (%s), trying again in %.1f s", place, doing, error, wait)
@@ -99,7 +105,7 @@ class Line:
         moved: Callable[[], object],
         changes: bool,
     ) -> tuple[BaseException | None, list[T]]:
-        """Make a request in a thread; return its error, or its answer."""
+        """Make a request in a thread, and return its error or its answer."""
         answer: list[T] = []
         failures: list[BaseException] = []
 
@@ -123,7 +129,7 @@ class Line:
                         f"{doing} has made no progress for {self.limit:g} seconds (the limit is "
                         "checkpoint.remote_timeout_seconds)",
                     )
-        except BaseException:  # Ctrl-C, too: after that a thread that works on is not called alive
+        except BaseException:  # also Ctrl-C: the thread may run on, and must not keep the process alive
             leave_threads_behind()
             raise
         return (failures[0] if failures else None), answer

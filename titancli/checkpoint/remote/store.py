@@ -1,4 +1,4 @@
-"""A place in a store of checkpoints, by its URL, with the methods of a path on a disk. Torch-free.
+"""Paths in a store of checkpoints, by URL, with the methods of a path on a disk. Torch-free.
 
 The store is a component of the kind `store`: a plugin's, named by the URL's scheme or by the recipe, or else
 `fsspec`, which knows object stores.
@@ -28,12 +28,12 @@ from titancli.registry.component import build
 T = TypeVar("T")
 
 TIMEOUT = 1800.0
-"""Seconds, where no recipe says how many."""
+"""Seconds without progress after which a request fails, unless the recipe sets another limit."""
 _BLOCK = 1 << 24
 _PART = 50 << 20
-"""Bytes of a part in which s3fs uploads large files. Of an object in other parts nobody knows the ETag."""
+"""Bytes of the parts in which s3fs uploads large files; the ETag of an object in other parts is unknown."""
 ATTEMPTS = 3
-"""How often a file is sent, or fetched, whose bytes do not arrive as they are."""
+"""Attempts to send or fetch a file whose bytes arrive changed."""
 
 
 class _Size(NamedTuple):
@@ -41,10 +41,10 @@ class _Size(NamedTuple):
 
 
 def at(url: str, timeout_seconds: float = TIMEOUT, patience: float | None = None, store: Any = None) -> Path:
-    """Return the place that a URL names.
+    """Return the path of a URL.
 
-    What looks at checkpoints takes a path and asks it for little: its name, its entries, their sizes and
-    bytes. A place answers all of that, and is a Path for a type checker's sake alone.
+    Code that reads checkpoints needs little of a path: its name, its entries, their sizes and bytes. The
+    result offers just that, and is declared a `Path` only for the type checker.
 
     Args:
         timeout_seconds: as `checkpoint.remote_timeout_seconds`.
@@ -73,11 +73,11 @@ def at(url: str, timeout_seconds: float = TIMEOUT, patience: float | None = None
 
 
 class RemotePath:
-    """A place in a store. Its methods are those of `pathlib.Path`, as far as checkpoints need them.
+    """A path in a store, with those methods of `pathlib.Path` that checkpoints need.
 
     Raises:
         Unreachable: the store refuses, or does not answer.
-        PluginError: it returns something else than it must.
+        PluginError: the store returns a value that its protocol does not allow.
     """
 
     def __init__(self, store: Any, url: str, line: Line, entry: Entry | None = None) -> None:
@@ -112,7 +112,7 @@ class RemotePath:
         return False
 
     def _entry(self) -> Entry:
-        """Return what the store says of an object. A listing says it too, perhaps of some time ago."""
+        """Return the object's entry: of a listing, which may be outdated, or of the store."""
         return self._listed or self._look()
 
     def _look(self) -> Entry:
@@ -120,7 +120,7 @@ class RemotePath:
         return self._checked("stat", found, _is_entry(found))
 
     def iterdir(self) -> Iterator[RemotePath]:
-        """What lies below, one request for all, sizes included."""
+        """Yield the entries of the folder, with their sizes; one request."""
         try:
             entries = self._ask("listing it", lambda: tuple(self._store.list(self._key)))
         except FileNotFoundError as error:
@@ -147,7 +147,7 @@ class RemotePath:
         """Return an answer of the store.
 
         Raises:
-            PluginError: it is not of the kind that the store's protocol demands.
+            PluginError: it is not what the store's protocol demands.
         """
         if right:
             return answer
@@ -162,7 +162,7 @@ class RemotePath:
         yield RemoteFile(self, self.stat().st_size)
 
     def digest(self) -> Digest:
-        """Size and checksum of the whole object, which is read."""
+        """Read the whole object, and return its size and checksum."""
         state, size = xxhash.xxh3_64(), 0
         with self.open() as file:
             while block := file.read(_BLOCK):
@@ -184,9 +184,8 @@ class RemotePath:
                 written.write(data)
 
     def put(self, source: Path, digest: Digest, *, read_back: bool = False) -> None:
-        """Copy a file into this object, and ensure that what arrived is what was sent.
-
-        By the checksum that the store has made of it, where it has one; with `read_back` by its bytes.
+        """Upload a file to this object, and verify it: by the store's checksum if there is one, and with
+        `read_back` by reading the object.
 
         Raises:
             TitanError: other bytes arrive each time.
@@ -198,7 +197,7 @@ class RemotePath:
         raise TitanError(f"{self} does not contain what was uploaded, {ATTEMPTS} times")
 
     def _write(self, doing: str, opened: Callable[[], IO[bytes] | FileIO]) -> None:
-        """Write the object from what `opened` returns anew for each request."""
+        """Write the object from a file that `opened` opens, again for each attempt."""
         sources: list[Any] = []
 
         def write() -> None:
@@ -214,7 +213,7 @@ class RemotePath:
         self._ask(doing, write, moved, changes=True)
 
     def _has(self, source: Path, digest: Digest, read_back: bool) -> bool:
-        """Return whether the object's bytes are the file's, as far as the store says."""
+        """Return whether the object equals the file, as far as the store tells."""
         try:
             entry = self._look()
             if entry.size != digest.size:
@@ -243,12 +242,12 @@ class RemotePath:
         raise TitanError(f"{self} does not contain what was written, {ATTEMPTS} times")
 
     def unlink(self) -> None:
-        """Delete an object, if it is there: who asks again does not know what came of it before."""
+        """Delete the object; no error if it is gone, since an earlier attempt may have succeeded."""
         with suppress(*ABSENT):
             self._ask("deleting it", lambda: self._store.delete(self._key), changes=True)
 
     def rmdir(self) -> None:
-        """Remove a folder that is empty, if it is there and the store has folders."""
+        """Remove the folder if it exists and is empty, and the store has folders."""
         if (delete_folder := self._store.delete_folder) is None:
             return
         with suppress(*ABSENT):
@@ -272,7 +271,7 @@ def _is_entry(found: object) -> bool:
 
 
 def _md5_of(path: Path, *, parts: bool) -> str:
-    """Return the MD5 checksum of a file, or what S3 reports of one that was uploaded in parts."""
+    """Return the MD5 checksum of a file, or the ETag that S3 gives a file that was uploaded in parts."""
     whole, sums = hashlib.md5(usedforsecurity=False), []
     with open(path, "rb") as file:
         while block := file.read(_PART):
@@ -286,7 +285,7 @@ def _md5_of(path: Path, *, parts: bool) -> str:
 
 
 class RemoteFile:
-    """An object that is read from its start on, under the limit of its store."""
+    """An object that is read sequentially, with the time limit of its store."""
 
     def __init__(self, place: RemotePath, size: int) -> None:
         self._place, self._size, self._position = place, size, 0

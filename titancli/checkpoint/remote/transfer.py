@@ -1,7 +1,7 @@
-"""The same folders under a URL: how a checkpoint gets into an object store, and back. Torch-free.
+"""Uploading checkpoints to an object store, and downloading them. Torch-free.
 
-An object store renames nothing, but a checkpoint without a valid manifest is none. So the manifest goes up
-last and is taken away first, and a checkpoint is whole or absent there, too.
+Object stores cannot rename, but a folder without a valid manifest is not a checkpoint. So the manifest is
+uploaded last and deleted first, and a checkpoint is complete or absent in a store, too.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ if TYPE_CHECKING:
 
 
 def run_place(section: Checkpoint, run_folder: Path, *, patience: float | None = None) -> Path:
-    """Where a run's checkpoints lie under `checkpoint.remote`: by the name of its folder. `patience`: see
-    `at`."""
+    """Return the folder of a run's checkpoints in `checkpoint.remote`, named like its run folder. `patience`:
+    see `at`."""
     url = f"{(section.remote or '').rstrip('/')}/{run_folder.name}"
     return at(url, section.remote_timeout_seconds, patience, section.store)
 
 
 def probe(place: Path) -> None:
-    """Ensure that a store can be written and cleared, before anything takes time.
+    """Check that a store can be written to and deleted from, before anything that takes time.
 
     Raises:
         EnvironmentProblem: it cannot.
@@ -67,14 +67,14 @@ def probe(place: Path) -> None:
 
 
 def upload(folder: Path, place: Path, *, read_back: bool = False) -> None:
-    """Put a checkpoint where `place` is, its manifest last, unless it lies there already.
+    """Upload a checkpoint to `place`, its manifest last, unless it is there already.
 
-    A small object beside it says meanwhile whose it is, see `titancli.checkpoint.remote.marks`. `read_back`:
-    each object's bytes are compared, also where the store has no checksum of them.
+    Meanwhile a mark lies beside it, see `titancli.checkpoint.remote.marks`. `read_back`: verify each object
+    by reading it, also if the store has no checksum of it.
 
     Raises:
-        TitanError: another run's checkpoint lies there, or is on its way, or one of another version of
-            titan; the folder is damaged; or what arrived is not what was sent.
+        TitanError: a checkpoint of another run or of another version of titan is there, or is being uploaded;
+            the folder is damaged; or the store does not hold what was sent.
         Unreachable: the store refuses, or does not answer.
         OSError: the local files cannot be read.
     """
@@ -84,8 +84,8 @@ def upload(folder: Path, place: Path, *, read_back: bool = False) -> None:
         if there.run_id != manifest.run_id:
             raise TitanError(f"{place} was written by another run ({there.run_id}) and is not overwritten")
         if there == manifest and not faults(place, manifest, verify="size"):
-            return  # a listing of some time ago did not have it
-    if found := faults(folder, manifest):  # what it would replace may be the last good copy
+            return  # an outdated listing lacked it
+    if found := faults(folder, manifest):  # it might replace the last good copy
         raise TitanError(f"{folder} is damaged ({found[0]}): {place} stays as it was")
     with marked(remote, manifest) as mark:
         _clear(remote)
@@ -97,7 +97,7 @@ def upload(folder: Path, place: Path, *, read_back: bool = False) -> None:
 
 
 def _lying_at(place: Path) -> Manifest | None:
-    """Return what lies where a checkpoint is to be; half of one is nobody's, and counts as nothing."""
+    """Return the manifest of the checkpoint at `place`; None: there is no complete one."""
     try:
         return read_manifest(place)
     except OtherFormat:
@@ -107,7 +107,7 @@ def _lying_at(place: Path) -> Manifest | None:
 
 
 def _clear(place: RemotePath) -> None:
-    """Delete what lies where a checkpoint is to be, its manifest first."""
+    """Delete the files at `place`, the manifest first."""
     (place / MANIFEST).unlink()
     try:
         there = [path for path in place.iterdir() if path.is_file()]
@@ -118,11 +118,11 @@ def _clear(place: RemotePath) -> None:
 
 
 def discard(place: Path, manifest: Manifest) -> None:
-    """Delete a run's own checkpoint from a store: what its manifest names, the manifest first.
+    """Delete a run's own checkpoint from a store: the files that its manifest names, and first the manifest.
 
     Raises:
         TitanError: another run is uploading it.
-        Unreachable: the store refuses, or does not answer; the next `sweep` goes on.
+        Unreachable: the store refuses, or does not answer; the next `sweep` continues.
     """
     with marked(cast(RemotePath, place), manifest):
         _delete(cast(RemotePath, place), manifest)
@@ -135,8 +135,8 @@ def _delete(place: RemotePath, manifest: Manifest) -> None:
 
 
 def sweep(parent: Path, run_id: str) -> None:
-    """Delete what uploads, and deletions, of this run that were cut off have left. A mark says what that is:
-    whatever else looks like half a checkpoint is left alone.
+    """Delete the leftovers of this run's interrupted uploads and deletions, as listed in their marks. Other
+    incomplete folders are left alone.
 
     Raises:
         Unreachable: the store refuses, or does not answer.
@@ -150,13 +150,13 @@ def sweep(parent: Path, run_id: str) -> None:
 
 
 def fetch(place: Path, manifest: Manifest, parent: Path) -> list[str]:
-    """Take a checkpoint into `parent`, under its own name; whole or absent there, as if it were saved.
+    """Download a checkpoint into `parent`, under its own name; like a saved one it is complete or absent.
 
-    Every checksum is compared on the way. A folder of that name gives way; if it is not known to be the same
-    checkpoint, or an older one of its run, it is kept as `NAME.unknown-...`.
+    Every checksum is verified. A folder of that name is replaced; unless it is the same checkpoint or an
+    older one of its run, it is kept as `NAME.unknown-...`.
 
     Returns:
-        What is wrong with it, a phrase for each file; then nothing was taken.
+        A phrase for each faulty file; if there are any, nothing was downloaded.
 
     Raises:
         EnvironmentProblem: the disk is full, or cannot be written.
@@ -173,7 +173,7 @@ def fetch(place: Path, manifest: Manifest, parent: Path) -> list[str]:
             try:
                 if not _get(cast(RemotePath, place / name), hidden / name, digest):
                     return [f"{name} is damaged: its checksum does not match"]
-            except FileNotFoundError:  # deleted since it was looked at
+            except FileNotFoundError:  # deleted in the meantime
                 return [f"{name} is missing"]
             _sync(hidden / name)
         write_file(hidden / MANIFEST, manifest_bytes(manifest))
@@ -181,7 +181,7 @@ def fetch(place: Path, manifest: Manifest, parent: Path) -> list[str]:
             return found
         sync_folder(hidden)
         older = _is_older(final, manifest)
-        form = ".{}.old-{}" if older else "{}.unknown-{}"  # which nothing removes
+        form = ".{}.old-{}" if older else "{}.unknown-{}"  # .unknown is never removed
         old = parent / form.format(place.name, secrets.token_hex(4))
         if final.exists():
             final.rename(old)
@@ -198,7 +198,7 @@ def fetch(place: Path, manifest: Manifest, parent: Path) -> list[str]:
 
 
 def _get(remote: RemotePath, target: Path, digest: Digest) -> bool:
-    """Copy an object into a file; whether its bytes are the right ones, at the latest at the last attempt."""
+    """Download an object to a file, and return whether its checksum matches, after `ATTEMPTS` attempts."""
     for _ in range(ATTEMPTS):
         remote.get(target)
         if file_digest(target) == digest:
@@ -207,7 +207,7 @@ def _get(remote: RemotePath, target: Path, digest: Digest) -> bool:
 
 
 def _is_older(folder: Path, manifest: Manifest) -> bool:
-    """Whether a folder is known to be the same checkpoint, or an older one of its run."""
+    """Return whether a folder is the same checkpoint, or an older one of its run."""
     try:
         there = read_manifest(folder)
     except EnvironmentProblem:
@@ -216,9 +216,11 @@ def _is_older(folder: Path, manifest: Manifest) -> bool:
 
 
 def take(place: Path, parent: Path, say: Callable[[str], None], *, look_only: bool = False) -> Path:
-    """Take the one checkpoint that lies at `place` into `parent`; see `fetch`. `say` is told before.
+    """Download the checkpoint at `place` into `parent`, see `fetch`, and return its path.
 
-    `look_only`: take nothing; the path is the one that it would have.
+    Args:
+        say: called with a line before the download.
+        look_only: only check the store, and return the path that the checkpoint would have.
 
     Raises:
         EnvironmentProblem: there is none, it is damaged, or the disk is full.
@@ -259,14 +261,14 @@ def newest_of_both(
     newer_than: int = 0,
     damaged: Mapping[Path, str] = MappingProxyType({}),
 ) -> Path | None:
-    """A run's newest good checkpoint, of those in `folder` and those in a store; the latter is taken first.
+    """Return a run's newest good checkpoint in `folder` or in a store, from which it is downloaded.
 
     Args:
-        run_id: of the run in `folder`; None: there is none yet.
-        rejected: is told of each one that is passed over, in a line.
-        say: is told of a download before it begins.
-        look_only: take nothing; the path is the one that it would have.
-        newer_than, damaged: see `newest_good`; what is damaged in `folder` is replaced by the store's.
+        run_id: the id of the run in `folder`; None: there is no run yet.
+        rejected: called with a line for each checkpoint that is skipped.
+        say: called with a line before a download.
+        look_only: download nothing, and return the path that the checkpoint would have.
+        newer_than, damaged: see `newest_good`; damaged checkpoints in `folder` are replaced by the store's.
 
     Raises:
         EnvironmentProblem: the disk is full, or cannot be written.
@@ -286,17 +288,17 @@ def newest_of_both(
             say(f"downloading {remote} ({_size(manifest)})")
             return fetch(remote, manifest, folder)
 
-    def told(line: str) -> None:
+    def rejected_there(line: str) -> None:
         rejected(f"{line} ({place})")
 
     here = newest_good(folder, verify=verify, rejected=rejected, newer_than=newer_than, damaged=damaged)
     known = read_manifest(here).serial if here is not None else newer_than
-    found = newest_good(place, rejected=told, newer_than=known, look=taken)
+    found = newest_good(place, rejected=rejected_there, newer_than=known, look=taken)
     return here if found is None else folder / found.name
 
 
 def _lies_in(folder: Path, manifest: Manifest) -> bool:
-    """Whether another machine's command has just put this very checkpoint there."""
+    """Return whether a folder is this very checkpoint, which another machine may just have downloaded."""
     try:
         return read_manifest(folder) == manifest and not faults(folder, manifest)
     except EnvironmentProblem:
@@ -305,15 +307,15 @@ def _lies_in(folder: Path, manifest: Manifest) -> bool:
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Let commands of several machines that share a disk do something one after the other: what the first has
-    taken, or uploaded, the others find."""
+    """Hold the folder's lock inside the block, so that commands on machines that share a disk run one after
+    another, and find what an earlier one has transferred."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = open(folder / ".taking", "a", opener=regular)  # noqa: SIM115
     except OSError as error:
         raise EnvironmentProblem(f"{folder} cannot be written: {error.strerror}") from error
     with file:
-        with suppress(OSError):  # a disk that knows no locks: each takes its own, and the last rename wins
+        with suppress(OSError):  # without locks each downloads its own, and the last rename wins
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -321,8 +323,8 @@ def alone(folder: Path) -> Iterator[None]:
 def take_unless_there(
     url: str, here: Path, say: Callable[[str], None], *, timeout_seconds: float, store: Any
 ) -> None:
-    """Take the checkpoint of a URL into the folder `here`, which has its name, unless it lies there; see
-    `take`, and for the limit and the store `at`."""
+    """Download the checkpoint of a URL to the folder `here`, which has its name, unless it is there already;
+    see `take`, and for the other arguments `at`."""
     place = at(url, timeout_seconds, store=store)
     with alone(here.parent):
         if not _lies_in(here, read_manifest(place)):

@@ -1,4 +1,4 @@
-"""Checkpoints on their way to an object store while training goes on: `checkpoint.remote`. Torch-free."""
+"""Uploading checkpoints to an object store while training continues: `checkpoint.remote`. Torch-free."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ logger = logging.getLogger(__name__)
 
 
 SLICE = 0.2
-"""Seconds after which who waits for an upload looks whether a signal has come."""
+"""Seconds between two checks for a signal while waiting for an upload."""
 
 
 class Uploads:
-    """Keeps a run's checkpoints in a store as they are in its folder; for one rank.
+    """Keeps a run's checkpoints in a store equal to those in its folder; used by one rank.
 
-    `wake` when one was saved: a thread then puts what is missing there, the newest first, and after that
-    deletes all but the newest `keep` of this run. What fails is told at once, and tried again with the next.
+    Call `wake` after each save. A thread then uploads what the store lacks, newest first, and deletes all but
+    the newest `keep` of this run. A failure is logged at once, and the upload is retried at the next save.
 
-    The thread is a daemon: a store that never answers keeps nobody from leaving.
+    The thread is a daemon: a store that never answers does not keep the process from exiting.
     """
 
     def __init__(
@@ -42,8 +42,16 @@ class Uploads:
         leaving: Callable[[], bool] = lambda: False,
         exit_seconds: float = 60.0,
     ) -> None:
-        """`read_back`: see `upload`. `leaving`: whether a signal has come; then nobody waits for longer than
-        `exit_seconds`."""
+        """Prepare uploads; nothing is uploaded before `wake`.
+
+        Args:
+            folder: the run's folder of checkpoints.
+            place: the folder in the store.
+            keep: number of checkpoints to keep in the store; 0: all.
+            read_back: see `upload`.
+            leaving: returns whether a signal has come.
+            exit_seconds: maximum seconds to wait for uploads after a signal.
+        """
         self._folder, self._place, self._run_id, self._keep = folder, place, run_id, keep
         self._read_back, self._leaving, self._exit_seconds = read_back, leaving, exit_seconds
         self._lock = threading.Lock()
@@ -51,13 +59,13 @@ class Uploads:
         self._again = False
         self._error: Exception | None = None
         self._there: dict[str, Manifest] = {}
-        """What is known to be in the store."""
+        """Checkpoints known to be in the store, by name."""
         self._deadline: float | None = None
         self.busy: Path | None = None
-        """The checkpoint under way; it must stay where it is."""
+        """The checkpoint that is being uploaded, which must not be deleted."""
 
     def wake(self) -> None:
-        """There is something new. Returns at once."""
+        """Start uploading in the background after a save."""
         with self._lock:
             self._again = True
             if self._thread is None:
@@ -65,10 +73,10 @@ class Uploads:
                 self._thread.start()
 
     def settle(self) -> bool:
-        """Wait until what was asked for is done, or has failed: each request to the store has its limit.
-        After a signal wait no longer than `exit_seconds`, and return whether that was enough."""
+        """Wait until the uploads are done or have failed (each request has a time limit), and return True.
+        After a signal wait no longer than `exit_seconds`, and return whether they ended in time."""
         with self._lock:
-            thread, told = self._thread, None
+            thread, reported = self._thread, None
         try:
             while thread is not None and thread.is_alive():
                 if self._deadline is None and self._leaving():
@@ -78,20 +86,20 @@ class Uploads:
                     leave_threads_behind()
                     return False
                 thread.join(left)
-                if told != self.busy and (busy := self.busy) is not None:
+                if reported != self.busy and (busy := self.busy) is not None:
                     logger.info("waiting for the upload of %s to %s", busy.name, self._place)
-                    told = busy
+                    reported = busy
         except KeyboardInterrupt:
             leave_threads_behind()
             raise
         return True
 
     def finish(self) -> bool:
-        """Ensure that the newest checkpoints are there, and return True. After a signal this is given up
-        in time: a warning says what is missing, and False is returned.
+        """Ensure that the newest checkpoints are in the store, and return True. If they are not after
+        `exit_seconds` from a signal, log what is missing, and return False.
 
         Raises:
-            TitanError: they are not, at the second attempt; or the store takes nothing any more.
+            TitanError: the second attempt failed too.
         """
         in_time = self.settle()
         for _ in range(2):
@@ -115,7 +123,7 @@ class Uploads:
                 ", ".join(reversed(missing)),
                 _words(error)
                 if error is not None
-                else f"no more than {self._exit_seconds:g} seconds are waited for after a signal, see "
+                else f"after a signal, uploads have {self._exit_seconds:g} seconds to end, see "
                 "checkpoint.remote_exit_seconds",
                 self._again_by(),
             )
@@ -136,7 +144,7 @@ class Uploads:
                 self._try("older checkpoints in the store are not deleted", self._tidy)
 
     def _try(self, failure: str, work: Callable[[], None]) -> Exception | None:
-        """Return what kept a work from being done; training goes on, whatever it is."""
+        """Do something, and return its error, logged; training continues."""
         try:
             work()
         except Exception as error:
@@ -154,8 +162,8 @@ class Uploads:
             self._upload(path)
 
     def _missing(self) -> Path | None:
-        """Return the newest one that is not in the store. A listing may be of some time ago: what has been
-        put there since is there."""
+        """Return the newest checkpoint that is not in the store. Listings may be outdated, so uploads since
+        then count as there."""
         here = self._here()
         if any(self._there.get(path.name) != manifest for path, manifest in here):
             self._there |= {path.name: manifest for path, manifest in steps(self._place).items()}
@@ -169,7 +177,7 @@ class Uploads:
             upload(path, self._place / path.name, read_back=self._read_back)
             self._there[path.name] = manifest
         except (FileNotFoundError, EnvironmentProblem):
-            if path.exists():  # else it has made way for newer ones
+            if path.exists():  # otherwise it was deleted to keep only newer ones
                 raise
             return
         finally:
@@ -179,7 +187,7 @@ class Uploads:
         logger.info("uploaded %s to %s: %s in %.1f s", path.name, self._place, size_text(size), seconds)
 
     def _here(self) -> list[tuple[Path, Manifest]]:
-        """Return those that are to be in the store, the newest first."""
+        """Return the checkpoints that belong in the store, newest first."""
         return self._mine(self._folder)[: self._keep or None]
 
     def _tidy(self) -> None:
@@ -187,14 +195,14 @@ class Uploads:
         if not self._keep:
             return
         here = {path.name for path, _ in self._here()}
-        # A run that went back has fewer saves behind it than what it left in the store.
+        # After a rollback the store has checkpoints of later steps than the run.
         mine = sorted(self._mine(self._place), key=lambda found: found[0].name not in here)
         for path, manifest in mine[self._keep :]:
             self._there.pop(path.name, None)
             discard(path, manifest)
 
     def _mine(self, folder: Path) -> list[tuple[Path, Manifest]]:
-        """This run's checkpoints, the newest first."""
+        """Return this run's checkpoints, newest first."""
         return [
             (path, manifest) for path, manifest in steps(folder).items() if manifest.run_id == self._run_id
         ]
