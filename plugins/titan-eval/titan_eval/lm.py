@@ -68,7 +68,8 @@ class TitanLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The token that an empty context becomes: BOS, or else the end marker, as in the harness's `hf`."""
+        """Return the token that an empty context becomes: BOS, or else the end marker, as in the harness's
+        `hf`."""
         return self.eot_token_id if self._bos is None else self._bos
 
     @property

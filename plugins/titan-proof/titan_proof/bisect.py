@@ -46,7 +46,7 @@ class Side:
 
     @property
     def checkpoints(self) -> list[int]:
-        """The steps of the checkpoints that are on this machine."""
+        """Return the steps of the checkpoints that are on this machine."""
         return sorted(map(int, self.run.weights)) if self.folder else []
 
     def checkpoint(self, step: int) -> Path:
@@ -99,7 +99,7 @@ class Bisection:
 
     @property
     def because(self) -> list[Difference]:
-        """The known differences that can explain the result."""
+        """Return the known differences that can explain the result."""
         effect = {"parts": "results", "within_envelope": "rounding"}.get(self.result)
         return [one for one in self.differences if one.effect == effect]
 

@@ -62,7 +62,7 @@ class Source:
 
     @property
     def start(self) -> int:
-        """The step after which the replay begins."""
+        """Return the step after which the replay begins."""
         return 0 if self.checkpoint is None else read_manifest(self.checkpoint).step
 
 

@@ -65,12 +65,12 @@ class Reproduction:
 
     @property
     def last_step(self) -> int:
-        """The last step that was logged; 0 if there is none."""
+        """Return the last step that was logged; 0 if there is none."""
         return max(map(int, self.steps), default=0)
 
     @property
     def data(self) -> dict[str, Any]:
-        """The resolved recipe.
+        """Return the resolved recipe.
 
         Raises:
             EnvironmentProblem: it is not TOML.

@@ -62,12 +62,12 @@ class Times:
 
     @property
     def wall(self) -> float:
-        """Seconds from the first start to the end."""
+        """Return the seconds from the first start to the end."""
         return sum(self.seconds.values())
 
     @property
     def running(self) -> float:
-        """Seconds in which an attempt was active."""
+        """Return the seconds in which an attempt was active."""
         return self.wall - self.seconds.get("not_running", 0.0)
 
     def ordered(self) -> list[tuple[str, float]]:

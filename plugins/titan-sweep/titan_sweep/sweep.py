@@ -55,7 +55,7 @@ class Setting:
 
     @property
     def value(self) -> Any:
-        """The value parsed as TOML; invalid TOML is text, as in an override."""
+        """Return the value parsed as TOML; invalid TOML is text, as in an override."""
         try:
             return tomli.loads(f"x = {self.text}")["x"]
         except tomli.TOMLDecodeError:

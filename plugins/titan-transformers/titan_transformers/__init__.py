@@ -64,7 +64,7 @@ class HFCausalLM:
 
     @property
     def values(self) -> dict[str, Any]:
-        """The text model's part of config.json.
+        """Return the text model's part of config.json.
 
         Raises:
             EnvironmentProblem: there is no such file.

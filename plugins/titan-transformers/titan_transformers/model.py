@@ -92,7 +92,7 @@ class TransformersModel(nn.Module):
 
     @property
     def base(self) -> Any:
-        """The module from tokens to hidden states."""
+        """Return the module from tokens to hidden states."""
         return getattr(self, self._parts.base_name)
 
     @property
@@ -101,7 +101,7 @@ class TransformersModel(nn.Module):
 
     @property
     def whole(self) -> Any:
-        """transformers' own model of these modules, without values of its own."""
+        """Return transformers' own model of these modules, without values of its own."""
         return self._parts.whole
 
     @property
@@ -143,7 +143,7 @@ class TransformersModel(nn.Module):
 
     @property
     def layers(self) -> Any:
-        """The blocks."""
+        """Return the blocks."""
         return self.base.get_submodule(self._parts.layers_path)
 
     @property
@@ -312,15 +312,15 @@ class TransformersModel(nn.Module):
 
     @property
     def tensor_plan(self) -> dict[str, str]:
-        """Styles from transformers' plan, or by usual names; without shardable layers, only those of
-        modules that need none."""
+        """Return the styles of layers from transformers' plan, or by usual names; without shardable
+        layers, only those of modules that need none."""
         parts = self._parts
         experts = set(parts.experts.values())
         return tensor_plan(self, self.base, self.output, experts, self.sharded)
 
     @property
     def roles(self) -> dict[str, Role]:
-        """Roles of routers, and of GPT-2's linear layers, which are not nn.Linear."""
+        """Return the roles of routers, and of GPT-2's linear layers, which are not nn.Linear."""
         return dict(declared_roles(self, self.whole))
 
     def flops_per_token(self, seq_len: int) -> float:

@@ -74,12 +74,12 @@ class Case:
 
     @property
     def dp(self) -> int:
-        """The number of ranks with different rows."""
+        """Return the number of ranks with different rows."""
         return self.degrees.get("dp_shard", 1) * self.degrees.get("dp_replicate", 1)
 
     @property
     def sizes(self) -> list[int]:
-        """Rows of each micro-batch on a data-parallel rank."""
+        """Return the rows of each micro-batch on a data-parallel rank."""
         units, left = self.rows // self.dp // self.unit, MICRO_BATCHES if "accumulation" in self.more else 1
         found = []
         while units:
@@ -89,7 +89,7 @@ class Case:
 
     @property
     def of_model(self) -> list[str]:
-        """The overrides that also apply to the one process that this case is compared with."""
+        """Return the overrides that also apply to the one process that this case is compared with."""
         found = [] if self.layers is None else [f"model.n_layers={self.layers}"]
         if not self.converters:
             found.append("converters=[]")
@@ -101,7 +101,7 @@ class Case:
 
     @property
     def overrides(self) -> list[str]:
-        """The overrides of the small recipe for this case."""
+        """Return the overrides of the small recipe for this case."""
         found = self.of_model + [f"mesh.{name}={degree}" for name, degree in self.mesh]
         found.append(f"training.local_batch_size={self.rows // self.dp}")
         found.append(f"training.global_batch_size={self.rows}")

@@ -40,7 +40,7 @@ class Proof:
 
     @property
     def causes(self) -> list[dict[str, Any]]:
-        """The wrong cases that no other wrong case with fewer techniques explains."""
+        """Return the wrong cases that no other wrong case with fewer techniques explains."""
         bad = self.wrong
         found = [
             one
