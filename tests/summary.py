@@ -61,7 +61,7 @@ ROOMS = {
     "plugins/titan-ft": "replicas that are killed and come back: the others train on, weights stay equal",
     "plugins/titan-grain": "Grain: each record once an epoch, on any ranks and from any place",
     "plugins/titan-muon": "Muon: equal to torch's on one device, the same on many",
-    "plugins/titan-preference": "losses of pairs compared to NumPy and TRL",
+    "plugins/titan-preference": "losses of pairs and of labelled answers compared to NumPy and TRL",
     "plugins/titan-proof": "proofs and bisections name seeded faults, and nothing in what is right",
     "plugins/titan-report": "reports of runs: where each second went, in a browser, in a terminal",
     "plugins/titan-slurm": "jobs of Slurm: submitted once, requeued, resumed, cancelled",

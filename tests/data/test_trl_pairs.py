@@ -39,7 +39,11 @@ ROWS: list[dict[str, Any]] = [
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A byte-level BPE tokenizer with ChatML's markers."""
+    return tokenizer_folder(tmp_path, CHATML)
+
+
+def tokenizer_folder(folder: Path, template: str) -> Path:
+    """A byte-level BPE tokenizer with ChatML's markers, and a chat template."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -52,9 +56,9 @@ def folder(tmp_path: Path) -> Path:
         show_progress=False,
     )
     tokenizer.train_from_iterator(["user assistant system\n\n def document the end of it\n" * 20], trainer)
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    write_template(tmp_path, CHATML)
-    return tmp_path
+    tokenizer.save(str(folder / "tokenizer.json"))
+    write_template(folder, template)
+    return folder
 
 
 def write_template(folder: Path, template: str) -> None:

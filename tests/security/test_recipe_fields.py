@@ -24,8 +24,8 @@ CLASSES: dict[str, tuple[list[str], str]] = {
     "text": (
         [],
         """
-        description tokenizer/titan/hf.eos dataset/titan/*.fim.* dataset/titan/*.name dataset/titan/*.revision
-        dataset/titan/*.split dataset/titan/*.text dataset/titan/chat.messages logger/titan-trackio/*
+        description tokenizer/titan/hf.eos dataset/titan/*.fim.* dataset/titan*.name dataset/titan*.revision
+        dataset/titan*.split dataset/titan/*.text dataset/titan/chat.messages logger/titan-trackio/*
         logger/titan-wandb/* task/titan/prompts.name task/titan/prompts.revision task/titan/prompts.split
         task/titan/prompts.prompt task/titan/prompts.answer task/titan/prompts.system
         generator/titan/local.stop reward/titan/numeric.after
@@ -46,6 +46,7 @@ CLASSES: dict[str, tuple[list[str], str]] = {
         [],
         """
         weights tokenizer/titan/hf.path dataset/titan-flux/* dataset/titan-grain/* dataset/titan/*.path
+        dataset/titan-preference/*.path
         dataset/titan/*.paths loop/titan-eval/lm_eval.checkpoint loop/titan/evaluate.checkpoint
         loop/titan-distil/*.teacher.*
         task/titan/prompts.path model/titan-transformers/hf_causal_lm.config

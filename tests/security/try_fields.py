@@ -52,6 +52,7 @@ NEEDS = {
     "dataset/titan/mix": 'datasets = {a = {type = "python_stdlib"}}, weights = {a = 1.0}',
     "dataset/titan/parquet": 'paths = ["x"]',
     "dataset/titan/preference": 'path = "./x.jsonl"',
+    "dataset/titan-preference/unpaired": 'path = "./x.jsonl"',
     "dataset/titan/text_files": 'paths = ["x"]',
     "dataset/titan/token_shards": 'paths = ["x"]',
     "generator/titan/local": "max_new_tokens = 4",

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from titancli.data import Chat
-from titancli.data.chat_source import ChatExamples, check_messages, rows_of
+from titancli.data.chat_source import check_messages, dataset_of
 from titancli.data.fitting import Conversation, PackedRows
 from titancli.data.jsonl import BadRow, value_of
 from titancli.data.rows import RowDataset
@@ -45,7 +45,6 @@ class Masked:
                 f"known to add a line break after its end marker",
                 hint="remove it",
             )
-        self.trailing_newline = trailing_newline
         self._options = {"trailing_newline": trailing_newline} if knows else {}
 
     def __call__(self, messages: list[dict[str, Any]], first: int = 0) -> tuple[list[int], list[bool]]:
@@ -89,9 +88,7 @@ class ConversationReader:
         return found
 
 
-def build(
-    config: Chat, *, tokenizer: Tokenizer, seq_len: int, seed: int, dp_rank: int, **runtime: Any
-) -> RowDataset:
+def build(config: Chat, *, tokenizer: Tokenizer, seq_len: int, **runtime: Any) -> RowDataset:
     """Build `[dataset] type = "chat"`.
 
     Raises:
@@ -99,23 +96,14 @@ def build(
         RecipeError: the tokenizer has no chat template.
     """
     masked = Masked(tokenizer, trailing_newline=config.trailing_newline) if config.train_on != "all" else None
-    read = ConversationReader(config, tokenizer, seq_len, masked)
-    rows = rows_of(config, "chat", seed=seed, dp_rank=dp_rank)
-    settings: dict[str, Any] = {
-        "messages": config.messages,
-        "train_on": config.train_on,
-        "too_long": config.too_long,
-    }
-    if masked is not None:
-        settings["trailing_newline"] = masked.trailing_newline
-    return RowDataset(
-        ChatExamples(rows, read, config),
+    names = ("messages", "train_on", "too_long", "pack", *(["trailing_newline"] if masked else []))
+    return dataset_of(
+        config,
+        "chat",
+        ConversationReader(config, tokenizer, seq_len, masked),
         PackedRows(seq_len, tokenizer.eos_id, pack=config.pack),
+        {name: getattr(config, name) for name in names},
         tokenizer=tokenizer,
         seq_len=seq_len,
-        dp_rank=dp_rank,
-        repeat=config.repeat,
-        settings={**settings, "pack": config.pack},
-        length_index=config.length_index,
         **runtime,
     )

@@ -12,7 +12,7 @@ import numpy as np
 
 from titancli.data import Preference
 from titancli.data.chat import Masked
-from titancli.data.chat_source import ChatExamples, check_messages, rows_of
+from titancli.data.chat_source import check_messages, dataset_of
 from titancli.data.fitting import Conversation, row_of
 from titancli.data.jsonl import BadRow, check_characters, value_of
 from titancli.data.rows import Row, RowDataset
@@ -33,8 +33,8 @@ class Pair(NamedTuple):
 class PairReader:
     """Turns rows into pairs."""
 
-    def __init__(self, config: Preference, masked: Masked, seq_len: int) -> None:
-        self._config, self._masked, self._seq_len = config, masked, seq_len
+    def __init__(self, masked: Masked, seq_len: int, *, reference: bool) -> None:
+        self._masked, self._seq_len, self._reference = masked, seq_len, reference
 
     def __call__(self, row: dict[str, Any]) -> Pair:
         """Return a row's pair.
@@ -43,34 +43,47 @@ class PairReader:
             BadRow: the row is not a pair, or is too long.
             ChatRefused: the chat template rejects it.
         """
-        conversations = [_messages(row, key) for key in ("chosen", "rejected")]
+        conversations = [messages_of(row, key) for key in ("chosen", "rejected")]
         first = _shared(*conversations)
         chosen, rejected = (
-            self._answer(key, messages, first)
+            answer_of(self._masked, key, messages, first, self._seq_len)
             for key, messages in zip(("chosen", "rejected"), conversations, strict=True)
         )
         if any(messages[first]["role"] != "assistant" for messages in conversations):
             raise BadRow("'chosen' and 'rejected' have different prompts")
         if np.array_equal(chosen.tokens, rejected.tokens):
             raise BadRow("'chosen' and 'rejected' are identical")
-        reference = tuple(_number(row, key) for key in REFERENCE) if self._config.reference_logps else None
+        reference = tuple(_number(row, key) for key in REFERENCE) if self._reference else None
         return Pair((chosen, rejected), reference)  # type: ignore[arg-type]
 
-    def _answer(self, key: str, messages: list[dict[str, Any]], first: int) -> Conversation:
-        if not any(message["role"] == "assistant" for message in messages[first:]):
-            raise BadRow(f"{key!r} has no assistant message after the shared prompt")
-        ids, mask = self._masked(messages, first)
-        longest = self._seq_len + 1
-        if len(ids) > longest:  # a truncated answer would be a different one
-            raise BadRow(f"{key!r} has {len(ids)} tokens, but a row holds {longest} (training.seq_len)")
-        if not any(mask[1:]):
-            raise BadRow(f"{key!r} has no assistant tokens")
-        return Conversation(np.array(ids, np.int64), np.array(mask, bool))
+
+def answer_of(
+    masked: Masked, key: str, messages: list[dict[str, Any]], first: int, seq_len: int
+) -> Conversation:
+    """Return a conversation in which the assistant's turns among `messages[first:]` are trained on.
+
+    Raises:
+        BadRow: there is none, or the conversation is longer than a row.
+        ChatRefused: the chat template rejects it.
+    """
+    if not any(message["role"] == "assistant" for message in messages[first:]):
+        raise BadRow(f"{key!r} has no assistant message after the prompt")
+    ids, mask = masked(messages, first)
+    longest = seq_len + 1
+    if len(ids) > longest:  # a truncated answer would be a different one
+        raise BadRow(f"{key!r} has {len(ids)} tokens, but a row holds {longest} (training.seq_len)")
+    if not any(mask[1:]):
+        raise BadRow(f"{key!r} has no assistant tokens")
+    return Conversation(np.array(ids, np.int64), np.array(mask, bool))
 
 
-def _messages(row: dict[str, Any], key: str) -> list[dict[str, Any]]:
-    """Return prompt and answer. The prompt is `prompt` (messages, or a user's text), or the start of both
-    answers."""
+def messages_of(row: dict[str, Any], key: str) -> list[dict[str, Any]]:
+    """Return prompt and answer. The prompt is `prompt` (messages, or a user's text), or the start of the
+    answer, if that does not begin with the assistant.
+
+    Raises:
+        BadRow: one of them is missing, or is neither text nor messages.
+    """
     answer = value_of(row, key)
     if isinstance(answer, str):
         check_characters(key, answer)
@@ -125,16 +138,7 @@ class PairRows:
         return {**row, "reference_row_logprobs": np.array(reference, np.float32)} if self._reference else row
 
 
-def build(
-    config: Preference,
-    *,
-    tokenizer: Tokenizer,
-    seq_len: int,
-    rows: int,
-    seed: int,
-    dp_rank: int,
-    **runtime: Any,
-) -> RowDataset:
+def build(config: Preference, *, tokenizer: Tokenizer, seq_len: int, rows: int, **runtime: Any) -> RowDataset:
     """Build `[dataset] type = "preference"`.
 
     Raises:
@@ -146,21 +150,15 @@ def build(
             f"training.local_batch_size = {rows}: a pair consists of two rows", hint="use an even number"
         )
     masked = Masked(tokenizer, trailing_newline=config.trailing_newline)
-    read = PairReader(config, masked, seq_len)
-    found = rows_of(config, "preference", seed=seed, dp_rank=dp_rank)
-    return RowDataset(
-        ChatExamples(found, read, config),
+    names = ("reference_logps", "trailing_newline")
+    return dataset_of(
+        config,
+        "preference",
+        PairReader(masked, seq_len, reference=config.reference_logps),
         PairRows(seq_len, tokenizer.eos_id, reference=config.reference_logps),
+        {"pairs": True, **{name: getattr(config, name) for name in names}},
         tokenizer=tokenizer,
         seq_len=seq_len,
         rows=rows,
-        dp_rank=dp_rank,
-        repeat=config.repeat,
-        settings={
-            "pairs": True,
-            "reference_logps": config.reference_logps,
-            "trailing_newline": masked.trailing_newline,
-        },
-        length_index=config.length_index,
         **runtime,
     )

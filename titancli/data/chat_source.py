@@ -11,7 +11,7 @@ from typing import Any, NoReturn, Protocol
 
 import numpy as np
 
-from titancli.data import Chat, HFDataset, Preference
+from titancli.data import HFDataset, RowsOfExamples
 from titancli.data.chat_template import ChatRefused
 from titancli.data.files import TextFile, corpus_identity, find_files
 from titancli.data.hf_datasets import (
@@ -23,9 +23,11 @@ from titancli.data.hf_datasets import (
     refuse_hub_keys,
 )
 from titancli.data.jsonl import BadRow, BadRows, LineReader, Row, check_characters, parse
+from titancli.data.rows import RowDataset, RowMaker
 from titancli.data.source import document_order
 from titancli.errors import EnvironmentProblem, TitanError
 from titancli.observe.metrics import collector
+from titancli.protocols import Tokenizer
 
 BUNDLED = "titan:"
 """Prefix of the names of titan's bundled data."""
@@ -64,7 +66,7 @@ class Rows(Protocol):
 class LineRows:
     """Rows of JSON Lines files."""
 
-    def __init__(self, label: str, config: Chat | Preference, files: list[TextFile], seed: int) -> None:
+    def __init__(self, label: str, config: RowsOfExamples, files: list[TextFile], seed: int) -> None:
         self.label, self._max_bytes = label, config.max_bytes
         self.identity = corpus_identity(label, files, shuffle=config.shuffle, seed=seed, text=False)
         self._reader = LineReader(files, shuffle=config.shuffle, seed=seed, max_bytes=config.max_bytes)
@@ -96,7 +98,7 @@ class LineRows:
 class HFRows:
     """Rows of a dataset on disk, read by the `datasets` library."""
 
-    def __init__(self, label: str, config: Chat | Preference, dataset: Any, seed: int) -> None:
+    def __init__(self, label: str, config: RowsOfExamples, dataset: Any, seed: int) -> None:
         self.label, self._dataset, self._seed, self._shuffle = label, dataset, seed, config.shuffle
         self._path, self.count, self._mapped = config.path, len(dataset), MappedFiles(dataset)
         self.identity: dict[str, Any] = {
@@ -152,7 +154,7 @@ def _unreadable(label: str, error: Exception) -> NoReturn:
     ) from error
 
 
-def rows_of(config: Chat | Preference, kind: str, *, seed: int, dp_rank: int) -> Rows:
+def rows_of(config: RowsOfExamples, kind: str, *, seed: int, dp_rank: int) -> Rows:
     """Return the rows that a config names: files ending in `.jsonl` are read here, everything else by
     `datasets`.
 
@@ -185,7 +187,7 @@ def _bundled(path: str) -> Path:
 class ChatExamples:
     """Examples made from rows by a function: the `titancli.data.rows.Examples` of conversations and pairs."""
 
-    def __init__(self, rows: Rows, make: Callable[[dict[str, Any]], Any], config: Chat | Preference) -> None:
+    def __init__(self, rows: Rows, make: Callable[[dict[str, Any]], Any], config: RowsOfExamples) -> None:
         """Create the examples; `make` turns a row into an example, or raises BadRow or ChatRefused."""
         self._rows, self._make, self._bad = rows, make, BadRows(strict=config.strict)
         self.limits = {"strict": config.strict, "max_bytes": config.max_bytes}
@@ -234,6 +236,44 @@ class ChatExamples:
                 continue
             self._bad.count()
             yield example, place
+
+
+def dataset_of(
+    config: RowsOfExamples,
+    kind: str,
+    read: Callable[[dict[str, Any]], Any],
+    maker: RowMaker,
+    settings: Mapping[str, Any],
+    *,
+    tokenizer: Tokenizer,
+    seq_len: int,
+    seed: int,
+    dp_rank: int,
+    **runtime: Any,
+) -> RowDataset:
+    """Return a dataset of examples.
+
+    Args:
+        kind: name of the component, for messages.
+        read: turns a row into an example, or raises BadRow or ChatRefused.
+        maker: turns examples into rows of batches.
+        settings: what rows depend on besides files, tokenizer and seq_len; a resume with others is rejected.
+        runtime: what else a dataset's builder is given.
+
+    Raises:
+        EnvironmentProblem: there is nothing to read.
+    """
+    return RowDataset(
+        ChatExamples(rows_of(config, kind, seed=seed, dp_rank=dp_rank), read, config),
+        maker,
+        tokenizer=tokenizer,
+        seq_len=seq_len,
+        dp_rank=dp_rank,
+        repeat=config.repeat,
+        settings=settings,
+        length_index=config.length_index,
+        **runtime,
+    )
 
 
 def check_messages(key: str, value: Any) -> list[dict[str, Any]]:

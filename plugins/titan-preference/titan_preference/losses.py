@@ -1,4 +1,4 @@
-"""The losses: each is a sum over pairs, and its weight is the number of pairs.
+"""The losses: each is a sum over pairs, and its weight is the number of pairs; those of KTO over answers.
 
 Rows 2i and 2i + 1 of a batch are a pair, the chosen answer first. A pair with a row without targets is
 padding and does not count.
@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch.nn.functional import logsigmoid
 
-from titancli import IGNORE, LossResult
+from titancli import IGNORE, LossResult, report
 from titancli.errors import TitanError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from titan_preference import Ipo as IpoConfig
+    from titan_preference import Kto as KtoConfig
     from titan_preference import Orpo as OrpoConfig
     from titan_preference import Simpo as SimpoConfig
     from titancli import Batch
@@ -117,6 +118,56 @@ class Orpo(Pairwise):
     def each(self, chosen: Tensor, rejected: Tensor) -> Tensor:
         odds = (chosen - _log1mexp(chosen)) - (rejected - _log1mexp(rejected))
         return -chosen - self.config.beta * logsigmoid(odds)
+
+
+class ApoZeroUnpaired:
+    """λ_D (1 − σ(β r)) for desirable answers, λ_U σ(β r) for others, r the log-ratio to the reference."""
+
+    output = "logprobs"
+    needs: ClassVar = {"reference_row_logprobs": "B", "desirable": "B"}
+
+    def __init__(self, config: KtoConfig) -> None:
+        self.config = config
+
+    def __call__(self, out: Tensor, batch: Batch) -> LossResult:
+        """
+        Args:
+            out: [B, S] fp32 log-probabilities, 0 where there is no target.
+        """
+        there = (batch["targets"] != IGNORE).any(1)
+        desirable = batch["desirable"] > 0
+        # Before computing with the other rows, from which NaN would return in backward.
+        ratios = torch.where(there, out.sum(1) - batch["reference_row_logprobs"], 0.0)
+        margin = self.config.beta * (ratios - self.zero(batch))
+        gained, lost = self.config.desirable_weight, self.config.undesirable_weight
+        weight = torch.where(desirable, margin.new_tensor(gained), margin.new_tensor(lost))
+        each = weight * torch.sigmoid(torch.where(desirable, -margin, margin))
+        rewards = self.config.beta * ratios.detach()
+        for name, kind in (("desirable", there & desirable), ("undesirable", there & ~desirable)):
+            report(f"reward_{name}", torch.where(kind, rewards, 0.0).sum(), count=kind.sum())
+        metrics = {"reward_accuracy": (margin.detach() > 0) == desirable, **self.more(batch)}
+        summed = {name: torch.where(there, value.float(), 0.0).sum() for name, value in metrics.items()}
+        return LossResult(torch.where(there, each, 0.0).sum(), there.sum().float(), summed)
+
+    def zero(self, batch: Batch) -> Tensor | float:
+        """Return the log-ratio from which an answer counts as a gain, [B] or one number."""
+        return 0.0
+
+    def more(self, batch: Batch) -> dict[str, Tensor]:
+        """Return further metrics, [B] each."""
+        return {}
+
+
+class Kto(ApoZeroUnpaired):
+    """The same with r − z in place of r, z the estimate of the KL divergence from the reference."""
+
+    needs: ClassVar = {**ApoZeroUnpaired.needs, "kl": "B"}
+
+    def zero(self, batch: Batch) -> Tensor | float:
+        return torch.where((batch["targets"] != IGNORE).any(1), batch["kl"], 0.0)
+
+    def more(self, batch: Batch) -> dict[str, Tensor]:
+        return {"kl": batch["kl"]}
 
 
 def _log1mexp(x: Tensor) -> Tensor:
