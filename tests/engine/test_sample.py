@@ -45,6 +45,7 @@ def on_a_layout(layout: Layout) -> tuple[Any, Any, list[float]]:
 
 LAYOUTS = {
     "TP2": Layout({"tp": 2}),
+    "TP2, odd vocabulary": Layout({"tp": 2}, model={"vocab_size": 65}),
     "CP2": Layout({"cp": 2}),
     "CP2, ulysses, FSDP2": Layout({"cp": 2, "dp_shard": 2}, context_parallel="ulysses"),
     "EP2": Layout({"dp_shard": 2, "ep": 2}, config=EIGHT),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -459,6 +460,29 @@ def further_outputs(mesh: dict[str, int]) -> dict[str, Tensor]:
             torch.testing.assert_close(rebuilt.log_softmax(-1), logits)
         by_sample = engine.forward_backward(drawn(), loss)
         return found | {"loss": loss_value, "samples": by_sample.metrics["loss"].clone()}
+
+
+def odd(mesh: dict[str, int]) -> dict[str, Tensor]:
+    """Everything that a loss of samples reads, with a vocabulary that two ranks do not divide."""
+    layout = replace(small(mesh), model={"n_layers": 2, "vocab_size": 65})
+    with Engine.build(recipe(layout)) as engine:
+        result = engine.forward_backward(drawn(), Grpo(kl_coef=0.1))
+        found = wholes((f"grad {name}", p.grad) for name, p in engine.named_parameters())
+        engine.clear_gradients()
+        loss = Outputs()
+        engine.forward_backward(whole_batch(), loss)
+        engine.clear_gradients()
+        logits = engine.forward(whole_batch(), return_logits=True)
+        return found | loss.found | {"logits": logits, "log_probs": torch.cat(result.logprobs)}
+
+
+def test_two_ranks_that_do_not_divide_the_vocabulary_compute_the_same(ranks: Ranks) -> None:
+    one = ranks(1, odd, {})[0]
+    for found in ranks(2, odd, {"tp": 2}):
+        assert found.keys() == one.keys()
+        assert torch.equal(found.pop("topk_ids"), one["topk_ids"])
+        for name, value in found.items():
+            assert (value - one[name]).norm() <= 3e-6 * one[name].norm() + 1e-9, name
 
 
 def test_a_loss_reads_the_most_probable_tokens_and_hidden_states(ranks: Ranks) -> None:

@@ -41,6 +41,7 @@ from titancli.registry.component import completed, component
 
 WAYS = ("allgather", "ulysses", "ring")
 HEADS = {"n_kv_heads": 4}
+ODD = {"vocab_size": 65}
 FULL = {"mode": "full"}
 MICRO = {"microbatch_size": 2}
 BY_OP = {"mode": "selective", "selective_ac_option": "op"}
@@ -86,6 +87,21 @@ LAYOUTS: dict[str, tuple[int, Layout]] = {
     "documents, compiled": (2, layout("allgather", cp=2, documents=True, compile="aot_eager")),
     "CP2xTP2, documents": (4, layout("allgather", cp=2, tp=2, documents=True)),
     "CP2xTP2, full logits": (4, layout("ulysses", cp=2, tp=2, model=HEADS, loss=CrossEntropyFull())),
+    "TP2, odd vocabulary": (2, layout("allgather", tp=2, model=ODD)),
+    "TP2, odd vocabulary, tied, documents": (
+        2,
+        layout("allgather", tp=2, model=ODD, tied=True, documents=True),
+    ),
+    "TP2, odd vocabulary, compiled": (2, layout("allgather", tp=2, model=ODD, compile="aot_eager")),
+    "TP2, odd vocabulary, full logits": (2, layout("allgather", tp=2, model=ODD, loss=CrossEntropyFull())),
+    "TP2xFSDP2, odd vocabulary": (4, layout("allgather", tp=2, dp_shard=2, model=ODD, tied=True)),
+    "PP2xTP2, odd vocabulary": (4, layout("allgather", pp=2, tp=2, pipeline=MICRO, model=ODD)),
+    "CP2xTP2, odd vocabulary": (4, layout("allgather", cp=2, tp=2, model=ODD)),
+    "CP2xTP2, odd vocabulary, ring": (4, layout("ring", cp=2, tp=2, model=ODD)),
+    "CP2xTP2, odd vocabulary, log-probs": (
+        4,
+        layout("ulysses", cp=2, tp=2, model={**HEADS, **ODD}, loss=SquaredConfig()),
+    ),
     "log-probs": (2, layout("allgather", cp=2, loss=SquaredConfig())),
     "CP2xTP2, log-probs": (4, layout("allgather", cp=2, tp=2, loss=SquaredConfig())),
     "tied": (2, layout("ring", cp=2, tied=True)),
@@ -116,6 +132,7 @@ def one_rank(ranks):
 
 SLOW = {
     *(f"compiled, AC full, {how}" for how in ("allgather", "ulysses", "ring")),
+    *("TP2, odd vocabulary, compiled", "CP2xTP2, odd vocabulary, ring", "TP2xFSDP2, odd vocabulary"),
     *("documents, compiled", "CP4, ulysses"),
     *("CP2xTP2, full logits", "PP2xCP2, documents", "CP2xTP2, ring", "CP2xDDP2"),
     *("AC by op, allgather", "AC by op, ulysses", "CP4, documents", "CP2xTP2, log-probs", "PP2xCP2"),

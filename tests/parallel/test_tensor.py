@@ -170,7 +170,7 @@ def cut_others() -> list[str]:
         told(nn.ModuleDict({"a": Scale()}), {"*": "norm"}),
         told(nn.ModuleDict({"a": Scale()}), {"b.*": "norm"}),
         told(nn.ModuleDict({"a": Scale()}), {"*": "colum"}),
-        told(nn.ModuleDict({"a": nn.Embedding(7, 4)}), {"*": "vocab"}),
+        told(nn.ModuleDict({"a": nn.Linear(4, 7)}), {"*": "column"}),
         told(known, {"*": "norm"}) + f" {known['a'](torch.ones(4)).sum().item()}",
         told(nn.ModuleDict({"a": words}), {"*": "vocab"}),
     ]

@@ -271,6 +271,7 @@ MTP = {
     "mtp, EP2xTP2, AC full, tied": case(
         4, config=replace(FURTHER, tied=True), dp_shard=2, tp=2, ep=2, activation_checkpoint=FULL_AC
     ),
+    "mtp, TP2, odd vocabulary": case(2, config=replace(FURTHER, vocab_size=65), tp=2, documents=True),
     "mtp, FSDP2, compiled": case(2, config=FURTHER, dp_shard=2, compile="aot_eager"),
     "mtp, EP2xTP2, compiled": case(4, config=FURTHER, dp_shard=2, tp=2, ep=2, compile="aot_eager"),
     "mtp, FSDP2, accumulation, AC by op": case(
@@ -426,6 +427,9 @@ TRANSFORMERS = {
     "transformers, FSDP2, compiled": case(2, config=GEMMA, dp_shard=2, compile="aot_eager"),
     "transformers, qwen3, TP2": case(2, config=hf_configs.config("qwen3"), tp=2),
     "transformers, gpt_neox, TP2": case(2, config=hf_configs.config("gpt_neox"), tp=2),
+    "transformers, gemma3, TP2, odd vocabulary": case(
+        2, config=hf_configs.config("gemma3", vocab_size=65), tp=2, documents=True
+    ),
     "transformers, mistral, TP2, documents": case(
         2, config=hf_configs.config("mistral"), tp=2, documents=True
     ),

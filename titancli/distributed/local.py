@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache, wraps
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
-from titancli.distributed.collectives import Group, gather, gather_same
+from titancli.distributed.collectives import Group, gather, gather_same, sum_same
 from titancli.distributed.private import offsets_of as offsets_of
 from titancli.errors import TitanError
 
@@ -130,6 +131,10 @@ class RowCut:
             found |= dict(zip(numbers, part.chunk(len(numbers), dim), strict=True))
         return torch.cat([found[number] for number in range(self.pieces)], dim)
 
+    def sum(self, x: Tensor) -> Tensor:
+        """Return the sum of all ranks' values; every rank goes on to compute the same with it."""
+        return sum_same(x, self.group)
+
     def inputs(self, inputs: Mapping[str, Tensor], sequence_dim: Mapping[str, int]) -> dict[str, Tensor]:
         """Return the inputs of a model's forward with their rows cut, and with `positions`, which a part of a
         row needs.
@@ -150,3 +155,23 @@ class RowCut:
             inputs["positions"] = counted.expand(inputs[some].shape[0], -1)
         cut = {name: self.cut(x, sequence_dim[name]) for name, x in inputs.items() if name in sequence_dim}
         return {**inputs, **cut}
+
+
+@dataclass(frozen=True)
+class NestedCut:
+    """Rows that are cut twice: by `outer`, and the parts of that by `inner`."""
+
+    outer: RowCut
+    inner: RowCut
+
+    def cut(self, x: Tensor, dim: int) -> Tensor:
+        """Return this rank's part of whole rows; see `RowCut.cut`."""
+        return self.inner.cut(self.outer.cut(x, dim), dim)
+
+    def join(self, x: Tensor, dim: int) -> Tensor:
+        """Return whole rows from the parts of all ranks; see `RowCut.join`."""
+        return self.outer.join(self.inner.join(x, dim), dim)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Return the sum of all ranks' values; see `RowCut.sum`."""
+        return self.outer.sum(self.inner.sum(x))

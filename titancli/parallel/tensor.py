@@ -35,6 +35,9 @@ PLACEMENT: dict[str, Placement] = {
     "norm": Replicate(),
     "replicate": Replicate(),
 }
+WHOLE = "whole vocab"
+"""In place of "vocab", where the ranks do not divide the vocabulary: each has all of it, and works on its
+part of the sequence."""
 
 
 def on_local_parameters(block: nn.Module, mesh: DeviceMesh) -> None:
@@ -74,7 +77,7 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
             that cannot be cut.
     """
     group = Group.of(mesh.get_group())
-    styles = dict(_styles(model))
+    styles = dict(_styles(model, group.size))
     _distribute(model, mesh, styles)
     for path, module in model.named_modules():
         own = {
@@ -92,10 +95,10 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
             _make(path, module, _region_of(kind))._tensor_group = group
 
 
-def _styles(model: nn.Module) -> Iterator[tuple[str, str]]:
+def _styles(model: nn.Module, ranks: int) -> Iterator[tuple[str, str]]:
     plan: Mapping[str, str] = model.tensor_plan  # type: ignore[assignment]
     added = dict(_added_styles(model, plan))
-    for name, _ in model.named_parameters(remove_duplicate=False):
+    for name, parameter in model.named_parameters(remove_duplicate=False):
         style = added.get(name) or _planned(name, plan)
         if style is None:
             raise TitanError(
@@ -107,6 +110,8 @@ def _styles(model: nn.Module) -> Iterator[tuple[str, str]]:
                 f"the model's tensor_plan has {style!r} for {name}, which is not a style",
                 hint=f"the styles are {', '.join(PLACEMENT)}, and expert",
             )
+        if style == "vocab" and parameter.shape[0] % ranks:
+            style = WHOLE
         if style != "expert":  # cut over another mesh
             yield name, style
 
@@ -134,7 +139,11 @@ def _distribute(model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, str]) -
                 continue
             if id(parameter) not in done:
                 # A row matrix's bias is whole: it is added once, after the sum.
-                place = Replicate() if style == "row" and parameter.ndim == 1 else PLACEMENT[style]
+                place = (
+                    Replicate()
+                    if style == "row" and parameter.ndim == 1
+                    else PLACEMENT.get(style, Replicate())
+                )
                 _refuse_uneven(full_name, parameter, place, mesh.size())
                 cut = distribute_tensor(parameter.detach(), mesh, [place], src_data_rank=None)
                 done[id(parameter)] = nn.Parameter(cut, requires_grad=parameter.requires_grad)
@@ -157,9 +166,9 @@ def _prepare(path: str, module: Any, styles: Mapping[str, str], group: Group) ->
     if getattr(module, "tensor_parallel", None) is not None:
         # The output, a converter's linear, a router, …: it knows best what its parts are worth.
         module.tensor_parallel(group, style)
-    elif isinstance(module, nn.Embedding) and style == "vocab":
+    elif isinstance(module, nn.Embedding) and style in ("vocab", WHOLE):
         kind: Any = type(module)
-        _make(path, module, _vocabulary_of(kind))._tensor_group = group
+        _make(path, module, _vocabulary_of(kind, style == "vocab"))._tensor_group = group
     elif type(module) is nn.Linear:
         _make(path, module, _Linear)._adds_bias = group.rank == 0 or style != "row"
     elif type(module) is nn.RMSNorm:
@@ -236,21 +245,34 @@ class _RMSNorm(nn.RMSNorm):
         return rms_norm(x, self.normalized_shape, local(self.weight), self.eps)
 
 
-class _VocabEmbedding(nn.Embedding):
+class _Embedding(nn.Embedding):
+    """Maps [B, S] to this rank's part of the sequence, [B, S / tp, dim]."""
+
     _tensor_group: Group
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """[B, S] -> this rank's part of the sequence, [B, S / tp, dim].
-
-        Raises:
-            TitanError: the sequence has no equal parts.
-        """
+    def _refuse_odd(self, tokens: Tensor) -> None:
         length, ranks = tokens.shape[SEQUENCE], self._tensor_group.size
         if length % ranks:
             raise TitanError(
                 f"rows of {length} tokens cannot be sharded over the {ranks} ranks of mesh.tp",
                 hint=f"make their length a multiple of {ranks}",
             )
+
+
+class _WholeEmbedding(_Embedding):
+    """Each rank has all words."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self._refuse_odd(tokens)
+        own = tokens.chunk(self._tensor_group.size, SEQUENCE)[self._tensor_group.rank]
+        return embedding(own, local(self.weight), self.padding_idx)
+
+
+class _VocabEmbedding(_Embedding):
+    """Each rank has some of the words."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self._refuse_odd(tokens)
         weight = local(self.weight)
         ids = tokens - self._tensor_group.rank * weight.shape[0]
         mine = (ids >= 0) & (ids < weight.shape[0])
@@ -264,10 +286,9 @@ class _VocabEmbedding(nn.Embedding):
 
 
 @cache
-def _vocabulary_of(kind: Any) -> type[nn.Module]:
+def _vocabulary_of(kind: Any, cut: bool) -> type[nn.Module]:
     """For a class of embedding that does more: its own forward, above the one for a part of the rows."""
+    own = _VocabEmbedding if cut else _WholeEmbedding
     if kind is nn.Embedding:
-        return _VocabEmbedding
-    return type(
-        kind.__name__, (kind, _VocabEmbedding), {"__module__": kind.__module__, "__doc__": kind.__doc__}
-    )
+        return own
+    return type(kind.__name__, (kind, own), {"__module__": kind.__module__, "__doc__": kind.__doc__})

@@ -87,7 +87,7 @@ def _batch(recipe: Recipe) -> Iterator[Finding]:
 
 def _tensor(recipe: Recipe) -> Iterator[Finding]:
     model = recipe.model
-    names = ("n_heads", "n_kv_heads", "hidden_dim", "vocab_size")
+    names = ("n_heads", "n_kv_heads", "hidden_dim")
     sizes = {name: size for name in names if isinstance(size := getattr(model, name), int)}
     cp, seq_len = recipe.mesh.cp, recipe.training.seq_len
     if cp != -1 and seq_len % cp == 0:  # sequence parallel: between the blocks a row is cut over the ranks

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
-from titancli.distributed.collectives import Group, gather, gather_same, sum_same
-from titancli.distributed.local import SEQUENCE, local
+from titancli.distributed.collectives import Group, gather, gather_same
+from titancli.distributed.local import SEQUENCE, NestedCut, RowCut, local
 from titancli.errors import TitanError
 from titancli.losses.chunked import (
     capped,
@@ -31,7 +31,6 @@ from titancli.observe.metrics import report
 from titancli.protocols.batch import IGNORE, MIX, Batch
 
 if TYPE_CHECKING:
-    from titancli.distributed.local import RowCut
     from titancli.protocols import Loss
     from titancli.protocols.result import LossResult
 
@@ -46,6 +45,9 @@ class Output(nn.Linear):
     """The ranks that hold the other rows of the weight; hidden states come split along the sequence."""
     row_cut: RowCut | None = None
     """How rows are split over ranks: hidden states are this rank's part."""
+    token_cut: RowCut | None = None
+    """How the ranks of tensor parallelism split that part, if they do not divide the vocabulary: each then
+    has the whole weight, and keeps its part of the sequence."""
     loss_backend: str | None = None
     """Compiler backend for the loss's arithmetic; None: not compiled."""
     scale: float = 1.0
@@ -59,8 +61,19 @@ class Output(nn.Linear):
         super().__init__(dim, vocab_size, bias=bias)
 
     def tensor_parallel(self, group: Group, style: str | None) -> None:
-        """Shard the module; called by the `decoder` plan with the style "vocab"."""
-        self.tensor_group = group
+        """Shard the module; called by the `decoder` plan, with the style "vocab" if its ranks divide the
+        vocabulary."""
+        if style == "vocab":
+            self.tensor_group = group
+        else:
+            self.token_cut = RowCut(group, head_tail=False)
+
+    @property
+    def cut(self) -> RowCut | NestedCut | None:
+        """Return how whole rows are split into this rank's part; None: they are not."""
+        if self.row_cut is None or self.token_cut is None:
+            return self.row_cut or self.token_cut
+        return NestedCut(self.row_cut, self.token_cut)
 
     def forward(  # type: ignore[override]
         self,
@@ -94,7 +107,7 @@ class Output(nn.Linear):
             batch = self._with_outputs(batch, loss.outputs, states, hidden, weight, cap)
         wants_entropy = loss.entropy
         if loss.output == "projection":
-            return loss(Projection(hidden, weight, cap, self.tensor_group, self.row_cut), batch)
+            return loss(Projection(hidden, weight, cap, self.tensor_group, self.cut), batch)
         if loss.output == "model":
             logits = self._logits(hidden, weight, cap)
             if wants_entropy:
@@ -120,8 +133,8 @@ class Output(nn.Linear):
             self.loss_backend,
             cap,
         )
-        if self.row_cut is not None:
-            total = sum_same(total, self.row_cut.group)
+        if self.cut is not None:
+            total = self.cut.sum(total)
         log_probs = self._whole_rows(log_probs)
         if ahead:
             self._report_ahead(log_probs, targets, weights, len(own))
@@ -212,11 +225,11 @@ class Output(nn.Linear):
         return self._whole_rows(logits)
 
     def _my_part(self, x: Tensor) -> Tensor:
-        return x if self.row_cut is None else self.row_cut.cut(x, 1)
+        return x if self.cut is None else self.cut.cut(x, 1)
 
     def _whole_rows(self, x: Tensor) -> Tensor:
-        """Join [B, S / cp, …] to [B, S, …], in document order."""
-        return x if self.row_cut is None else self.row_cut.join(x, 1)
+        """Join the parts of [B, S, …], in document order."""
+        return x if self.cut is None else self.cut.join(x, 1)
 
 
 def report_by_dataset(log_probs: Tensor, batch: Batch) -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from titancli.distributed.collectives import sum_same
 from titancli.losses.chunked import OfChunk, linear_sum
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from titancli.distributed.collectives import Group
-    from titancli.distributed.local import RowCut
+    from titancli.distributed.local import NestedCut, RowCut
 
 
 @dataclass(frozen=True)
@@ -24,14 +23,14 @@ class Projection:
     """
 
     hidden: Tensor
-    """[B, S, D] in the compute dtype; with `mesh.cp` this rank's part of each row."""
+    """[B, S, D] in the compute dtype; if rows are sharded, this rank's part of each."""
     weight: Tensor
-    """[V, D]; with `mesh.tp` this rank's rows of it. A bias is one of the columns."""
+    """[V, D]; if the vocabulary is sharded, this rank's rows of it. A bias is one of the columns."""
     cap: float | None = None
     """Logits x are cap · tanh(x / cap); None: as they are."""
     group: Group | None = None
     """The ranks that the vocabulary is sharded over, evenly."""
-    row_cut: RowCut | None = None
+    row_cut: RowCut | NestedCut | None = None
     """How rows are sharded."""
 
     def part(self, x: Tensor) -> Tensor:
@@ -46,4 +45,4 @@ class Projection:
         """Return a sum over all rows, with its gradient, and what each token of this rank's part adds to it:
         see `titancli.losses.chunked.linear_sum`. Collective."""
         total, each = linear_sum(self.hidden, self.weight, of_chunk, tensors=tensors, cap=self.cap)
-        return total if self.row_cut is None else sum_same(total, self.row_cut.group), each
+        return total if self.row_cut is None else self.row_cut.sum(total), each
