@@ -100,10 +100,13 @@ def test_a_last_turn_that_has_more_than_others_is_found_by_its_end(tokenizer_wit
         assert trained(tokenizer, talk) == [f"{short}<|end|>", "<think></think>the end<|end|>"]
 
 
-@pytest.mark.parametrize("template", [PROMPTED, NUMBERED], ids=["prompt", "all turns"])
-def test_a_template_that_renders_turns_in_another_way_is_refused(
-    tokenizer_with: Any, template: str, tmp_path: Path
-) -> None:
+def test_a_turn_begins_where_it_diverges_from_the_prompt_to_generate_it(tokenizer_with: Any) -> None:
+    tokenizer = tokenizer_with(PROMPTED)
+    assert trained(tokenizer, TALK) == ["return it<|end|>", "the end<|end|>"]
+
+
+def test_a_template_that_renders_turns_in_another_way_is_refused(tokenizer_with: Any, tmp_path: Path) -> None:
+    template = NUMBERED
     with pytest.raises(RecipeError, match=r"no \{% generation %\} markers and renders turn 3") as caught:
         tokenizer_with(template).chat_with_mask(TALK)
     assert "train_on" in str(caught.value.hint)
@@ -320,7 +323,7 @@ def test_a_hugging_face_folder_gives_the_same_rows(chats: str, tmp_path: Path) -
     ours = list(make(Chat(path=chats, repeat=False), seq_len=96))
     theirs = list(make(Chat(path=str(tmp_path / "hf"), repeat=False), seq_len=96))
     assert len(ours) == len(theirs) and all(map(same, ours, theirs))
-    data = make(Chat(path=str(tmp_path / "hf"), messages="n"), seq_len=96)
+    data = make(Chat(path=str(tmp_path / "hf"), fields={"messages": "n"}), seq_len=96)
     with pytest.raises(EnvironmentProblem, match="has no rows to train on"):
         next(iter(data))
 
@@ -330,7 +333,7 @@ def test_a_hugging_face_folder_gives_the_same_rows(chats: str, tmp_path: Path) -
 GOOD = {"messages": [said("user", "q"), said("assistant", "a")]}
 BAD: dict[str, tuple[Any, str]] = {
     "not JSON": ('{"messages": [', "it is not JSON: "),
-    "no messages": ({"text": "x"}, "it has no key 'messages', only 'text'"),
+    "no messages": ({"words": "x"}, "it has no key 'messages', only 'words'"),
     "no list": ({"messages": "x"}, "'messages' is str, not a list of messages"),
     "empty": ({"messages": []}, "'messages' has no messages"),
     "no object": ({"messages": ["x"]}, "messages[0] is str, not an object"),
@@ -345,7 +348,7 @@ BAD: dict[str, tuple[Any, str]] = {
         '{"messages": [{"role": "assistant", "content": "\\ud83d"}]}',
         r"'messages[0].content' contains \ud83d",
     ),
-    "no answer": ({"messages": [said("user", "q")]}, "'messages' has no assistant message"),
+    "no answer": ({"messages": [said("user", "q")]}, "it has no assistant message"),
     "too long": (
         {"messages": [said("user", "q" * 99), said("assistant", "a")]},
         "none of its first 65 tokens is trained on",

@@ -25,8 +25,9 @@ CLASSES: dict[str, tuple[list[str], str]] = {
         [],
         """
         description tokenizer/titan/hf.eos dataset/titan/*.fim.* dataset/titan*.name dataset/titan*.revision
-        dataset/titan*.split dataset/titan/*.text dataset/titan/chat.messages logger/titan-trackio/*
-        logger/titan-wandb/* task/titan/prompts.name task/titan/prompts.revision task/titan/prompts.split
+        dataset/titan*.split dataset/titan/*.text dataset/titan*.fields dataset/titan*.roles
+        logger/titan-trackio/* logger/titan-wandb/* task/titan/prompts.name
+        task/titan/prompts.revision task/titan/prompts.split
         task/titan/prompts.prompt task/titan/prompts.answer task/titan/prompts.system
         generator/titan/local.stop reward/titan/numeric.after
         """,

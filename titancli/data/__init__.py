@@ -296,6 +296,12 @@ class RowsOfExamples:
     a target, or (pairs; conversations with `too_long = "skip"`) longer than training.seq_len + 1 tokens."""
     max_bytes: Annotated[int, Gt(0)] = 8_388_608
     """Maximum length of a line of JSON; longer ones are bad rows."""
+    fields: dict[str, str] = field(default_factory=dict)
+    """Names of a row's fields where they differ from those of its format, e.g. `{ messages = "dialogue" }` or
+    `{ instruction = "question", output = "answer" }`."""
+    roles: dict[str, str] = field(default_factory=dict)
+    """Roles of messages by other names, e.g. `{ bot = "assistant" }`; a name may stand for itself if the chat
+    template knows it."""
     shuffle: bool = True
     """Shuffle rows by (training.seed, epoch); false: keep their order."""
     repeat: bool = True
@@ -320,11 +326,15 @@ class RowsOfExamples:
 
 @component("dataset", "chat", target="titancli.data.chat:build")
 class Chat(RowsOfExamples):
-    """Conversations as `messages`, with the tokenizer's chat template; bad rows are skipped and counted."""
+    """Conversations, with the tokenizer's chat template; bad rows are skipped and counted."""
 
     path: Annotated[str, MinLen(1), LocalPath()]
-    messages: str = "messages"
-    """Key of a row's list of messages (`{"role": …, "content": …}`)."""
+    format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text"] = "auto"
+    """Fields of a row. `"messages"`: `messages`, each with `role` and `content`. `"sharegpt"`:
+    `conversations`, each with `from` and `value`. `"alpaca"`: `instruction`, `output`, and where present
+    `input`, `system` and `history`. `"prompt_completion"`: `prompt` and `completion`, text or messages, of
+    which only the completion is trained on. `"text"`: `text`, all of it trained on. `"auto"`: as the first
+    rows are."""
     train_on: Literal["assistant", "all"] = "assistant"
     """Train on the assistant's messages, including their end markers, or on every token."""
     pack: bool = True

@@ -8,18 +8,25 @@ n - 1 positions of a row: its last token is a target, never an input.
 from __future__ import annotations
 
 import inspect
+import logging
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from titancli.data import Chat
-from titancli.data.chat_source import check_messages, dataset_of
+from titancli.data.chat_source import Rows, dataset_of, rows_of
 from titancli.data.fitting import Conversation, PackedRows
-from titancli.data.jsonl import BadRow, value_of
+from titancli.data.jsonl import BadRow
+from titancli.data.row_formats import SAMPLED, Names, Talk, detected, talk_of, words
 from titancli.data.rows import RowDataset
 from titancli.errors import RecipeError
 from titancli.observe.metrics import report
 from titancli.protocols import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+Row = dict[str, Any]
 
 
 class Masked:
@@ -47,35 +54,41 @@ class Masked:
             )
         self._options = {"trailing_newline": trailing_newline} if knows else {}
 
-    def __call__(self, messages: list[dict[str, Any]], first: int = 0) -> tuple[list[int], list[bool]]:
-        return self._tokenizer.chat_with_mask(messages, first=first, **self._options)
+    def __call__(self, talk: Talk) -> tuple[list[int], list[bool]]:
+        options = {**self._options, **templated(self._tokenizer.chat_with_mask, talk.options)}
+        return self._tokenizer.chat_with_mask(talk.messages, first=talk.first, **options)
+
+
+def templated(call: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row's own arguments of a chat template as a keyword of the tokenizer's method.
+
+    Raises:
+        BadRow: there are some, and the method takes none.
+    """
+    if options and "options" not in inspect.signature(call).parameters:
+        raise BadRow(f"the tokenizer's chat template takes no {' or '.join(map(repr, options))}")
+    return {"options": options} if options else {}
 
 
 class ConversationReader:
     """Turns rows into conversations."""
 
-    def __init__(self, config: Chat, tokenizer: Any, seq_len: int, masked: Masked | None) -> None:
+    def __init__(
+        self, config: Chat, tokenizer: Any, seq_len: int, masked: Masked | None, read: Callable[[Row], Talk]
+    ) -> None:
         """Create the reader; `masked` is None if every token is trained on."""
         self._config, self._tokenizer, self._seq_len = config, tokenizer, seq_len
-        self._masked = masked
+        self._masked, self._read = masked, read
         self._cut = 0
 
-    def __call__(self, row: dict[str, Any]) -> Conversation:
+    def __call__(self, row: Row) -> Conversation:
         """Return a row's conversation.
 
         Raises:
             BadRow: the row is not a conversation, or has nothing to train on.
             ChatRefused: the chat template rejects it.
         """
-        key = self._config.messages
-        messages = check_messages(key, value_of(row, key))
-        if self._masked is None:
-            ids = self._tokenizer.chat(messages)
-            mask = [True] * len(ids)
-        else:
-            if not any(message["role"] == "assistant" for message in messages):
-                raise BadRow(f"{key!r} has no assistant message")
-            ids, mask = self._masked(messages)
+        ids, mask = self._encoded(self._read(row))
         longest = self._seq_len + 1
         if len(ids) > longest and self._config.too_long == "skip":
             raise BadRow(f"it has {len(ids)} tokens, but a row holds {longest} (training.seq_len)")
@@ -87,8 +100,45 @@ class ConversationReader:
             report("cut_rows", self._cut, reduce="max")
         return found
 
+    def _encoded(self, talk: Talk) -> tuple[list[int], list[bool]]:
+        tokenizer = self._tokenizer
+        if talk.text is not None:
+            bos = [tokenizer.bos_id] if tokenizer.adds_bos else []
+            ids = [*bos, *tokenizer.encode(talk.text), tokenizer.eos_id]
+        elif self._masked is None:
+            ids = tokenizer.chat(talk.messages, **templated(tokenizer.chat, talk.options))
+        else:
+            speakers = [message["role"] for message in talk.messages]
+            if "assistant" not in speakers[talk.first :]:
+                raise BadRow("it has no assistant message")
+            if speakers[-1] != "assistant":
+                raise BadRow(
+                    f"its last message is of {speakers[-1]!r}, with no answer to learn: remove the message, "
+                    f'or train on all tokens (dataset.train_on = "all")'
+                )
+            return self._masked(talk)
+        return ids, [True] * len(ids)
 
-def build(config: Chat, *, tokenizer: Tokenizer, seq_len: int, **runtime: Any) -> RowDataset:
+
+def reader_of(config: Chat, rows: Rows, *, say: bool) -> tuple[str, Callable[[Row], Talk]]:
+    """Return the format of a dataset's rows, and the function that reads them.
+
+    Args:
+        say: log the format.
+
+    Raises:
+        EnvironmentProblem: it is not known, or the first rows have different ones.
+    """
+    names = Names.of(config)
+    chosen = config.format if config.format != "auto" else detected(rows.first(SAMPLED), names)
+    if say:
+        logger.info("rows: %s", words(chosen, names))
+    return chosen, lambda row: talk_of(row, chosen, names)
+
+
+def build(
+    config: Chat, *, tokenizer: Tokenizer, seq_len: int, seed: int, dp_rank: int, **runtime: Any
+) -> RowDataset:
     """Build `[dataset] type = "chat"`.
 
     Raises:
@@ -96,14 +146,19 @@ def build(config: Chat, *, tokenizer: Tokenizer, seq_len: int, **runtime: Any) -
         RecipeError: the tokenizer has no chat template.
     """
     masked = Masked(tokenizer, trailing_newline=config.trailing_newline) if config.train_on != "all" else None
-    names = ("messages", "train_on", "too_long", "pack", *(["trailing_newline"] if masked else []))
+    rows = rows_of(config, "chat", seed=seed, dp_rank=dp_rank)
+    chosen, talk = reader_of(config, rows, say=dp_rank == 0)
+    names = ("train_on", "too_long", "pack", *(["trailing_newline"] if masked else []))
     return dataset_of(
         config,
         "chat",
-        ConversationReader(config, tokenizer, seq_len, masked),
+        ConversationReader(config, tokenizer, seq_len, masked, talk),
         PackedRows(seq_len, tokenizer.eos_id, pack=config.pack),
-        {name: getattr(config, name) for name in names},
+        {"format": chosen, **{name: getattr(config, name) for name in names}},
+        rows_read=rows,
         tokenizer=tokenizer,
         seq_len=seq_len,
+        seed=seed,
+        dp_rank=dp_rank,
         **runtime,
     )

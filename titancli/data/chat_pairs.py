@@ -12,9 +12,10 @@ import numpy as np
 
 from titancli.data import Preference
 from titancli.data.chat import Masked
-from titancli.data.chat_source import check_messages, dataset_of
+from titancli.data.chat_source import dataset_of
 from titancli.data.fitting import Conversation, row_of
-from titancli.data.jsonl import BadRow, check_characters, value_of
+from titancli.data.jsonl import BadRow, value_of
+from titancli.data.row_formats import Names, Talk, answered
 from titancli.data.rows import Row, RowDataset
 from titancli.errors import RecipeError
 from titancli.protocols import Tokenizer
@@ -33,8 +34,8 @@ class Pair(NamedTuple):
 class PairReader:
     """Turns rows into pairs."""
 
-    def __init__(self, masked: Masked, seq_len: int, *, reference: bool) -> None:
-        self._masked, self._seq_len, self._reference = masked, seq_len, reference
+    def __init__(self, masked: Masked, seq_len: int, names: Names, *, reference: bool) -> None:
+        self._masked, self._seq_len, self._names, self._reference = masked, seq_len, names, reference
 
     def __call__(self, row: dict[str, Any]) -> Pair:
         """Return a row's pair.
@@ -43,13 +44,13 @@ class PairReader:
             BadRow: the row is not a pair, or is too long.
             ChatRefused: the chat template rejects it.
         """
-        conversations = [messages_of(row, key) for key in ("chosen", "rejected")]
-        first = _shared(*conversations)
+        talks = [answered(row, key, self._names) for key in ("chosen", "rejected")]
+        first = _shared(*(talk.messages for talk in talks))
         chosen, rejected = (
-            answer_of(self._masked, key, messages, first, self._seq_len)
-            for key, messages in zip(("chosen", "rejected"), conversations, strict=True)
+            answer_of(self._masked, key, talk._replace(first=first), self._seq_len)
+            for key, talk in zip(("chosen", "rejected"), talks, strict=True)
         )
-        if any(messages[first]["role"] != "assistant" for messages in conversations):
+        if any(talk.messages[first]["role"] != "assistant" for talk in talks):
             raise BadRow("'chosen' and 'rejected' have different prompts")
         if np.array_equal(chosen.tokens, rejected.tokens):
             raise BadRow("'chosen' and 'rejected' are identical")
@@ -57,46 +58,22 @@ class PairReader:
         return Pair((chosen, rejected), reference)  # type: ignore[arg-type]
 
 
-def answer_of(
-    masked: Masked, key: str, messages: list[dict[str, Any]], first: int, seq_len: int
-) -> Conversation:
-    """Return a conversation in which the assistant's turns among `messages[first:]` are trained on.
+def answer_of(masked: Masked, key: str, talk: Talk, seq_len: int) -> Conversation:
+    """Return a conversation in which the assistant's turns after the context are trained on.
 
     Raises:
         BadRow: there is none, or the conversation is longer than a row.
         ChatRefused: the chat template rejects it.
     """
-    if not any(message["role"] == "assistant" for message in messages[first:]):
+    if not any(message["role"] == "assistant" for message in talk.messages[talk.first :]):
         raise BadRow(f"{key!r} has no assistant message after the prompt")
-    ids, mask = masked(messages, first)
+    ids, mask = masked(talk)
     longest = seq_len + 1
     if len(ids) > longest:  # a truncated answer would be a different one
         raise BadRow(f"{key!r} has {len(ids)} tokens, but a row holds {longest} (training.seq_len)")
     if not any(mask[1:]):
         raise BadRow(f"{key!r} has no assistant tokens")
     return Conversation(np.array(ids, np.int64), np.array(mask, bool))
-
-
-def messages_of(row: dict[str, Any], key: str) -> list[dict[str, Any]]:
-    """Return prompt and answer. The prompt is `prompt` (messages, or a user's text), or the start of the
-    answer, if that does not begin with the assistant.
-
-    Raises:
-        BadRow: one of them is missing, or is neither text nor messages.
-    """
-    answer = value_of(row, key)
-    if isinstance(answer, str):
-        check_characters(key, answer)
-        messages: list[dict[str, Any]] = [{"role": "assistant", "content": answer}]
-    else:
-        messages = check_messages(key, answer)
-    if messages[0]["role"] != "assistant":
-        return messages  # the whole conversation
-    prompt = value_of(row, "prompt")
-    if isinstance(prompt, str):
-        check_characters("prompt", prompt)
-        prompt = [{"role": "user", "content": prompt}]
-    return check_messages("prompt", prompt) + messages
 
 
 def _shared(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> int:
@@ -154,7 +131,7 @@ def build(config: Preference, *, tokenizer: Tokenizer, seq_len: int, rows: int, 
     return dataset_of(
         config,
         "preference",
-        PairReader(masked, seq_len, reference=config.reference_logps),
+        PairReader(masked, seq_len, Names.of(config), reference=config.reference_logps),
         PairRows(seq_len, tokenizer.eos_id, reference=config.reference_logps),
         {"pairs": True, **{name: getattr(config, name) for name in names}},
         tokenizer=tokenizer,

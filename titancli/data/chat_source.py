@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -22,7 +23,7 @@ from titancli.data.hf_datasets import (
     load,
     refuse_hub_keys,
 )
-from titancli.data.jsonl import BadRow, BadRows, LineReader, Row, check_characters, parse
+from titancli.data.jsonl import BadRow, BadRows, LineReader, Row, parse
 from titancli.data.rows import RowDataset, RowMaker
 from titancli.data.source import document_order
 from titancli.errors import EnvironmentProblem, TitanError
@@ -43,6 +44,10 @@ class Rows(Protocol):
     def index(self) -> None:
         """Count the rows before the members below are used; these are as in
         `titancli.data.jsonl.LineReader`."""
+        ...
+
+    def first(self, count: int) -> Iterator[tuple[str, dict[str, Any] | BadRow]]:
+        """Yield the location of each of the first rows, and the row, or why it is bad."""
         ...
 
     def order(self, epoch: int) -> np.ndarray: ...
@@ -83,6 +88,9 @@ class LineRows:
         for file, row, place in self._reader.read(epoch, mark):
             yield *self._parsed(file, row), place
 
+    def first(self, count: int) -> Iterator[tuple[str, dict[str, Any] | BadRow]]:
+        return (self._parsed(file, row) for file, row, _ in islice(self._reader.in_order(None), count))
+
     def row(self, row: int) -> tuple[str, dict[str, Any] | BadRow]:
         return self._parsed(*self._reader.row(row))
 
@@ -111,6 +119,9 @@ class HFRows:
     def index(self) -> None:
         """Do nothing: the rows are counted from the start."""
 
+    def first(self, count: int) -> Iterator[tuple[str, dict[str, Any] | BadRow]]:
+        return map(self.row, range(min(count, self.count)))
+
     def order(self, epoch: int) -> np.ndarray:
         return document_order(self._seed, epoch, self.count, shuffle=self._shuffle)
 
@@ -128,7 +139,7 @@ class HFRows:
             raise
         except Exception as error:  # any error of the file system or Arrow
             _unreadable(self.label, error)
-        return f"{self._path}, row {row}", {name: value for name, value in found.items() if value is not None}
+        return f"{self._path}, row {row}", without_nulls(found)
 
     def read(
         self, epoch: int, mark: dict[str, Any] | None
@@ -144,8 +155,15 @@ class HFRows:
             except Exception as error:  # any error of the file system or Arrow
                 _unreadable(self.label, error)
             for i, number in enumerate(numbers):
-                row = {name: values[i] for name, values in columns.items() if values[i] is not None}
+                row = without_nulls({name: values[i] for name, values in columns.items()})
                 yield f"{self._path}, row {number}", row, {"document": first + i}
+
+
+def without_nulls(value: Any) -> Any:
+    """Return a value of a table without the keys that are null, as every key is that only other rows have."""
+    if isinstance(value, dict):
+        return {key: without_nulls(one) for key, one in value.items() if one is not None}
+    return [without_nulls(one) for one in value] if isinstance(value, list) else value
 
 
 def _unreadable(label: str, error: Exception) -> NoReturn:
@@ -245,6 +263,7 @@ def dataset_of(
     maker: RowMaker,
     settings: Mapping[str, Any],
     *,
+    rows_read: Rows | None = None,
     tokenizer: Tokenizer,
     seq_len: int,
     seed: int,
@@ -258,51 +277,22 @@ def dataset_of(
         read: turns a row into an example, or raises BadRow or ChatRefused.
         maker: turns examples into rows of batches.
         settings: what rows depend on besides files, tokenizer and seq_len; a resume with others is rejected.
+        rows_read: the rows that the config names, if they are open already.
         runtime: what else a dataset's builder is given.
 
     Raises:
         EnvironmentProblem: there is nothing to read.
     """
+    found = rows_read or rows_of(config, kind, seed=seed, dp_rank=dp_rank)
+    named = {name: value for name in ("fields", "roles") if (value := getattr(config, name))}
     return RowDataset(
-        ChatExamples(rows_of(config, kind, seed=seed, dp_rank=dp_rank), read, config),
+        ChatExamples(found, read, config),
         maker,
         tokenizer=tokenizer,
         seq_len=seq_len,
         dp_rank=dp_rank,
         repeat=config.repeat,
-        settings=settings,
+        settings={**settings, **named},
         length_index=config.length_index,
         **runtime,
     )
-
-
-def check_messages(key: str, value: Any) -> list[dict[str, Any]]:
-    """Return a row's messages, without the null keys that tabular formats add.
-
-    Raises:
-        BadRow: the value is not a list of messages.
-    """
-    if not isinstance(value, list):
-        raise BadRow(f"{key!r} is {type(value).__name__}, not a list of messages")
-    if not value:
-        raise BadRow(f"{key!r} has no messages")
-    return [_message(f"{key}[{number}]", message) for number, message in enumerate(value)]
-
-
-def _message(where: str, message: Any) -> dict[str, Any]:
-    if not isinstance(message, dict):
-        raise BadRow(f"{where} is {type(message).__name__}, not an object")
-    found = {name: value for name, value in message.items() if value is not None}
-    for name in ("role", "content"):
-        if name not in found and not (name == "content" and "tool_calls" in found):
-            has = ", ".join(map(repr, found)) or "no keys"
-            raise BadRow(f"{where} has no {name!r}, only {has}"[:200])
-    if not isinstance(found["role"], str):
-        raise BadRow(f"{where}: 'role' is {type(found['role']).__name__}, not a string")
-    if not isinstance(found.get("content", ""), str):
-        raise BadRow(f"{where}: 'content' is {type(found['content']).__name__}, not a string")
-    if "weight" in found:
-        raise BadRow(f"{where} has a 'weight', which is not supported: remove it")
-    for name in ("role", "content"):
-        check_characters(f"{where}.{name}", found.get(name, ""))
-    return found

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -67,22 +68,33 @@ class HFTokenizer:
         found: int | None = self._tokenizer.token_to_id(token)
         return found
 
-    def chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = False) -> list[int]:
+    def chat(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = False,
+        options: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """Return the ids of a conversation (`{"role": …, "content": …}` each) under the folder's chat
-        template.
+        template, whose other arguments are `options` (`tools`, for example).
 
         Raises:
             RecipeError: the folder has no chat template, or the template rejects these messages
                 (`ChatRefused`).
         """
-        return self._template().ids(messages, add_generation_prompt=add_generation_prompt)
+        return self._template().ids(messages, options, add_generation_prompt=add_generation_prompt)
 
     def chat_with_mask(
-        self, messages: list[dict[str, Any]], *, first: int = 0, trailing_newline: bool = False
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        first: int = 0,
+        trailing_newline: bool = False,
+        options: Mapping[str, Any] | None = None,
     ) -> tuple[list[int], list[bool]]:
         """Return the ids, and which belong to assistant turns among `messages[first:]`; see
         `ChatTemplate`."""
-        return self._template().ids_and_mask(messages, first, trailing_newline=trailing_newline)
+        return self._template().ids_and_mask(messages, first, options, trailing_newline=trailing_newline)
 
     @property
     def chat_fingerprint(self) -> str:

@@ -112,9 +112,10 @@ class LineReader:
 
     def read(self, epoch: int, mark: dict[str, Any] | None) -> Iterator[tuple[TextFile, Row, dict[str, Any]]]:
         """Yield the epoch's rows, each with its file and its mark: a position in the order, or in a file."""
-        return self._shuffled(epoch, mark) if self._shuffle else self._in_order(mark)
+        return self._shuffled(epoch, mark) if self._shuffle else self.in_order(mark)
 
-    def _in_order(self, mark: dict[str, Any] | None) -> Iterator[tuple[TextFile, Row, dict[str, Any]]]:
+    def in_order(self, mark: dict[str, Any] | None) -> Iterator[tuple[TextFile, Row, dict[str, Any]]]:
+        """Yield the rows as listed, each with its file and its mark: a position in a file."""
         at = mark or {"file": 0, "byte": 0, "line": 1}
         for number in range(at["file"], len(self._files)):
             file = self._files[number]

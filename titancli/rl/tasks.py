@@ -107,8 +107,8 @@ def build_prompts(config: rl.Prompts, *, seed: int) -> FromRows:
 
 
 def _prompt(row: dict[str, Any], config: rl.Prompts) -> Prompt:
-    from titancli.data.chat_source import check_messages
     from titancli.data.jsonl import BadRow, check_characters, value_of
+    from titancli.data.row_formats import check_messages
 
     found = value_of(row, config.prompt)
     answer = row.get(config.answer)

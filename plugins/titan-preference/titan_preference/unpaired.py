@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from titancli.data.chat import Masked
-from titancli.data.chat_pairs import PairReader, answer_of, messages_of
+from titancli.data.chat_pairs import PairReader, answer_of
 from titancli.data.chat_source import dataset_of
 from titancli.data.fitting import Conversation, row_of
 from titancli.data.jsonl import BadRow, value_of
+from titancli.data.row_formats import Names, answered
 
 if TYPE_CHECKING:
     from titan_preference import Unpaired
@@ -25,24 +26,21 @@ class Labelled(NamedTuple):
     desirable: tuple[bool, ...]
 
 
-def of_answer(masked: Masked, seq_len: int) -> Callable[[dict[str, Any]], Labelled]:
+def of_answer(masked: Masked, seq_len: int, names: Names) -> Callable[[dict[str, Any]], Labelled]:
     """Return the function that reads rows of `prompt`, `completion` and `label`."""
 
     def read(row: dict[str, Any]) -> Labelled:
-        messages = messages_of(row, "completion")
-        said, label = row["completion"], value_of(row, "label")
+        talk, label = answered(row, "completion", names), value_of(row, names.field("label"))
         if not isinstance(label, bool):
             raise BadRow(f"'label' is {label!r}, neither true nor false")
-        turns = len(said) if isinstance(said, list) and said[0]["role"] == "assistant" else 1
-        answer = answer_of(masked, "completion", messages, len(messages) - turns, seq_len)
-        return Labelled((answer,), (label,))
+        return Labelled((answer_of(masked, "completion", talk, seq_len),), (label,))
 
     return read
 
 
-def of_pair(masked: Masked, seq_len: int) -> Callable[[dict[str, Any]], Labelled]:
+def of_pair(masked: Masked, seq_len: int, names: Names) -> Callable[[dict[str, Any]], Labelled]:
     """Return the function that reads pairs of a chosen and a rejected answer."""
-    pair = PairReader(masked, seq_len, reference=False)
+    pair = PairReader(masked, seq_len, names, reference=False)
     return lambda row: Labelled(pair(row).answers, (True, False))
 
 
@@ -84,7 +82,7 @@ def build(config: Unpaired, *, tokenizer: Tokenizer, seq_len: int, **runtime: An
     return dataset_of(
         config,
         "unpaired",
-        (of_pair if config.pairs else of_answer)(masked, seq_len),
+        (of_pair if config.pairs else of_answer)(masked, seq_len, Names.of(config)),
         AnswerRows(seq_len, tokenizer.eos_id, answers=2 if config.pairs else 1),
         {"unpaired": True, "pairs": config.pairs, "trailing_newline": config.trailing_newline},
         tokenizer=tokenizer,

@@ -1,0 +1,320 @@
+"""The formats of rows of conversations: which one rows have, and the messages in a row.
+
+`FORMATS` lists them. A row in any of them becomes a `Talk`: messages as transformers' chat templates read
+them, and the template's other arguments (`tools`, `chat_template_kwargs`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from titancli.data import RowsOfExamples
+from titancli.data.jsonl import BadRow, check_characters, value_of
+from titancli.errors import EnvironmentProblem
+
+SAMPLED = 16
+"""Rows at the start of the data by which the format is detected."""
+ROLES = ("system", "developer", "user", "assistant", "tool", "ipython", "function")
+"""Roles of messages that chat templates know."""
+SPEAKERS = {
+    "human": "user",
+    "user": "user",
+    "system": "system",
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard", "model"), "assistant"),
+    **dict.fromkeys(("tool", "observation", "function_response", "function-response"), "tool"),
+    **dict.fromkeys(("function_call", "function-call", "tool_call"), "function_call"),
+}
+"""Roles by their names in ShareGPT; a `function_call` is a message of the assistant that calls tools."""
+
+
+class Names(NamedTuple):
+    """What a dataset calls the fields of rows, and the roles of messages."""
+
+    fields: Mapping[str, str] = {}
+    """Own names by those that the formats use."""
+    roles: Mapping[str, str] = {}
+    """Roles by their own names."""
+
+    @classmethod
+    def of(cls, config: RowsOfExamples) -> Names:
+        return cls(config.fields, config.roles)
+
+    def field(self, name: str) -> str:
+        return self.fields.get(name, name)
+
+
+class Talk(NamedTuple):
+    """A conversation as a chat template reads it."""
+
+    messages: list[dict[str, Any]]
+    first: int = 0
+    """Number of messages that are only context: the assistant's turns among them are not trained on."""
+    options: Mapping[str, Any] = {}
+    """Other arguments of the template, such as `tools`."""
+    text: str | None = None
+    """Plain text, in place of messages; every token of it is trained on."""
+
+
+class Format(NamedTuple):
+    """A format of rows."""
+
+    title: str
+    needs: tuple[str, ...]
+    """Fields by which its rows are known."""
+    read: Callable[[dict[str, Any], Names], Talk]
+
+
+# -------------------------------------------------------------------------------------------- messages
+
+
+def check_messages(key: str, value: Any, names: Names = Names()) -> list[dict[str, Any]]:  # noqa: B008 - a constant
+    """Return messages, without the null keys that tabular formats add; ShareGPT's turns become messages.
+
+    Args:
+        value: a list of messages, or one message; each has `role` and `content`, or ShareGPT's `from` and
+            `value`.
+
+    Raises:
+        BadRow: the value is not messages, or one is incomplete or of an unknown role.
+    """
+    value = [value] if isinstance(value, dict) else value
+    if not isinstance(value, list):
+        raise BadRow(f"{key!r} is {type(value).__name__}, not a list of messages")
+    if not value:
+        raise BadRow(f"{key!r} has no messages")
+    return [_message(f"{key}[{number}]", message, names) for number, message in enumerate(value)]
+
+
+def _message(where: str, message: Any, names: Names) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise BadRow(f"{where} is {type(message).__name__}, not an object")
+    found = {name: value for name, value in message.items() if value is not None}
+    if "role" not in found and names.field("from") in found:
+        found = _spoken(where, found, names)
+    for name in ("role", "content"):
+        if name not in found and not (name == "content" and "tool_calls" in found):
+            has = ", ".join(map(repr, found)) or "no keys"
+            raise BadRow(f"{where} has no {name!r}, only {has}"[:200])
+    if not isinstance(found["role"], str):
+        raise BadRow(f"{where}: 'role' is {type(found['role']).__name__}, not a string")
+    if (role := names.roles.get(found["role"], found["role"])) not in (*ROLES, *names.roles.values()):
+        raise BadRow(
+            f"{where}: the role {role!r} is unknown; if it is right, say which one it is, for example "
+            f'dataset.roles = {{ "{role}" = "assistant" }}'
+        )
+    if not isinstance(found.get("content", ""), str):
+        raise BadRow(f"{where}: 'content' is {type(found['content']).__name__}, not a string")
+    if "weight" in found:
+        raise BadRow(f"{where} has a 'weight', which is not supported: remove it")
+    for name in ("role", "content", "reasoning_content"):
+        if isinstance(text := found.get(name, ""), str):
+            check_characters(f"{where}.{name}", text)
+    return {**found, "role": role}
+
+
+def _spoken(where: str, turn: dict[str, Any], names: Names) -> dict[str, Any]:
+    """Return a turn of ShareGPT as a message."""
+    speaker, key = turn.pop(names.field("from")), names.field("value")
+    if key not in turn:
+        raise BadRow(f"{where} has no {key!r}, only {', '.join(map(repr, turn)) or 'no other keys'}"[:200])
+    said = turn.pop(key)
+    role = SPEAKERS.get(str(speaker).lower(), speaker)
+    if speaker in names.roles or role != "function_call":
+        return {**turn, "role": speaker if speaker in names.roles else role, "content": said}
+    calls = _json(f"{where}.{key}", said)
+    calls = calls if isinstance(calls, list) else [calls]
+    if not all(isinstance(call, dict) and "name" in call for call in calls):
+        raise BadRow(f'{where}.{key} is not a call of a tool: {{"name": …, "arguments": …}}')
+    return {**turn, "role": "assistant", "tool_calls": [{"type": "function", "function": c} for c in calls]}
+
+
+def options_of(row: dict[str, Any], names: Names) -> dict[str, Any]:
+    """Return the arguments of the chat template that a row has besides its messages."""
+    found: dict[str, Any] = {}
+    tools, more = row.get(names.field("tools")), row.get("chat_template_kwargs")
+    if tools:
+        found["tools"] = _json(names.field("tools"), tools) if isinstance(tools, str) else tools
+        if not isinstance(found["tools"], list):
+            raise BadRow(f"{names.field('tools')!r} is not a list of tools")
+    if more is not None and not isinstance(more, dict):
+        raise BadRow(f"'chat_template_kwargs' is {type(more).__name__}, not an object")
+    return {**found, **(more or {})}
+
+
+def said_by(role: str, key: str, value: Any, names: Names) -> list[dict[str, Any]]:
+    """Return a text as one message of a role; messages as they are."""
+    if not isinstance(value, str):
+        return check_messages(key, value, names)
+    check_characters(key, value)
+    return [{"role": role, "content": value}]
+
+
+def _json(where: str, text: Any) -> Any:
+    try:
+        return json.loads(text)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise BadRow(f"{where!r} is not JSON: {error}") from error
+
+
+# --------------------------------------------------------------------------------------------- formats
+
+
+def _listed(name: str) -> Callable[[dict[str, Any], Names], Talk]:
+    def read(row: dict[str, Any], names: Names) -> Talk:
+        key = names.field(name)
+        messages = check_messages(key, value_of(row, key), names)
+        return Talk(system_of(row, names, messages), options=options_of(row, names))
+
+    return read
+
+
+def system_of(row: dict[str, Any], names: Names, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages after the row's own `system`, if it has one."""
+    key = names.field("system")
+    text = row.get(key)
+    return messages if not text else said_by("system", key, text, names) + messages
+
+
+def alpaca_prompt(row: dict[str, Any], names: Names) -> list[dict[str, Any]]:
+    """Return the messages before an answer in the format of Alpaca: system, history, and the instruction with
+    its input on a line of its own, as LLaMA-Factory joins them."""
+    asked = []
+    for name in ("instruction", "input"):
+        key = names.field(name)
+        text = value_of(row, key) if name == "instruction" else row.get(key)
+        if not isinstance(text or "", str):
+            raise BadRow(f"{key!r} is {type(text).__name__}, not a string")
+        check_characters(key, text or "")
+        asked += [text] if text else []
+    if not asked:
+        raise BadRow(f"{names.field('instruction')!r} is empty")
+    messages: list[dict[str, Any]] = []
+    for number, turn in enumerate(row.get(names.field("history")) or []):
+        if not (isinstance(turn, list) and len(turn) == 2 and all(isinstance(text, str) for text in turn)):
+            raise BadRow(f"'history[{number}]' is not a question and its answer")
+        messages += [{"role": role, "content": text} for role, text in zip(("user", "assistant"), turn)]  # noqa: B905
+    return system_of(row, names, [*messages, {"role": "user", "content": "\n".join(asked)}])
+
+
+def answered(row: dict[str, Any], name: str, names: Names) -> Talk:
+    """Return an answer with its prompt, which is context. The prompt is in `prompt` (messages, or a user's
+    text), `messages`, `conversations` or Alpaca's `instruction`, or it is all but the last message of the
+    answer.
+
+    Raises:
+        BadRow: one of them is missing, or is neither text nor messages.
+    """
+    key, options = names.field(name), options_of(row, names)
+    answer = said_by("assistant", key, value_of(row, key), names)
+    if answer[0]["role"] != "assistant":
+        whole = system_of(row, names, answer)
+        return Talk(whole, len(whole) - 1, options)
+    asked = [names.field(one) for one in ("prompt", "messages", "conversations")]
+    if not any(one in row for one in asked) and names.field("instruction") in row:
+        prompt = alpaca_prompt(row, names)
+    else:
+        key = next((one for one in asked if one in row), asked[0])
+        prompt = system_of(row, names, said_by("user", key, value_of(row, key), names))
+    return Talk(prompt + answer, len(prompt), options)
+
+
+def _alpaca(row: dict[str, Any], names: Names) -> Talk:
+    prompt, key = alpaca_prompt(row, names), names.field("output")
+    if not (answer := value_of(row, key)):
+        raise BadRow(f"{key!r} is empty")
+    return Talk(prompt + said_by("assistant", key, answer, names), options=options_of(row, names))
+
+
+def _completion(row: dict[str, Any], names: Names) -> Talk:
+    asked, given = names.field("prompt"), names.field("completion")
+    prompt = system_of(row, names, said_by("user", asked, value_of(row, asked), names))
+    if not (completion := value_of(row, given)):
+        raise BadRow(f"{given!r} is empty")
+    answer = said_by("assistant", given, completion, names)
+    return Talk(prompt + answer, len(prompt), options_of(row, names))
+
+
+def _text(row: dict[str, Any], names: Names) -> Talk:
+    key = names.field("text")
+    text = value_of(row, key)
+    if not isinstance(text, str) or not text:
+        raise BadRow(f"{key!r} is {'empty' if text == '' else f'{type(text).__name__}, not a string'}")
+    check_characters(key, text)
+    return Talk([], text=text)
+
+
+FORMATS = {
+    "messages": Format("messages", ("messages",), _listed("messages")),
+    "sharegpt": Format("ShareGPT", ("conversations",), _listed("conversations")),
+    "alpaca": Format("Alpaca", ("instruction", "output"), _alpaca),
+    "prompt_completion": Format("prompt and completion", ("prompt", "completion"), _completion),
+    "text": Format("plain text", ("text",), _text),
+}
+"""Formats by their names in a recipe, the first that fits a row being the row's."""
+
+
+def format_of_row(row: Mapping[str, Any], names: Names) -> str | None:
+    """Return the format of a row, a key of `FORMATS`; None if it has none of them."""
+    found = (name for name, one in FORMATS.items() if all(names.field(key) in row for key in one.needs))
+    return next(found, None)
+
+
+def words(name: str, names: Names) -> str:
+    """Return a format as messages name it: with the fields that it is read from."""
+    one = FORMATS[name]
+    return f"{one.title}, from {' and '.join(f'`{names.field(key)}`' for key in one.needs)}"
+
+
+def detected(rows: Iterable[tuple[str, dict[str, Any] | BadRow]], names: Names) -> str:
+    """Return the format of the first rows.
+
+    Args:
+        rows: the location of each row as shown to users, and the row, or why it is bad.
+
+    Raises:
+        EnvironmentProblem: no row has a known format, or two of them have different ones.
+    """
+    seen: dict[str, str] = {}
+    odd = ""
+    for where, row in rows:
+        if isinstance(row, BadRow):
+            continue
+        if (name := format_of_row(row, names)) is not None:
+            seen.setdefault(name, where)
+        else:
+            odd = odd or f"{where} has {', '.join(map(repr, row)) or 'no keys'}"[:200]
+    if len(seen) > 1:
+        (one, first), (other, second), *_ = seen.items()
+        raise EnvironmentProblem(
+            f"rows have different formats: {first} is {FORMATS[one].title}, {second} is "
+            f"{FORMATS[other].title}",
+            hint=f'separate them into two datasets of a mix, or set dataset.format = "{one}", so that the '
+            f"others are bad rows",
+        )
+    if not seen and odd:
+        known = "; ".join(" and ".join(one.needs) for one in FORMATS.values())
+        raise EnvironmentProblem(
+            f"the format of the rows is not known: {odd}",
+            hint=f"rows have {known}; name other fields in dataset.fields, for example "
+            f'{{ messages = "dialogue" }}',
+        )
+    return next(iter(seen), "messages")
+
+
+def talk_of(row: dict[str, Any], name: str, names: Names) -> Talk:
+    """Return the conversation of a row.
+
+    Raises:
+        BadRow: the row is incomplete, or has another format.
+    """
+    one = FORMATS[name]
+    if any(names.field(key) not in row for key in one.needs):
+        other = format_of_row(row, names)
+        if other is not None:
+            raise BadRow(
+                f"it is {FORMATS[other].title}, but the first rows are {one.title} "
+                f"({', '.join(names.field(key) for key in one.needs)}): move it to a file of its own"
+            )
+    return one.read(row, names)
