@@ -26,7 +26,7 @@ from titancli.checkpoint.hf import peft
 from titancli.checkpoint.hf.peft_names import beside_experts, placed
 from titancli.checkpoint.hf.which import hf_form
 from titancli.cli import main
-from titancli.converters.lora import adapters_of
+from titancli.converters.lora import adapter_names
 from titancli.models import Llama3
 from titancli.registry.component import build, component_info
 
@@ -71,7 +71,7 @@ def adapted(folder: Path, name: str) -> Adapted:
         if key.endswith((*ADAPTED, *STACKED)):
             *many, out, inner = weight.shape
             a, b = (torch.randn(*many, *s, generator=drawn) * 0.2 for s in ((RANK, inner), (out, RANK)))
-            adapters |= dict(zip((f"model.{own}" for own in adapters_of(key)), (a, b), strict=True))
+            adapters |= dict(zip((f"model.{own}" for own in adapter_names(key)), (a, b), strict=True))
             together = weight.double() + ALPHA / RANK * b.double() @ a.double()
             merged |= dict(form.to_hf(key, together))
     facts = {"form": "lora", "rank": RANK, "alpha": ALPHA, "base": base_of(folder / "base")}

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tests.engine.cases import Layout, my_batches, recipe, small, wholes
 from titancli.converters import LoRA
-from titancli.converters.lora import adapters_of, weights_of
+from titancli.converters.lora import adapter_names, weights_of
 from titancli.distributed.local import local
 from titancli.engine import Engine
 from titancli.errors import TitanError
@@ -61,7 +61,7 @@ def against_merged(base: Path, layout: Layout | None = None, lora: LoRA = LORA) 
     gradients = wholes((name, p.grad) for name, p in engine.trained_parameters())
     scale = lora.alpha / lora.rank
     for weight in weights_of(adapters):
-        name_a, name_b = adapters_of(weight)
+        name_a, name_b = adapter_names(weight)
         a, b, by_weight = adapters[name_a], adapters[name_b], weights[weight]
         found[name_a] = error(gradients[name_a], scale * b.mT @ by_weight)
         found[name_b] = error(gradients[name_b], scale * by_weight @ a.mT)

@@ -34,7 +34,7 @@ from titancli.checkpoint import CheckpointReader
 from titancli.checkpoint.format.metadata import open_metadata
 from titancli.checkpoint.hf.which import hf_form
 from titancli.converters import LoRA
-from titancli.converters.lora import AdaptedLinear, Adapters, adapters_of, merge
+from titancli.converters.lora import AdaptedLinear, Adapters, adapter_names, merge
 from titancli.errors import RecipeError
 from titancli.recipe.check import component_checks
 from titancli.registry.component import build
@@ -258,8 +258,8 @@ def test_a_bias_stays_the_bases_and_only_the_weight_gets_the_product(
     expected: dict[str, torch.Tensor] = {}
     for key in base.names():
         whole = base.read(key)
-        if adapters_of(key)[0] in adapters:
-            a, b = (adapters[own].double() for own in adapters_of(key))
+        if adapter_names(key)[0] in adapters:
+            a, b = (adapters[own].double() for own in adapter_names(key))
             whole = (whole.double() + 5.0 / 3.0 * b @ a).float()
         expected |= dict(form.to_hf(key, whole))
     assert first["names"] == list(found) and found.keys() == expected.keys()

@@ -12,7 +12,7 @@ import torch
 from tests.engine import cases
 from tests.engine.cases import Layout
 from tests.ranks import Ranks
-from titan_proof.digests import StepDigest, differences, named, read_digests
+from titan_proof.digests import StepDigest, differing_values, named, read_digests
 from titancli.engine import Engine, digest
 from titancli.engine.digest import Digests, row_hashes, sums
 from titancli.observe.digests import DigestWriter
@@ -143,7 +143,8 @@ def check(found: tuple[StepDigest, StepDigest], one_rank: tuple[StepDigest, Step
         assert own.rows == expected.rows
         assert math.isclose(own.loss, expected.loss, rel_tol=1e-5)
         assert math.isclose(own.grad_norm, expected.grad_norm, rel_tol=1e-5)
-        assert set(differences(own, expected)) <= {"loss", "gradient norm"}  # hashes are another layout's
+        differing = differing_values(own, expected)
+        assert set(differing) <= {"loss", "gradient norm"}  # hashes are another layout's
 
 
 @pytest.mark.slow  # test_replay.py of titan-proof compares digests of two ranks
@@ -156,8 +157,8 @@ def test_ranks_make_the_same_digests_again_until_a_bit_flips(
     check(first, one_rank)
     assert one_rank[0].rows == one_rank[1].rows and first[0].ranks != first[1].ranks
     flipped = of_two_steps(ranks, 2, tmp_path / "flipped", layout, 1)
-    assert differences(first[0], flipped[0]) == []
-    assert f"gradients ({first[1].layout.names[1][3]} on rank 1)" in differences(first[1], flipped[1])
+    assert differing_values(first[0], flipped[0]) == []
+    assert f"gradients ({first[1].layout.names[1][3]} on rank 1)" in differing_values(first[1], flipped[1])
 
 
 @pytest.mark.slow
@@ -169,4 +170,4 @@ def test_digests_on_other_layouts(
     layout = cases.small(LAYOUTS[name], micro_batches=2)
     check(of_two_steps(ranks, 2, tmp_path / "a", layout), one_rank)
     again = of_two_steps(ranks, 2, tmp_path / "b", layout)
-    assert [differences(read_digests(tmp_path / "a")[d.step], d) for d in again] == [[], []]
+    assert [differing_values(read_digests(tmp_path / "a")[d.step], d) for d in again] == [[], []]

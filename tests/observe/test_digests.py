@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from titan_proof.digests import differences, read_digests, read_starts
+from titan_proof.digests import differing_values, read_digests, read_starts
 from titancli.errors import EnvironmentProblem
 from titancli.observe.digests import RECORD, DigestWriter, path_of
 
@@ -36,7 +36,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert list(found) == [1, 2, 3, 4] and RECORD.itemsize == 44
     assert (found[2].loss, found[2].grad_norm, found[2].rows, found[2].skipped) == (2, 0.5, 2**64 - 2, False)
     assert found[2].ranks == {0: ((2, 2**32 - 1), (7, 8))} and found[4].skipped
-    assert differences(found[4], found[4]) == []  # NaN is the same as NaN
+    assert differing_values(found[4], found[4]) == []  # NaN is the same as NaN
     assert read_digests(tmp_path / "none") == {}
 
 

@@ -11,14 +11,13 @@ import xxhash
 from torch import Tensor
 
 from titancli.checkpoint.exclude import Exclusion
-from titancli.checkpoint.format.manifest import Verify, adapters_of, is_checkpoint, read_manifest
+from titancli.checkpoint.format.manifest import Verify, adapter_record, is_checkpoint, read_manifest
 from titancli.checkpoint.format.tensors import Tensors
 from titancli.checkpoint.hf.folder import read_hf
 from titancli.checkpoint.hf.likeness import left_out
 from titancli.checkpoint.hf.which import hf_form, parameter_shapes
 from titancli.checkpoint.reader import CheckpointReader
-from titancli.converters.lora import adapters_of as adapters_beside
-from titancli.converters.lora import merge, weights_of
+from titancli.converters.lora import adapter_names, merge, weights_of
 from titancli.errors import EnvironmentProblem, TitanError
 from titancli.fingerprint import fingerprint
 
@@ -45,17 +44,17 @@ def base_of(folder: Path) -> dict[str, str]:
     return {"path": str(folder), "digest": digest}
 
 
-def require_base(told: dict[str, Any], folder: Path, base: dict[str, str] | None = None) -> Path:
+def require_base(record: dict[str, Any], folder: Path, base: dict[str, str] | None = None) -> Path:
     """Return the folder of the base that a checkpoint of adapters was trained on.
 
     Args:
-        told: what the manifest of `folder` records about its adapters.
+        record: what the manifest of `folder` records about its adapters.
         base: the base to use; None: the one at the recorded path.
 
     Raises:
         EnvironmentProblem: the base is missing, or is a different one.
     """
-    path = Path(told["base"]["path"])
+    path = Path(record["base"]["path"])
     if base is None:
         if not path.is_dir():
             raise EnvironmentProblem(
@@ -63,9 +62,9 @@ def require_base(told: dict[str, Any], folder: Path, base: dict[str, str] | None
                 hint="restore the base at this path",
             )
         base = base_of(path)
-    if base["digest"] != told["base"]["digest"]:
+    if base["digest"] != record["base"]["digest"]:
         raise EnvironmentProblem(
-            f"{folder} holds adapters of the base {path} (digest {told['base']['digest'][:12]}), but "
+            f"{folder} holds adapters of the base {path} (digest {record['base']['digest'][:12]}), but "
             f"{base['path']} is a different one (digest {base['digest'][:12]})",
             hint="use exactly the base that the adapters were trained on",
         )
@@ -99,7 +98,7 @@ class MergedReader:
 
     def read(self, name: str) -> Tensor:
         weight = self.base.read(name)
-        a, b = adapters_beside(name)
+        a, b = adapter_names(name)
         if a not in self._own:
             return weight
         return merge(weight, self.adapters.read(a), self.adapters.read(b), self.scale)
@@ -141,14 +140,14 @@ def open_weights(
         EnvironmentProblem: the checkpoint is damaged, or the base of its adapters is missing or a
             different one.
     """
-    told = adapters_of(read_manifest(folder))
-    if told is None:
+    record = adapter_record(read_manifest(folder))
+    if record is None:
         return CheckpointReader(folder, verify=verify, prefix="model.", reuse=reuse)
     reader = CheckpointReader(folder, verify=verify, prefix="model.")
-    path = require_base(told, folder)
+    path = require_base(record, folder)
     say(f"merging the adapters into {path}")
     base = open_base(path, model, verify=verify, reuse=reuse)
-    return MergedReader(reader, base, told["alpha"] / told["rank"])
+    return MergedReader(reader, base, record["alpha"] / record["rank"])
 
 
 def open_base(path: Path, model: Any, *, verify: Verify = "full", reuse: bool = False) -> Tensors:

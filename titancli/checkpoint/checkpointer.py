@@ -205,7 +205,7 @@ class Checkpointer:
 
         def say() -> None:
             while not ended.wait(SIGN_SECONDS):
-                _tell(ranks, doing, told=AT_WORK)
+                _tell(ranks, doing, message=AT_WORK)
 
         # If this fails, a rank has ended: the work is still finished, and the final message fails too.
         with ThreadPoolExecutor(1, thread_name_prefix="titan-at-work") as thread:
@@ -296,14 +296,14 @@ class Checkpointer:
 
 
 def _tell(
-    ranks: Ranks, doing: str, error: BaseException | None = None, told: str | None = None
+    ranks: Ranks, doing: str, error: BaseException | None = None, message: str | None = None
 ) -> str | None:
-    """Return `told` of rank 0 on every rank, or raise its error on all of them."""
+    """Return `message` of rank 0 on every rank, or raise its error on all of them."""
 
     def word() -> str | None:
         if error is not None:
             raise error
-        return told
+        return message
 
     return ranks.one(doing, word)
 

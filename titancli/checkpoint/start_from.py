@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import xxhash
 
 from titancli.checkpoint.exclude import Exclusion
-from titancli.checkpoint.format.manifest import adapters_of, read_manifest
+from titancli.checkpoint.format.manifest import adapter_record, read_manifest
 from titancli.checkpoint.remote.store import TIMEOUT
 from titancli.data.hub import Hosted
 from titancli.errors import EnvironmentProblem
@@ -124,7 +124,7 @@ def still_needs_weights(recipe: Recipe, checkpoint: Path) -> str | None:
     start = start_from(recipe)
     if start.kind != "weights":  # tensors left out get initial values, as at the start of the run
         return None
-    if adapters_of(read_manifest(checkpoint)) is not None:
+    if adapter_record(read_manifest(checkpoint)) is not None:
         return f"{checkpoint.name} holds adapters, and these weights are their base"
     if start_from(recipe, checkpoint).exclusion.may_have_weights:
         return f"checkpoint.exclude_from_loading leaves out weights of {checkpoint.name}"

@@ -184,7 +184,7 @@ class Adapters:
                 yield name, tensor
             if held and name.endswith(OWN[1]):  # the last of its layer
                 weight = next(iter(held))  # a bias beside the weight is the base's
-                a, b = adapters_of(weight)
+                a, b = adapter_names(weight)
                 merged = merge(held[weight], held.pop(a), held.pop(b), self.scale)
                 held[weight] = merged.to(held[weight].dtype)
                 yield from held.items()
@@ -203,7 +203,7 @@ def adapt(model: nn.Module, weight: str, rank: int, scale: float) -> None:
 _ENDS = tuple(f"{before}{own}" for own in OWN for before in "._")
 
 
-def adapters_of(weight: str) -> tuple[str, str]:
+def adapter_names(weight: str) -> tuple[str, str]:
     """Return the names of a weight's A and B."""
     stem = weight.removesuffix("weight") if weight.endswith(".weight") else f"{weight}_"
     return f"{stem}{OWN[0]}", f"{stem}{OWN[1]}"

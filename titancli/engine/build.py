@@ -38,7 +38,7 @@ from titancli.engine.runners import Runner, WholeModel
 from titancli.engine.skip_step import Guard
 from titancli.engine.status import EngineSettings, Unusable
 from titancli.engine.step import Hooks
-from titancli.engine.weights import Renewal, adapters_of
+from titancli.engine.weights import Renewal, adapter_converter
 from titancli.errors import PluginError, Problem, RecipeError, TitanError
 from titancli.layout.degrees import Degrees
 from titancli.models.blocks.kernels import prefer_fast_kernels
@@ -159,7 +159,7 @@ def converted(model: Any, recipe: Recipe, degrees: Degrees) -> list[Any]:
         name = component_info(config).name
         converter = build(config, mesh=degrees, compile=recipe.compile.enable)
         owns = converter.owns
-        if owns is not None and adapters_of(found) is not None:
+        if owns is not None and adapter_converter(found) is not None:
             raise PluginError(
                 f"the converter {name} adds parameters of its own, and so does one before it",
                 hint="use only one of them",

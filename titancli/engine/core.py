@@ -30,7 +30,7 @@ from titancli.engine.status import (
     refuse_modes,
 )
 from titancli.engine.step import Hooks, Step
-from titancli.engine.weights import adapters_of, plain_parameters
+from titancli.engine.weights import adapter_converter, plain_parameters
 from titancli.errors import TitanError
 from titancli.parallel.fsdp import reshard
 from titancli.parallel.wrapped import as_written
@@ -210,7 +210,7 @@ class EngineCore:
     @property
     def adapters(self) -> Any:
         """The converter whose parameters are not part of the plain model, or None."""
-        return adapters_of(self.converters)
+        return adapter_converter(self.converters)
 
     @contextmanager
     def as_base(self) -> Iterator[None]:

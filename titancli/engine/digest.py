@@ -76,8 +76,8 @@ class Digests:
         numbers = torch.stack((step.average.float(), step.norm.float())).view(torch.int32).long()
         whether = torch.zeros_like(self._rows) if step.skipped is None else step.skipped.long()
         hashes = (self._gradients.to(step.norm.device), weights.to(step.norm.device))
-        told = torch.cat((numbers, torch.stack((whether, self._rows)), *hashes))
-        self._pending.append((step.number, Copy(told)))
+        record = torch.cat((numbers, torch.stack((whether, self._rows)), *hashes))
+        self._pending.append((step.number, Copy(record)))
         self.write()
 
     def write(self, *, wait: bool = False) -> None:

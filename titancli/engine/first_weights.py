@@ -22,7 +22,13 @@ from titancli.checkpoint.start_from import StartFrom, start_from, still_needs_we
 from titancli.distributed.process_group import patient_group
 from titancli.distributed.together import Ranks
 from titancli.engine.rng import generator_for
-from titancli.engine.weights import TensorInfo, adapter_facts, adapters_of, base_parameters, tensor_infos
+from titancli.engine.weights import (
+    TensorInfo,
+    adapter_converter,
+    adapter_facts,
+    base_parameters,
+    tensor_infos,
+)
 from titancli.errors import EnvironmentProblem, RecipeError
 from titancli.parallel.alone import as_stored
 from titancli.recipe.schema import Recipe
@@ -79,7 +85,7 @@ def first_weights(
         return FirstWeights()
     tensors = base_parameters(parts, converters)
     known = tensor_infos(tensors.items(), parts, mesh, placement)
-    return load_weights(recipe, start, form, tensors, known, adapters_of(converters))
+    return load_weights(recipe, start, form, tensors, known, adapter_converter(converters))
 
 
 def materialise(
@@ -96,7 +102,7 @@ def materialise(
     Weights in a complete checkpoint are read with its other state, see `titancli.worker.data`. With
     `initialised` false all weights come from a checkpoint of the run itself.
     """
-    adapters = adapters_of(converters)
+    adapters = adapter_converter(converters)
     for part in parts:
         home = part.parameter_device or device
         allocate(part, home, device)
@@ -149,17 +155,17 @@ def load_weights(
     def look() -> tuple[Path, dict[str, Any] | None, Path]:
         if not start.is_here:  # the run resumed without it, but its reference model needs it
             start.fetch(logger.info)
-        told = adapter_facts(adapters, folder := start.folder)
-        return folder, told, folder if told is None else require_base(told, folder)
+        record = adapter_facts(adapters, folder := start.folder)
+        return folder, record, folder if record is None else require_base(record, folder)
 
     ranks = Ranks(patient_group())
-    folder, told, base = ranks.local(f"reading {start.source}", look)
+    folder, record, base = ranks.local(f"reading {start.source}", look)
     kept = _load_base(recipe, replace(start, source=base), form, tensors, known)
-    first = FirstWeights(kept=kept, adapters_from=None if told is None else folder)
+    first = FirstWeights(kept=kept, adapters_from=None if record is None else folder)
     if adapters is None:
         return first
     own = ranks.local(f"reading {base}", lambda: base_of(base))
-    return first._replace(base=own, begins_as_base=told is None)
+    return first._replace(base=own, begins_as_base=record is None)
 
 
 def _load_base(

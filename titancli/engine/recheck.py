@@ -167,8 +167,8 @@ class Recheck:
         if all(kind == SAME for kind, _, _ in table):
             return
         own = (mine.name, f"host {socket.gethostname()}, device {device}")
-        told = everyone.gather(own)
-        raise _error(step, suspects(table), table, told)
+        findings = everyone.gather(own)
+        raise _error(step, suspects(table), table, findings)
 
 
 class _Watcher:
@@ -269,11 +269,11 @@ def suspects(table: Sequence[Sequence[int]]) -> list[int]:
 
 
 def _error(
-    step: int, ranks: list[int], table: Sequence[Sequence[int]], told: Sequence[tuple[str, str]]
+    step: int, ranks: list[int], table: Sequence[Sequence[int]], findings: Sequence[tuple[str, str]]
 ) -> TitanError:
-    name, where = told[ranks[0]]
+    name, where = findings[ranks[0]]
     kind = table[ranks[0]][0]
-    places = "; ".join(f"rank {rank}: {told[rank][1]}" for rank in ranks) if len(ranks) > 1 else where
+    places = "; ".join(f"rank {rank}: {findings[rank][1]}" for rank in ranks) if len(ranks) > 1 else where
     verb = {COMPUTED: "computed", RECEIVED: "received", REDUCED: "reduced"}[kind]
     return TitanError(
         f"step {step} was computed twice from the same state, and {name_ranks(ranks)} ({places}) {verb} "

@@ -205,10 +205,10 @@ def _check_loss(samples: Sequence[Checked], loss: Any) -> None:
         )
     for sample in samples:
         if lacking := [one for one in needs if one not in sample.columns and one != "targets"]:
-            told, in_extra = field_of(lacking[0]), lacking[0] not in COLUMNS.values()
+            field, in_extra = field_of(lacking[0]), lacking[0] not in COLUMNS.values()
             raise TitanError(
-                f"the loss {name} needs {told}, which sample {sample.index} has not",
-                hint=f"pass extra={{{told!r}: ...}}" if in_extra else f"pass Sample(..., {told}=...)",
+                f"the loss {name} needs {field}, which sample {sample.index} has not",
+                hint=f"pass extra={{{field!r}: ...}}" if in_extra else f"pass Sample(..., {field}=...)",
             )
         weights = sample.columns["weights"]
         if not loss.weighted and bool(((weights != 0) & (weights != 1)).any()):

@@ -60,13 +60,13 @@ class Guard:
         """Whether reading a number waits for nothing. (A fake tensor has no numbers.)"""
         self._is_asked = False
         """Whether a caller uses `too_many` and is responsible for skipped steps."""
-        self._told = [0.0, 0.0]
+        self._reported = [0.0, 0.0]
         """Skipped steps and new levels reported so far."""
 
     def gradients_ready(self, step: Step) -> Tensor:
         """Return 1.0 if a step must be skipped, else 0.0. Collective."""
-        told = (step.number, step.norm, step.average, step.weight)
-        return self.judge(*told, steady=step.steady, vetoed=step.vetoed)
+        numbers = (step.number, step.norm, step.average, step.weight)
+        return self.judge(*numbers, steady=step.steady, vetoed=step.vetoed)
 
     def step_applied(self, step: Step) -> dict[str, Tensor]:
         return {"skipped_steps": self.skipped}
@@ -225,8 +225,8 @@ class Guard:
 
     def _tell(self, record: list[float]) -> bool:
         """Report new skipped steps and levels; return whether too many in a row were skipped."""
-        skipped, levels = record[0] - self._told[0], record[9] - self._told[1]
-        self._told = [record[0], record[9]]
+        skipped, levels = record[0] - self._reported[0], record[9] - self._reported[1]
+        self._reported = [record[0], record[9]]
         if skipped > 0:
             others = f" ({skipped - 1:.0f} more before it)" if skipped > 1 else ""
             logger.warning("step %.0f was skipped%s: %s", record[2], others, reason(record))
@@ -271,7 +271,7 @@ class Guard:
         in_a_row = state["in_a_row"] if state["in_a_row"] < self._section.max_skips else 0
         self._record.zero_()
         self._record[0], self._record[1] = state["skipped"], in_a_row
-        self._told = [float(state["skipped"]), 0.0]
+        self._reported = [float(state["skipped"]), 0.0]
         known = torch.tensor([state["losses"], state["norms"]], device=self._values.device)
         known = known[:, -self._section.window :]
         self._values.zero_()
@@ -317,15 +317,15 @@ def reason(record: list[float]) -> str:
         return "a callback has vetoed it"
     broken, numbers, limits = record[3:5], record[5:7], record[7:9]
     infinite = [name for name, is_broken in zip(NAMES, broken, strict=True) if is_broken]
-    told = (
+    reasons = (
         [f"{' and '.join(infinite)} {'is' if len(infinite) == 1 else 'are'} not finite"] if infinite else []
     )
-    told += [
+    reasons += [
         f"{name} is {number:.4g}, but the previous steps suggest less than {limit:.4g}"
         for name, number, limit in zip(NAMES, numbers, limits, strict=True)
         if number > limit
     ]
-    return "; ".join(told)
+    return "; ".join(reasons)
 
 
 def new_level(record: list[float]) -> str:

@@ -72,11 +72,11 @@ def accumulating(
     step.steady = step.steady and loss.steady
     # On an error an unknown part of the gradients may have been added.
     with engine._aborted("forward_backward", forget=True), call.shared():
-        told, added = {} if first is None else first(step), Pass()
+        replaced, added = {} if first is None else first(step), Pass()
         backward = _backward(engine, step, placed, loss, is_first=is_first)
         with engine.hooks.around_backward(backward, engine.verb_lock.lent), step.stream.drawn():
             yield added
-        sums = poisoned(call.in_order({**added.sums, **told}), poison)
+        sums = poisoned(call.in_order({**added.sums, **replaced}), poison)
         worst = largest(quotient(sums["loss"], sums["weight"]), engine.mesh.dp_group)
         totals = summed(sums, engine.mesh.dp_group)
         weight = totals.pop("weight")

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from titancli.checkpoint import base as bases
-from titancli.checkpoint.format.manifest import adapters_of as told_by
-from titancli.checkpoint.format.manifest import is_checkpoint, read_manifest
+from titancli.checkpoint.format.manifest import adapter_record, is_checkpoint, read_manifest
 from titancli.checkpoint.hf.virtual import put
 from titancli.checkpoint.load import name_lists
 from titancli.distributed import process_group
@@ -39,7 +38,7 @@ class TensorInfo(NamedTuple):
     """The pipeline rank that has it."""
 
 
-def adapters_of(converters: Iterable[Converter]) -> Any:
+def adapter_converter(converters: Iterable[Converter]) -> Any:
     """Return the converter whose parameters are not part of the plain model, if there is one."""
     return next((one for one in converters if one.owns is not None), None)
 
@@ -58,7 +57,7 @@ def plain_parameters(parts: Iterable[Any], converters: Sequence[Converter]) -> l
 
 def saved_parameters(parts: Iterable[Any], converters: Sequence[Converter]) -> list[tuple[str, Tensor]]:
     """Return those of `plain_parameters` that a checkpoint contains: all, or only the adapters, if any."""
-    adapters = adapters_of(converters)
+    adapters = adapter_converter(converters)
     return [
         named for named in plain_parameters(parts, converters) if adapters is None or adapters.owns(named[0])
     ]
@@ -66,7 +65,7 @@ def saved_parameters(parts: Iterable[Any], converters: Sequence[Converter]) -> l
 
 def base_parameters(parts: Iterable[Any], converters: Sequence[Converter]) -> dict[str, Tensor]:
     """Return those of `plain_parameters` that belong to the plain model."""
-    adapters = adapters_of(converters)
+    adapters = adapter_converter(converters)
     return {n: t for n, t in plain_parameters(parts, converters) if adapters is None or not adapters.owns(n)}
 
 
@@ -154,23 +153,23 @@ def adapter_facts(
         TitanError: they do not match the engine's, or it has none.
         EnvironmentProblem: they were trained on another base.
     """
-    told = told_by(read_manifest(folder)) if is_checkpoint(folder) else None
-    if told is None:
+    record = adapter_record(read_manifest(folder)) if is_checkpoint(folder) else None
+    if record is None:
         return None
     if adapters is None:
         raise TitanError(
-            f"{folder} contains adapters ({told['form']}), not the weights of a model",
+            f"{folder} contains adapters ({record['form']}), not the weights of a model",
             hint=f"merge them first: titan convert-checkpoint {folder} FOLDER --to hf",
         )
     for name, here in adapters.facts.items():
-        if told[name] != here:
+        if record[name] != here:
             raise TitanError(
-                f"{folder} contains adapters with {name} = {told[name]}, but this recipe has {here}",
-                hint=f"set {name} = {told[name]!r} in the converter",
+                f"{folder} contains adapters with {name} = {record[name]}, but this recipe has {here}",
+                hint=f"set {name} = {record[name]!r} in the converter",
             )
     if base is not None:
-        bases.require_base(told, folder, base)
-    return told
+        bases.require_base(record, folder, base)
+    return record
 
 
 # ----------------------------------------------------------------------------------- under Hugging Face names

@@ -17,7 +17,7 @@ from titancli.errors import EnvironmentProblem, UsageError, nearest_name
 from titancli.provenance import entry_points
 from titancli.registry.kinds import BUILTIN
 from titancli.registry.lookup import Registry
-from titancli.registry.plugins import GROUP, LEFT_OUT, Plugin
+from titancli.registry.plugins import DISABLED, GROUP, Plugin
 from titancli.version import __version__
 
 ALLOW_LIST = "TITAN_PLUGINS"
@@ -44,7 +44,7 @@ def load_plugins(*, files: Iterable[Path] = (), blocked: Iterable[str] = (), che
     _apply_allow_list(plugins)
     for file in files:
         plugin = _from_file(Path(file))
-        if plugin.name in plugins and plugins[plugin.name].state not in LEFT_OUT:
+        if plugin.name in plugins and plugins[plugin.name].state not in DISABLED:
             raise UsageError(
                 f"-p {file}: a plugin named {plugin.name!r} already exists", hint="rename the file"
             )

@@ -12,7 +12,7 @@ from titancli.registry.command import Command
 from titancli.registry.component import component_info, configs, is_config
 from titancli.registry.first_party import COMMANDS_ALONE, COMPONENTS, install_command
 from titancli.registry.kinds import BUILTIN, KINDS
-from titancli.registry.plugins import LEFT_OUT, Plugin, PluginStatus
+from titancli.registry.plugins import DISABLED, Plugin, PluginStatus
 from titancli.registry.targets import missing
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ class Registry:
     def has_own(self, name: str) -> bool:
         """Return whether one of titan's own plugins is there and not left out, without loading it."""
         plugin = self._plugins.get(name)
-        return plugin is not None and plugin.distribution == name and plugin.state not in LEFT_OUT
+        return plugin is not None and plugin.distribution == name and plugin.state not in DISABLED
 
     def commands(
         self, reserved: Collection[str] = (), *, without: Collection[str] = ()
@@ -251,7 +251,7 @@ class Registry:
         config = plugin.components.get((kind, bare))
         if config is not None:
             return config
-        if plugin.state in LEFT_OUT:
+        if plugin.state in DISABLED:
             raise PluginError(f"{plugin.name}/{bare}: the plugin is disabled: {plugin.error}")
         raise self._unknown(kind, f"{plugin.name}/{bare}", [plugin])
 
@@ -289,8 +289,8 @@ class Registry:
             )
         else:
             advice = f"known: {', '.join(sorted(candidates)) or 'none is installed'}"
-        left_out = [f"{p.name} ({p.error})" for p in self._plugins.values() if p.state in LEFT_OUT]
-        return f"{advice}; disabled: {', '.join(left_out)}" if left_out else advice
+        disabled = [f"{p.name} ({p.error})" for p in self._plugins.values() if p.state in DISABLED]
+        return f"{advice}; disabled: {', '.join(disabled)}" if disabled else advice
 
     def _uses(self, recipe: Any, plugin: Plugin) -> bool:
         own = set(plugin.components.values())

@@ -28,7 +28,8 @@ from titancli.registry.targets import missing
 GROUP = "titancli"
 
 State = Literal["ok", "broken", "blocked", "unlisted", "missing"]
-LEFT_OUT = ("blocked", "unlisted", "missing")
+DISABLED = ("blocked", "unlisted", "missing")
+"""States of plugins that were not loaded."""
 
 
 @dataclass(frozen=True)

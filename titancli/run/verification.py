@@ -56,7 +56,7 @@ def verify_data(
                 found.faults.append(f"{name}: {error.message}")
                 continue
             if name == "dataset" and recorded is not None:
-                found.faults += [f"{name}: {said}" for said in _differences(recorded, identity or {})]
+                found.faults += [f"{name}: {said}" for said in _changed_identity(recorded, identity or {})]
             if check.bytes == before:
                 found.not_read.append(f"{name}: it has no files to read here")
     found.faults += check.faults
@@ -65,7 +65,7 @@ def verify_data(
     return found
 
 
-def _differences(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def _changed_identity(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return the differences between the data and those in the run's record."""
     plain = json.loads(json.dumps(now))
     return [

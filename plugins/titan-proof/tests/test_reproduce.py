@@ -16,7 +16,7 @@ import pytest
 import titancli.provenance
 from tests.run.conftest import Finished, furnish, in_this_process, train_here, trained
 from titan_proof import reproduce
-from titan_proof.differences import differences
+from titan_proof.differences import provenance_differences
 from titan_proof.reproduction import Reproduction, collect, extract, find, read, write
 from titan_proof.verdict import compare
 from titancli.errors import EnvironmentProblem, RecipeError, UsageError
@@ -292,13 +292,17 @@ def test_weights_of_another_layout_are_compared_by_tensor(
 def test_first_weights_of_another_layout_are_not_compared(run: Reproduction) -> None:
     first = run.made_by["first_weights"]
     other = doctored(run, first_weights={"layout": "other", "hash": "other"})
-    assert first is not None and not [one for one in differences(run, other) if one.kind == "weights"]
-    assert not [one for one in differences(run, doctored(run, first_weights=None)) if one.kind == "weights"]
+    assert first is not None and not [
+        one for one in provenance_differences(run, other) if one.kind == "weights"
+    ]
+    assert not [
+        one for one in provenance_differences(run, doctored(run, first_weights=None)) if one.kind == "weights"
+    ]
 
 
 def test_a_smaller_batch_on_fewer_ranks_is_no_layout(run: Reproduction) -> None:
     two = doctored(run, world=2, mesh={**run.made_by["mesh"], "dp_shard": 2})
-    [batch] = [one for one in differences(two, run) if one.effect == "results"]
+    [batch] = [one for one in provenance_differences(two, run) if one.effect == "results"]
     assert str(batch) == "rows of a global batch: 4 -> 2"
     plan = reproduce.plan(two, nproc=4, overrides=["training.local_batch_size=1"], dry_run=True)
     assert plan.loaded.recipe.training.global_batch_size == 4
@@ -449,7 +453,7 @@ def test_a_recipe_that_this_version_does_not_know_says_which_does(run: Reproduct
         reproduce.plan(old, dry_run=True)
     assert caught.value.problems[0].hint and "install titan 0.0.9" in caught.value.problems[0].hint
     now, problems = reproduce.here(old)
-    assert len(problems) == 1 and "version of titan" in {one.what for one in differences(old, now)}
+    assert len(problems) == 1 and "version of titan" in {one.what for one in provenance_differences(old, now)}
 
 
 def test_two_reproductions_at_once_have_folders_of_their_own(run: Reproduction, here: Path) -> None:

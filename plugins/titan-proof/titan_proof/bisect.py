@@ -7,9 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from titan_proof.differences import Difference, differences, unknown
-from titan_proof.digests import Start, StepDigest, named, read_digests, read_starts
-from titan_proof.digests import differences as digest_differences
+from titan_proof.differences import Difference, provenance_differences, unknown
+from titan_proof.digests import Start, StepDigest, differing_values, named, read_digests, read_starts
 from titan_proof.reproduction import COMPARED, Reproduction, folder_of
 from titan_proof.verdict import Deviation, compare
 from titancli.errors import EnvironmentProblem
@@ -130,7 +129,7 @@ def bisect(one: Side, other: Side) -> Bisection:
         EnvironmentProblem: a recipe is not TOML, or a checkpoint is damaged.
     """
     steps = {step: _unequal(one, other, step) for step in _common(one, other)}
-    known = differences(one.run, other.run)
+    known = provenance_differences(one.run, other.run)
     numbers = [replace(side.run, steps=_numbers(side, list(steps)), weights={}) for side in (one, other)]
     verdict = compare(numbers[0], numbers[1])
     is_exact = all(difference.effect != "rounding" for difference in known)
@@ -189,7 +188,7 @@ def _unequal(one: Side, other: Side, step: int) -> list[str]:
     """Return the quantities of a step that are not bitwise equal."""
     a, b = one.digests.get(step), other.digests.get(step)
     if a is not None and b is not None:
-        return digest_differences(a, b)
+        return differing_values(a, b)
     logged = one.run.steps[str(step)], other.run.steps[str(step)]
     return [n.replace("grad_norm", "gradient norm") for n in COMPARED if logged[0].get(n) != logged[1].get(n)]
 

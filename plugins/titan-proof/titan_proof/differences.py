@@ -31,7 +31,7 @@ QUIET = ("HF_", "TRANSFORMERS_", "DATASETS_", "NCCL_DEBUG", "TOKENIZERS_", "MALL
 """Beginnings of environment variables that change only rounding (`THREADS`), or nothing (`QUIET`)."""
 
 
-def differences(before: Reproduction, after: Reproduction) -> list[Difference]:
+def provenance_differences(before: Reproduction, after: Reproduction) -> list[Difference]:
     """Return the differences in how two runs were made, the likeliest explanation first.
 
     Raises:
@@ -212,7 +212,7 @@ def _resumed(run: Reproduction) -> Iterator[Difference]:
             yield Difference(
                 "resumed", f"{steps}, {key}", before, after, _effect_of_key(key, _configs(run.data))
             )
-        for one in differences(
+        for one in provenance_differences(
             replace(newest, made_by={**newest.made_by, **_without_drift(attempt)}), newest
         ):
             if one.kind not in ("recipe", "determinism") and one.effect != "none":

@@ -139,7 +139,7 @@ def _joined(files: list[tuple[Header, np.ndarray]], begin: int, end: int | None)
     return found
 
 
-def differences(a: StepDigest, b: StepDigest) -> list[str]:
+def differing_values(a: StepDigest, b: StepDigest) -> list[str]:
     """Return the differences between two digests of a step: "rows", "loss", "gradient norm", and on the same
     layout "gradients" and "weights", each with the parameter's name if it is the only one of a rank.
 

@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 from titan_proof import Probe
-from titan_proof.digests import StepDigest, differences, read_digests
+from titan_proof.digests import StepDigest, differing_values, read_digests
 from titan_proof.origin import checkpoint_before, origin_of
 from titan_proof.reproduce import environment, with_what_helps
 from titan_proof.reproduction import Reproduction, collect
@@ -255,7 +255,7 @@ def verdict(source: Source, again: dict[int, StepDigest]) -> dict[str, Any]:
     for number in compared:
         before, after = source.recorded[number], again[number]
         other = before.layout != after.layout
-        found = differences(before, after)
+        found = differing_values(before, after)
         close = not found or ("rows" not in found and _is_close(source, before, after, number))
         if other and close:  # weights and gradients cannot be compared
             result = "within_envelope"

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from titan_proof.differences import Difference, differences, unknown
+from titan_proof.differences import Difference, provenance_differences, unknown
 from titan_proof.reproduction import COMPARED, Reproduction, folder_of
 from titancli.runs import RunFolder
 
@@ -58,7 +58,7 @@ def compare(before: Reproduction, after: Reproduction) -> Verdict:
     Raises:
         EnvironmentProblem: a recipe is not TOML.
     """
-    known = differences(before, after)
+    known = provenance_differences(before, after)
     steps = sorted(map(int, before.steps.keys() & after.steps.keys()))
     weights = {
         step: before.weights[step] == after.weights[step]

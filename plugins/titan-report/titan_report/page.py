@@ -46,7 +46,7 @@ def html(runs: Sequence[view.Run], by: str) -> str:
         margin=MARGIN,
         data=_script({chart["id"]: chart["data"] for chart in charts}),
         causes=_causes(runs),
-        recipe=_differences([run.side.data for run in runs]),
+        recipe=_differing_keys([run.side.data for run in runs]),
         environment=_environment(runs),
         checkpoints=[_checkpoints(run) for run in runs],
         attempts=[_attempts(run) for run in runs],
@@ -237,7 +237,7 @@ def _took(seconds: float) -> str:
 # ----------------------------------------------------------------------------------------------- tables
 
 
-def _differences(tables: Sequence[dict[str, Any]]) -> list[tuple[str, list[str]]]:
+def _differing_keys(tables: Sequence[dict[str, Any]]) -> list[tuple[str, list[str]]]:
     return [(key, [_shown(value) for value in values]) for key, values in spread(tables)]
 
 

@@ -80,7 +80,7 @@ def _try(values: Mapping[str, Any], make: Callable[[Mapping[str, Any]], Any]) ->
             ours.tie()
             _draw(ours)
             theirs.load_state_dict(ours.state_dict())
-            found = list(_differences(ours, theirs))
+            found = list(_relative_errors(ours, theirs))
         except RecipeError:
             raise
         except Exception as error:  # any error is caused by the given values
@@ -207,7 +207,7 @@ def _draw(model: nn.Module) -> None:
             module.weight.normal_(generator=generator)
 
 
-def _differences(ours: Any, theirs: Any) -> Iterator[tuple[str, float]]:
+def _relative_errors(ours: Any, theirs: Any) -> Iterator[tuple[str, float]]:
     length = LENGTH if ours.rope is None else min(LENGTH, ours.rope.length)
     cut = length // 2 + 1
     tokens = _tokens(theirs)[:, :length]

@@ -186,7 +186,7 @@ def _check(manifest: Manifest) -> None:
         raise ValueError(f"the row of {bad[0]!r}")
 
 
-def adapters_of(manifest: Manifest) -> dict[str, Any] | None:
+def adapter_record(manifest: Manifest) -> dict[str, Any] | None:
     """Return what a checkpoint of adapters records of them and their base; None for any other checkpoint."""
     engine = manifest.state.get("engine")
     found = engine.get("adapters") if isinstance(engine, dict) else None

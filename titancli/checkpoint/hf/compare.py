@@ -17,7 +17,7 @@ from titancli.checkpoint.hf.libraries import library_of
 from titancli.checkpoint.hf.quantise import Quantise
 from titancli.checkpoint.hf.virtual import put
 from titancli.checkpoint.hf.which import hf_form
-from titancli.converters.lora import adapt, adapters_of, weights_of
+from titancli.converters.lora import adapt, adapter_names, weights_of
 from titancli.errors import EnvironmentProblem, TitanError, UsageError
 from titancli.models.blocks.state import named_state
 from titancli.models.config_json import kernels_of_the_hub
@@ -65,11 +65,11 @@ def verdict(
     tokens = verify_tokens(model)
     theirs = load_in_transformers(hf_folder)
     if _quantisation(hf_folder) is not None:
-        found = _quantised_differences(model, reader, theirs, hf_folder, tokens, dtype, exported)
+        found = _quantised_logit_pairs(model, reader, theirs, hf_folder, tokens, dtype, exported)
     elif exported:
         made = logits_of(theirs, tokens)
         del theirs
-        found = _export_differences(model, reader, made, tokens, dtype)
+        found = _export_logit_pairs(model, reader, made, tokens, dtype)
     else:
         ours = our_logits(model, reader, tokens)
         found = [(ours, logits_of(theirs, tokens))]
@@ -83,7 +83,7 @@ def verdict(
     return lines, good
 
 
-def _quantised_differences(
+def _quantised_logit_pairs(
     model: Any,
     reader: Tensors,
     theirs: torch.nn.Module,
@@ -112,7 +112,7 @@ def _quantisation(folder: Path) -> Quantization | None:
     return quantization_of(json.loads(file.read_bytes())) if file.is_file() else None
 
 
-def _export_differences(
+def _export_logit_pairs(
     model: Any, reader: Tensors, made: Tensor, tokens: Tensor, dtype: torch.dtype | None
 ) -> list[tuple[Tensor, Tensor]]:
     """Return pairs of logits for `verdict_on`: transformers' logits of the export, and the expected ones;
@@ -217,7 +217,7 @@ def logits_beside(model: Any, base: Tensors, adapters: Tensors, scale: float, to
         put(tensor, base.read(name) if form.sources(name) else form.from_hf(name, []))
     parameters = adapters.names()
     for weight in weights_of(parameters):
-        adapt(ours, weight, adapters.shape(adapters_of(weight)[0])[-2], scale)
+        adapt(ours, weight, adapters.shape(adapter_names(weight)[0])[-2], scale)
     live = dict(ours.named_parameters())
     for name in parameters:
         put(live[name], adapters.read(name))

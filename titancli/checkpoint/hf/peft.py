@@ -14,8 +14,7 @@ from torch import Tensor
 
 from titancli.checkpoint.base import open_base, require_base
 from titancli.checkpoint.format.disk import write_file
-from titancli.checkpoint.format.manifest import adapters_of as told_by
-from titancli.checkpoint.format.manifest import is_checkpoint
+from titancli.checkpoint.format.manifest import adapter_record, is_checkpoint
 from titancli.checkpoint.format.newfolder import new_folder, refuse_used
 from titancli.checkpoint.format.stream import Job, Progress, no_progress, write_files
 from titancli.checkpoint.format.tensorfile import Entry
@@ -33,7 +32,7 @@ from titancli.checkpoint.hf.folder import cast_of, export_hf
 from titancli.checkpoint.hf.peft_names import Adapter, beside_experts, config_of, placed
 from titancli.checkpoint.hf.which import Say, find_checkpoint, hf_form, recipe_of
 from titancli.checkpoint.reader import CheckpointReader
-from titancli.converters.lora import adapters_of, weights_of
+from titancli.converters.lora import adapter_names, weights_of
 from titancli.errors import EnvironmentProblem, UsageError
 
 WEIGHTS = "adapter_model.safetensors"
@@ -61,10 +60,10 @@ def to_peft(
     refuse_used(dst)
     folder = find_checkpoint(src, say)
     reader = CheckpointReader(folder, prefix="model.")
-    told = told_by(reader.manifest)
-    if told is None:
+    record = adapter_record(reader.manifest)
+    if record is None:
         raise UsageError(f"{folder} contains no adapters", hint="export a whole model with --to hf")
-    base = require_base(told, folder)
+    base = require_base(record, folder)
     model, _ = recipe_of(folder)
     if verify:
         refuse_incomparable(hf_form(model))
@@ -79,13 +78,13 @@ def to_peft(
             f"warning: in many models peft takes adapters of {beside[0]} and others beside experts for "
             f"adapters of the experts, and loads them wrongly: check with --verify, or merge with --to hf"
         )
-    config = json.dumps(adapter_config(told, base, everyone), indent=2) + "\n"
+    config = json.dumps(adapter_config(record, base, everyone), indent=2) + "\n"
     needed = sum(entry.nbytes for job in jobs for entry in job.entries) + len(config)
     with new_folder(dst, needed, say=say) as new:
         write_files(new, jobs, lambda number, count: WEIGHTS, limit=1 << 62, progress=progress)
         write_file(new / CONFIG, config.encode())
     dst = dst.absolute()
-    lines, good = _verdict(model, reader, told, base, dst, dtype) if verify else ([], True)
+    lines, good = _verdict(model, reader, record, base, dst, dtype) if verify else ([], True)
     lines.append(f"PEFT folder: {dst}")
     if is_checkpoint(base):
         lines.append(
@@ -98,13 +97,13 @@ def to_peft(
 def _verdict(
     model: Any,
     reader: CheckpointReader,
-    told: dict[str, Any],
+    record: dict[str, Any],
     base: Path,
     dst: Path,
     dtype: torch.dtype | None,
 ) -> tuple[list[str], bool]:
     """Compare our base with the adapters beside it to base and folder as loaded by transformers and peft."""
-    tokens, scale = verify_tokens(model), told["alpha"] / told["rank"]
+    tokens, scale = verify_tokens(model), record["alpha"] / record["rank"]
     weights = open_base(base, model, verify="size")
     with TemporaryDirectory(prefix=f".{dst.name}.base-", dir=dst.parent) as folder:
         if is_checkpoint(base):
@@ -121,7 +120,7 @@ def _job(reader: CheckpointReader, weight: str, adapters: list[Adapter], dtype: 
     """Return the job that writes peft's tensors for the adapters of a weight."""
 
     def made(read: Callable[[str], Tensor]) -> list[Tensor]:
-        a, b = map(read, adapters_of(weight))
+        a, b = map(read, adapter_names(weight))
         return [tensor for adapter in adapters for tensor in adapter.of(a, b)]
 
     def empty(name: str) -> Tensor:
@@ -135,14 +134,14 @@ def _job(reader: CheckpointReader, weight: str, adapters: list[Adapter], dtype: 
     return Job(weight, entries, lambda: made(reader.read))
 
 
-def adapter_config(told: dict[str, Any], base: Path, adapters: list[Adapter]) -> dict[str, Any]:
+def adapter_config(record: dict[str, Any], base: Path, adapters: list[Adapter]) -> dict[str, Any]:
     """Return the contents of `adapter_config.json`."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": str(base),
-        "r": told["rank"],
-        "lora_alpha": told["alpha"],
+        "r": record["rank"],
+        "lora_alpha": record["alpha"],
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,

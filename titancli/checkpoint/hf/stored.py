@@ -186,7 +186,7 @@ class Quantised(Place):
             )
         return found
 
-    def _says(self, wanted: str) -> str:
+    def _misfit(self, wanted: str) -> str:
         return (
             f"{self.scales.entry.key} is {self.scales.dtype} {list(self.scales.shape)}, but "
             f"{self.values.entry.key}, {self.values.dtype} {list(self.values.shape)}, needs {wanted}"
@@ -228,7 +228,7 @@ class BlockFP8(Quantised):
             "F8_E8M0",
             "U8",
         ):
-            return self._says(f"scales of the shape {list(wanted[-1])}")
+            return self._misfit(f"scales of the shape {list(wanted[-1])}")
         return None
 
 
@@ -270,7 +270,7 @@ class MXFP4(Quantised):
         if values.dtype != "U8" or len(values.shape) < 3 or values.shape[-1] != 16:
             return f"{values.entry.key} is {values.dtype} {list(values.shape)}, not U8 [..., 16]"
         if self.scales.shape != values.shape[:-1] or self.scales.dtype not in ("U8", "F8_E8M0"):
-            return self._says(f"U8 scales of the shape {list(values.shape[:-1])}")
+            return self._misfit(f"U8 scales of the shape {list(values.shape[:-1])}")
         return None
 
 
@@ -278,7 +278,7 @@ class MXFP4(Quantised):
 class PackedInt4(Quantised):
     """Four-bit values from -8 to 7, the first in the lowest bits, and a scale for each group of a row."""
 
-    told: Stored
+    shape_tensor: Stored
     """The stored tensor that contains the shape of the whole one."""
     groups: frozenset[int | None]
     """Permitted numbers of values of a row that share a scale; None: all of a row."""
@@ -289,9 +289,10 @@ class PackedInt4(Quantised):
 
     @cached_property
     def _checked(self) -> bool:
-        if tuple(self.told.whole().tolist()) != self.shape:
+        stored = self.shape_tensor
+        if tuple(says := stored.whole().tolist()) != self.shape:
             raise EnvironmentProblem(
-                f"{self.told.path}: {self.told.entry.key} says {self.told.whole().tolist()}, but "
+                f"{stored.path}: {stored.entry.key} says {says}, but "
                 f"{self.values.entry.key} holds {list(self.shape)}"
             )
         return True
@@ -318,9 +319,10 @@ class PackedInt4(Quantised):
         wanted = {min(group or self.shape[1], self.shape[1]) for group in self.groups}
         if size not in wanted or scales.dtype not in ("F32", "BF16", "F16"):
             of = " or ".join(map(str, sorted(wanted)))
-            return self._says(f"scales of the shape [{self.shape[0]}, groups], one for each {of} values")
-        if self.told.shape != (2,) or self.told.dtype not in ("I64", "I32"):
-            return f"{self.told.entry.key} is {self.told.dtype} {list(self.told.shape)}, not I64 [2]"
+            return self._misfit(f"scales of the shape [{self.shape[0]}, groups], one for each {of} values")
+        stored = self.shape_tensor
+        if stored.shape != (2,) or stored.dtype not in ("I64", "I32"):
+            return f"{stored.entry.key} is {stored.dtype} {list(stored.shape)}, not I64 [2]"
         return None
 
 
@@ -328,7 +330,7 @@ class PackedInt4(Quantised):
 
 
 @dataclass(frozen=True)
-class _Way:
+class _Scheme:
     """A quantization format: the suffixes of the tensors that are stored for a quantized one."""
 
     values: str
@@ -339,13 +341,13 @@ class _Way:
     """Suffixes of tensors that are not used here: the scales of activations."""
 
 
-def _way(how: Quantization) -> _Way:
+def _scheme(how: Quantization) -> _Scheme:
     if how.method == "fp8":
         unused = ("activation_scale", "input_scale")
-        return _Way("", "_scale_inv", partial(BlockFP8, block=how.block), unused=unused)
+        return _Scheme("", "_scale_inv", partial(BlockFP8, block=how.block), unused=unused)
     if how.method == "mxfp4":
-        return _Way("_blocks", "_scales", MXFP4)
-    return _Way("_packed", "_scale", partial(PackedInt4, groups=how.groups), ("_shape",))
+        return _Scheme("_blocks", "_scales", MXFP4)
+    return _Scheme("_packed", "_scale", partial(PackedInt4, groups=how.groups), ("_shape",))
 
 
 def as_bf16(places: dict[str, Stored], how: Quantization) -> dict[str, Place]:
@@ -357,14 +359,16 @@ def as_bf16(places: dict[str, Stored], how: Quantization) -> dict[str, Place]:
     Raises:
         EnvironmentProblem: scales are missing, left over, or of another shape; names file and tensor.
     """
-    way = _way(how)
+    scheme = _scheme(how)
     made: dict[str, Place] = {**places}
-    names = [name.removesuffix(way.scales) for name in places if name.endswith(way.scales)]
-    names += [name.removesuffix(way.values) for name, place in places.items() if _quantised(name, place, way)]
+    names = [name.removesuffix(scheme.scales) for name in places if name.endswith(scheme.scales)]
+    names += [
+        name.removesuffix(scheme.values) for name, place in places.items() if _quantised(name, place, scheme)
+    ]
     for name in dict.fromkeys(names):
-        parts = [name + end for end in (way.values, way.scales, *way.more)]
+        parts = [name + end for end in (scheme.values, scheme.scales, *scheme.more)]
         there = [part for part in parts if part in places]
-        if there != parts or not _quantised(parts[0], places[parts[0]], way):
+        if there != parts or not _quantised(parts[0], places[parts[0]], scheme):
             lacking = next((part for part in parts if part not in there), parts[0])
             have = places[there[-1]]
             raise EnvironmentProblem(
@@ -372,14 +376,14 @@ def as_bf16(places: dict[str, Stored], how: Quantization) -> dict[str, Place]:
                 + (f" that is quantized: it is {places[lacking].dtype}" if lacking in there else ""),
                 hint="download the folder again",
             )
-        one = way.make(*(places[part] for part in parts))
+        one = scheme.make(*(places[part] for part in parts))
         if fault := one.fault():
             raise EnvironmentProblem(f"{one.values.path}: {fault}", hint="download the folder again")
         for part in parts:
             del made[part]
         made[name] = one
-    return {name: place for name, place in made.items() if not name.endswith(way.unused or ("\0",))}
+    return {name: place for name, place in made.items() if not name.endswith(scheme.unused or ("\0",))}
 
 
-def _quantised(name: str, place: Stored, way: _Way) -> bool:
-    return name.endswith(way.values) if way.values else place.dtype == "F8_E4M3"
+def _quantised(name: str, place: Stored, scheme: _Scheme) -> bool:
+    return name.endswith(scheme.values) if scheme.values else place.dtype == "F8_E4M3"

@@ -94,7 +94,7 @@ def _repeated(
     """Repeat the step from each run; return which run each repetition agrees with, and the unequal
     tensors."""
     from titan_proof.checkpoints import compare_checkpoints
-    from titan_proof.digests import differences
+    from titan_proof.digests import differing_values
     from titan_proof.repeat import repeat
 
     made: dict[str, Repetition] = {}
@@ -116,7 +116,7 @@ def _repeated(
         answer[name] = {
             "from_step": made[name].start,
             "differs": {
-                key: differences(digest, made[name].digest) for key, digest in recorded.items() if digest
+                key: differing_values(digest, made[name].digest) for key, digest in recorded.items() if digest
             },
         }
     both = compare_checkpoints(made["A"].checkpoint, made["B"].checkpoint)

@@ -142,11 +142,11 @@ def _check(
     as_json: bool,
 ) -> int:
     from titan_proof import reproduce
-    from titan_proof.differences import differences, unknown
+    from titan_proof.differences import provenance_differences, unknown
 
     with quiet_stdout(as_json):
         now, problems = reproduce.here(run, overrides=overrides, nproc=nproc, plugin_files=plugin_files)
-    found = differences(run, now)
+    found = provenance_differences(run, now)
     lacking = [line for line in unknown(run, now) if line.endswith("the run")]
     code = EXIT_FAILED if problems or any(one.effect != "none" for one in found) else EXIT_OK
     if as_json:
