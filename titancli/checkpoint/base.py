@@ -20,6 +20,7 @@ from titancli.checkpoint.reader import CheckpointReader
 from titancli.converters.lora import adapter_names, merge, weights_of
 from titancli.errors import EnvironmentProblem, TitanError
 from titancli.fingerprint import fingerprint
+from titancli.models.loss import of_loss
 
 
 def base_of(folder: Path) -> dict[str, str]:
@@ -141,9 +142,11 @@ def open_weights(
             different one.
     """
     record = adapter_record(read_manifest(folder))
+    reader = CheckpointReader(folder, verify=verify, prefix="model.", reuse=reuse and record is None)
+    if left := reader.leave_out(of_loss):
+        say(f"left out, since they are the loss's alone: {', '.join(left)}")
     if record is None:
-        return CheckpointReader(folder, verify=verify, prefix="model.", reuse=reuse)
-    reader = CheckpointReader(folder, verify=verify, prefix="model.")
+        return reader
     path = require_base(record, folder)
     say(f"merging the adapters into {path}")
     base = open_base(path, model, verify=verify, reuse=reuse)
@@ -159,5 +162,7 @@ def open_base(path: Path, model: Any, *, verify: Verify = "full", reuse: bool = 
     """
     if is_checkpoint(path):
         exclude = Exclusion(left_out(model, path))
-        return CheckpointReader(path, verify=verify, prefix="model.", reuse=reuse, exclude=exclude)
+        reader = CheckpointReader(path, verify=verify, prefix="model.", reuse=reuse, exclude=exclude)
+        reader.leave_out(of_loss)
+        return reader
     return HFTensors(path, model)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -40,6 +41,8 @@ from titancli.errors import EnvironmentProblem, TitanError
 
 T = TypeVar("T")
 
+logger = logging.getLogger(__name__)
+
 
 def load_checkpoint(
     folder: Path,
@@ -47,6 +50,7 @@ def load_checkpoint(
     *,
     verify: Verify = "full",
     exclude: Exclusion = NOTHING,
+    optional: str | None = None,
     group: dist.ProcessGroup | None = None,
     begin: Callable[[], None] | None = None,
 ) -> dict[str, Any]:
@@ -58,7 +62,9 @@ def load_checkpoint(
     checkpoint is left unused, and values are cast to the requested dtypes. Each rank reads only what it
     needs; if `verify` is "full", it is hashed as it is read.
 
-    Tensors in `exclude` are left as they are. `begin` is called before the first tensor is written.
+    Tensors in `exclude` are left as they are. Of tensors whose names begin with `optional`, those that the
+    checkpoint lacks are left as they are, and those that nobody requests are left out; both are logged.
+    `begin` is called before the first tensor is written.
 
     Raises:
         EnvironmentProblem: the folder is not a checkpoint, or is damaged; names the file. After a wrong
@@ -77,6 +83,11 @@ def load_checkpoint(
         for name, tensor in metadata.tensors.items()
         if name.partition(".")[0] in parts and not exclude.has(name)
     }
+    if optional is not None:
+        lacking = _only_in(asked, there, optional, f"not in {folder}, and so left as they are")
+        further = _only_in(there, asked, optional, f"in {folder} alone, and so left out")
+        asked, there = _others(asked, lacking), _others(there, further)
+        tensors = _others(tensors, lacking)
     strict = parts != {"model"}
     wanted = {name: (shape, dtype if strict else None) for name, (shape, dtype) in asked.items()}
     if found := _mismatch(there, wanted):
@@ -93,6 +104,18 @@ def load_checkpoint(
     with waiting_for_late_files(_patience(ranks)):
         _fill(folder, metadata, tensors, data if verify == "full" else None, ranks, alike)
     return manifest.state
+
+
+def _only_in(some: Mapping[str, Any], others: Mapping[str, Any], optional: str, what: str) -> list[str]:
+    """Return the optional names of some that are not among the others; rank 0 logs them."""
+    found = sorted(name for name in some if name.startswith(optional) and name not in others)
+    if found and dist.get_rank() == 0:
+        logger.warning("%s", name_lists({what: found}))
+    return found
+
+
+def _others(tensors: Mapping[str, T], names: Collection[str]) -> dict[str, T]:
+    return {name: tensor for name, tensor in tensors.items() if name not in names}
 
 
 def _fill(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -52,6 +53,13 @@ class CheckpointReader:
             if n.startswith(prefix) and not exclude.has(n)
         }
         self._header = cache(lambda file: read_header(folder / file))
+
+    def leave_out(self, unwanted: Callable[[str], bool]) -> list[str]:
+        """Forget the tensors with these names, and return the names."""
+        found = [name for name in self._tensors if unwanted(name)]
+        for name in found:
+            del self._tensors[name]
+        return found
 
     def names(self) -> list[str]:
         return list(self._tensors)

@@ -43,6 +43,7 @@ from titancli.errors import PluginError, Problem, RecipeError, TitanError
 from titancli.layout.degrees import Degrees
 from titancli.models.blocks.kernels import prefer_fast_kernels
 from titancli.models.blocks.moe import moe_layers
+from titancli.models.loss import attach, module_of, without_loss
 from titancli.models.roles import roles_of
 from titancli.optimizers.nothing import Nothing
 from titancli.optimizers.schedule import schedule_of
@@ -94,13 +95,16 @@ def build_engine(
     model = on_meta(recipe)
     flops, count = model.flops_per_token(training.seq_len), sum(p.numel() for p in model.parameters())
     converters = converted(model, recipe, degrees)
+    loss = loss_of(recipe.loss, recipe.model)
+    if (module := module_of(loss)) is not None:  # after converters, which neither freeze nor change it
+        attach(model, module)
+        count += sum(p.numel() for p in module.parameters())
     known = roles_of(model)
     roles = {name: known[name] for name, parameter in model.named_parameters() if parameter.requires_grad}
     own_losses = router_losses(model)
     parts, placement = parallelized(model, recipe, mesh, device)
     own = RouterLosses(parts, mesh.token_groups, own_losses)
     runner = runner_of(recipe, parts, placement, mesh, own, device)
-    loss = loss_of(build(recipe.loss))
     first, awaited = FirstWeights(), awaited_checkpoint(recipe, checkpoint)
     form = build_hf(recipe.model)
     if fill is not None:
@@ -214,7 +218,10 @@ def parallelized(
     )
     models, placement = [model], None
     if mesh.degrees.pp > 1:
-        models, placement = split(model, recipe.pipeline, mesh.degrees.pp, mesh.pp_rank)
+        with without_loss(model) as loss:
+            models, placement = split(model, recipe.pipeline, mesh.degrees.pp, mesh.pp_rank)
+        if loss is not None and models[-1].output is not None:
+            models[-1].loss = loss
     parts = [completed("model", parallelize(model)) for model in models]
     for part in parts:
         prefer_fast_kernels(part, device, kinds.param, recipe.training.seq_len)

@@ -19,6 +19,7 @@ from titancli.engine import recipes
 from titancli.engine.optimizer_state import counters_of, optimizer_tensors
 from titancli.engine.step import PART
 from titancli.engine.weights import adapter_facts, saved_parameters
+from titancli.models.loss import OPTIONAL
 
 if TYPE_CHECKING:
     from titancli.checkpoint.format.manifest import Verify
@@ -113,7 +114,8 @@ def _load_state(
     def begin() -> None:
         engine.spoil(f"loading {folder} failed after it had started", "load" if optimizer else "weights")
 
-    state = load_checkpoint(folder, tensors, verify=verify, exclude=exclude, begin=begin)
+    optional = None if optimizer else OPTIONAL
+    state = load_checkpoint(folder, tensors, verify=verify, exclude=exclude, optional=optional, begin=begin)
     if optimizer:
         counters = counters_of(state, folder, engine.guard, exclude)
         if counters is not None:

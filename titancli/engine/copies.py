@@ -21,9 +21,11 @@ from titancli.engine import checkpoints, exchange
 from titancli.engine.build import build_engine
 from titancli.engine.core import EngineCore
 from titancli.engine.first_weights import allocate
+from titancli.engine.inputs import name_of
 from titancli.engine.recipes import weights_alone
 from titancli.engine.weights import Renewal
 from titancli.errors import PluginError, TitanError
+from titancli.models.loss import module_of
 from titancli.recipe import lock_text
 
 E = TypeVar("E", bound=EngineCore)
@@ -116,6 +118,8 @@ def _export(engine: EngineCore, folder: Path, lock: str, form: Form, dtype: str 
             convert.to_hf(weights, folder, dtype=dtype, say=logger.debug)
 
     tensors, state = checkpoints.live_state(engine)
+    if dist.get_rank() == 0 and module_of(engine.loss) is not None:
+        logger.info("export: the parameters of the loss %s are left out", name_of(engine.loss))
     try:
         save_checkpoint(
             weights,

@@ -14,7 +14,15 @@ from torch import Tensor, nn
 
 from titancli.distributed.private import forget_iteration
 from titancli.engine.agreement import Call
-from titancli.engine.inputs import Given, batches_of, checked_batches, loss_of, name_of, tokens_of
+from titancli.engine.inputs import (
+    Given,
+    batches_of,
+    checked_batches,
+    loss_of,
+    name_of,
+    tokens_of,
+    trained_alone,
+)
 from titancli.engine.ranks import RankGroup, rank_group
 from titancli.engine.rng import Stream
 from titancli.engine.runners import Runner
@@ -32,6 +40,7 @@ from titancli.engine.status import (
 from titancli.engine.step import Hooks, Step
 from titancli.engine.weights import adapter_converter, plain_parameters
 from titancli.errors import TitanError
+from titancli.models.loss import module_of
 from titancli.parallel.fsdp import reshard
 from titancli.parallel.wrapped import as_written
 from titancli.registry.component import build
@@ -234,11 +243,16 @@ class EngineCore:
 
     def _loss_of(self, given: Any) -> Any:
         """Return the loss to use. The same argument returns the same object, because a pipeline queries a new
-        loss for the names of its metrics."""
-        if given is None:
+        loss for the names of its metrics.
+
+        Raises:
+            TitanError: it has parameters, and is not the loss of the recipe.
+        """
+        own = module_of(self.loss)
+        if given is None or (own is not None and (given is own or given == self.recipe.loss)):
             return self.loss
         if self._given is None or self._given[0] is not given:
-            self._given = (given, loss_of(given))
+            self._given = (given, trained_alone(loss_of(given, self.recipe.model)))
         return self._given[1]
 
     def _checked_batches(

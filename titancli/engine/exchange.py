@@ -17,6 +17,7 @@ from titancli.engine.weights import (
     whole_tensors,
 )
 from titancli.errors import TitanError
+from titancli.models.loss import of_loss
 
 if TYPE_CHECKING:
     from titancli.protocols import HFForm
@@ -40,7 +41,7 @@ def weights(engine: EngineCore) -> Iterator[NamedTensor]:
     with call.agreed():
         form = hf_form(engine)
     with call.shared():
-        mine = dict(engine.plain_parameters())
+        mine = {name: tensor for name, tensor in engine.plain_parameters() if not of_loss(name)}
         home = engine.parts[0].parameter_device or engine.device
         known = tensor_infos(mine.items(), engine.parts, engine.mesh, engine.placement)
         wholes = whole_tensors(mine, known, engine.mesh, home)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -27,9 +27,12 @@ from titancli.engine.weights import (
     adapter_converter,
     adapter_facts,
     base_parameters,
+    loss_parameters,
     tensor_infos,
 )
 from titancli.errors import EnvironmentProblem, RecipeError
+from titancli.models.loss import OPTIONAL, of_loss, without_loss
+from titancli.models.loss import initialise as initialise_loss
 from titancli.parallel.alone import as_stored
 from titancli.recipe.schema import Recipe
 
@@ -83,7 +86,7 @@ def first_weights(
     materialise(parts, converters, device, recipe.training.seed, start, initialised=awaited is None)
     if start.kind != "weights" or awaited is not None:
         return FirstWeights()
-    tensors = base_parameters(parts, converters)
+    tensors = base_parameters(parts, converters) | loss_parameters(parts)
     known = tensor_infos(tensors.items(), parts, mesh, placement)
     return load_weights(recipe, start, form, tensors, known, adapter_converter(converters))
 
@@ -108,7 +111,10 @@ def materialise(
         allocate(part, home, device)
         with as_stored(part):
             if initialised and (start.kind != "weights" or start.exclude):
-                part.init_weights(generator_for(seed, home))
+                with without_loss(part):
+                    part.init_weights(generator_for(seed, home))
+            if initialised:  # weights that are loaded next may have none of the loss
+                initialise_loss(part, generator_for(seed, home))
             if adapters is not None:
                 adapters.initialise(part, generator_for(seed, home))
 
@@ -136,15 +142,15 @@ def load_weights(
     start: StartFrom,
     form: HFForm | None,
     tensors: dict[str, Tensor],
-    known: Iterable[TensorInfo],
+    known: Sequence[TensorInfo],
     adapters: Any,
 ) -> FirstWeights:
     """Load the first weights from a titan checkpoint or a Hugging Face folder; for a checkpoint of adapters
     those of their base.
 
     Args:
-        tensors: the plain model's parameters on this rank.
-        known: the parameters of the whole plain model.
+        tensors: the plain model's parameters on this rank, and those of the loss.
+        known: these of the whole model.
 
     Raises:
         EnvironmentProblem: the folder is missing, is neither of these, or contains weights of another model.
@@ -173,10 +179,10 @@ def _load_base(
     start: StartFrom,
     form: HFForm | None,
     tensors: dict[str, Tensor],
-    known: Iterable[TensorInfo],
+    known: Sequence[TensorInfo],
 ) -> dict[str, bytes]:
-    """Load the plain model's parameters; return the other files of the folder. Collective: an error on one
-    rank is raised on all."""
+    """Load the plain model's parameters, and those of the loss that are there; return the other files of the
+    folder. Collective: an error on one rank is raised on all."""
     from titancli.checkpoint import load_checkpoint
 
     ranks, folder = Ranks(patient_group()), start.folder
@@ -193,12 +199,15 @@ def _load_base(
         if further:
             logger.warning(f"{folder}: {', '.join(further)} left out: model.n_mtp_layers is 0")
         exclude = Exclusion((*exclusion.patterns, *further))
-        load_checkpoint(folder, filled, verify=recipe.checkpoint.verify, exclude=exclude)
+        load_checkpoint(folder, filled, verify=recipe.checkpoint.verify, exclude=exclude, optional=OPTIONAL)
         return beside
     # Separate from the load, at whose start ranks wait for each other.
     readable = ranks.local(f"reading {folder}", lambda: _readable(recipe, start, form))
     kept: dict[str, bytes] = {}
-    shapes = {one.name: one.shape for one in known}
+    shapes = {one.name: one.shape for one in known if not of_loss(one.name)}
+    if len(shapes) < len(known) and dist.get_rank() == 0:
+        logger.info("%s has no parameters of the loss, which keep their initial values", folder)
+    tensors = {name: tensor for name, tensor in tensors.items() if not of_loss(name)}
 
     def load() -> str:
         identity = _load_hf(folder, readable, tensors, shapes)

@@ -9,15 +9,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from titancli.data.values import INTEGERS, Limits, fault, harmless, readable
 from titancli.errors import TitanError
+from titancli.models.loss import module_of
 from titancli.protocols import LossDefaults
 from titancli.protocols.batch import EXAMPLE, Batch
 from titancli.protocols.result import LossResult, check_shape
 from titancli.registry import current
-from titancli.registry.component import build, completed, component_info, is_config
+from titancli.registry.component import build_offered, completed, component_info, is_config
 from titancli.registry.defaults import members
 
 Given = Batch | Mapping[str, Tensor]
@@ -216,8 +217,11 @@ class FunctionLoss(LossDefaults):
         return self._function(out, batch)
 
 
-def loss_of(given: Any) -> Any:
+def loss_of(given: Any, model: Any = None) -> Any:
     """Return a loss: an object as it is, the component of a config or name, or a wrapped callable.
+
+    Args:
+        model: the model's config, for losses that are built from it.
 
     Raises:
         TitanError: it is none of these.
@@ -230,7 +234,7 @@ def loss_of(given: Any) -> Any:
         if info.kind != "loss" or isinstance(given, type):
             what = f"a {info.kind}" if info.kind != "loss" else "a class"
             raise TitanError(f"{name} is {what}, not the config of a loss", hint=f"use {name}()")
-        return build(given)
+        given = build_offered(given, model=model)
     if isinstance(given, type) or not callable(given):
         raise TitanError(
             f"{name} is not a loss",
@@ -242,7 +246,7 @@ def loss_of(given: Any) -> Any:
         raise TitanError(f"the output of {name} is {loss.output!r}, not one of {', '.join(OUTPUTS)}")
     for output in loss.outputs:
         _check_output(output, name)
-    return trained_alone(loss)
+    return loss
 
 
 def _check_output(output: Any, name: str) -> None:
@@ -260,12 +264,12 @@ def trained_alone(loss: Any) -> Any:
     Raises:
         TitanError: it is a module with parameters, which nothing would train or save.
     """
-    module = getattr(loss, "_function", loss)
-    parameters = module.named_parameters() if isinstance(module, nn.Module) else ()
-    if trainable := [name for name, parameter in parameters if parameter.requires_grad]:
+    if (module := module_of(loss)) is not None:
+        name = next(name for name, parameter in module.named_parameters() if parameter.requires_grad)
         raise TitanError(
-            f"the loss {name_of(loss)} has the parameter {trainable[0]}, which no optimizer trains",
-            hint="make it part of the model, or freeze it: parameter.requires_grad_(False)",
+            f"the loss {name_of(loss)} has the parameter {name}, which no optimizer trains",
+            hint="make it the recipe's loss, whose parameters are trained with the model's, or freeze it: "
+            "parameter.requires_grad_(False)",
         )
     return loss
 

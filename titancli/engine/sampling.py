@@ -20,6 +20,7 @@ from titancli.engine.first_weights import allocate
 from titancli.engine.rng import derive
 from titancli.errors import TitanError
 from titancli.models.blocks.state import named_state
+from titancli.models.loss import of_loss
 from titancli.parallel.alone import held
 from titancli.parallel.wrapped import as_written
 from titancli.rl.complete import Completing
@@ -140,8 +141,9 @@ def assembled(engine: Any) -> Any:
     allocate(model.to(getattr(torch, engine.config["compute_dtype"])), engine.device)
     target = dict(named_state(model))
     for name, tensor in named_state(engine.parts[0]):
-        whole = tensor.detach()
-        put(target[name], whole.full_tensor() if isinstance(whole, DTensor) else whole)
+        if not of_loss(name):
+            whole = tensor.detach()
+            put(target[name], whole.full_tensor() if isinstance(whole, DTensor) else whole)
     return model.eval()
 
 

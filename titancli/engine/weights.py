@@ -19,6 +19,7 @@ from titancli.distributed import process_group
 from titancli.distributed.together import Ranks
 from titancli.errors import TitanError
 from titancli.models.blocks.state import named_state
+from titancli.models.loss import of_loss
 from titancli.parallel.alone import as_stored
 
 if TYPE_CHECKING:
@@ -56,17 +57,29 @@ def plain_parameters(parts: Iterable[Any], converters: Sequence[Converter]) -> l
 
 
 def saved_parameters(parts: Iterable[Any], converters: Sequence[Converter]) -> list[tuple[str, Tensor]]:
-    """Return those of `plain_parameters` that a checkpoint contains: all, or only the adapters, if any."""
+    """Return those of `plain_parameters` that a checkpoint contains: all, or only the adapters, if any, and
+    the parameters of the loss."""
     adapters = adapter_converter(converters)
     return [
-        named for named in plain_parameters(parts, converters) if adapters is None or adapters.owns(named[0])
+        named
+        for named in plain_parameters(parts, converters)
+        if adapters is None or adapters.owns(named[0]) or of_loss(named[0])
     ]
 
 
 def base_parameters(parts: Iterable[Any], converters: Sequence[Converter]) -> dict[str, Tensor]:
     """Return those of `plain_parameters` that belong to the plain model."""
     adapters = adapter_converter(converters)
-    return {n: t for n, t in plain_parameters(parts, converters) if adapters is None or not adapters.owns(n)}
+    return {
+        name: tensor
+        for name, tensor in plain_parameters(parts, converters)
+        if not of_loss(name) and (adapters is None or not adapters.owns(name))
+    }
+
+
+def loss_parameters(parts: Iterable[Any]) -> dict[str, Tensor]:
+    """Return those of `plain_parameters` that belong to the loss."""
+    return {name: tensor for name, tensor in plain_parameters(parts, ()) if of_loss(name)}
 
 
 class Renewal:

@@ -8,13 +8,14 @@ from typing import Any
 
 from torch import nn
 
+from titancli.models.loss import of_loss
 from titancli.protocols import Role
 
 
 def roles_of(model: Any) -> dict[str, Role]:
     """Return the role of every parameter by name: as declared by the model's `roles`; otherwise `embedding`
-    and `output` by module (a tied weight is the embedding's), `matrix` for parameters of linear layers and
-    stacks of experts, and `other` for the rest.
+    and `output` by module (a tied weight is the embedding's; a loss's are `output`), `matrix` for parameters
+    of linear layers and stacks of experts, and `other` for the rest.
 
     Call it before the model is split into stages or sharded: it depends on which modules share a parameter.
     """
@@ -25,7 +26,8 @@ def roles_of(model: Any) -> dict[str, Role]:
     found: dict[str, Role] = {}
     for name, parameter in model.named_parameters():
         by_name = (role for pattern, role in declared.items() if fnmatchcase(name, pattern))
-        found[name] = next(by_name, by_module.get(id(parameter), "other"))
+        usual: Role = "output" if of_loss(name) else by_module.get(id(parameter), "other")
+        found[name] = next(by_name, usual)
     return found
 
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from titancli.distributed.mesh import Mesh
 from titancli.errors import RecipeError
+from titancli.models.loss import without_loss
 from titancli.parallel import Decoder, async_tp
 from titancli.parallel.activation_checkpoint import apply_activation_checkpoint, runs_again_outside
 from titancli.parallel.alone import compute_in
@@ -21,6 +22,7 @@ from titancli.parallel.compile import check_inductor, compile_model
 from titancli.parallel.context import context_parallel
 from titancli.parallel.expert import expert_parallel
 from titancli.parallel.fsdp import gathers_its_own_way, shard, shared
+from titancli.parallel.loss import loss_parallel
 from titancli.parallel.tensor import on_local_parameters, tensor_parallel
 from titancli.protocols import Precision
 from titancli.recipe.schema import ActivationCheckpoint, Compile
@@ -59,20 +61,23 @@ def build(
                 raise RecipeError(f"mesh.{degree} = {ranks}: {fault}", hint=f"set mesh.{degree} = 1")
         layers: nn.ModuleDict = model.layers  # type: ignore[assignment]
         sharded = config.cpu_offload or gathers_its_own_way(model) or shared(model, mesh)
-        if mesh.ep is not None:
-            expert_parallel(model.experts, mesh.ep)  # type: ignore[arg-type]
-        if mesh.tp is not None:
-            tensor_parallel(model, mesh.tp)
-        if not sharded:
-            compute_in(model, precision.param)
-        context_parallel(model, mesh, config.context_parallel, device=device, dtype=precision.param)
-        apply_activation_checkpoint(layers, activation_checkpoint)
-        if compile.enable:
-            compile_model(model, compile, activation_checkpoint, device)
+        with without_loss(model) as loss:
+            if mesh.ep is not None:
+                expert_parallel(model.experts, mesh.ep)  # type: ignore[arg-type]
             if mesh.tp is not None:
-                for block in layers.values():
-                    if not runs_again_outside(block, activation_checkpoint):
-                        on_local_parameters(block, mesh.tp)
+                tensor_parallel(model, mesh.tp)
+            if not sharded:
+                compute_in(model, precision.param)
+            context_parallel(model, mesh, config.context_parallel, device=device, dtype=precision.param)
+            apply_activation_checkpoint(layers, activation_checkpoint)
+            if compile.enable:
+                compile_model(model, compile, activation_checkpoint, device)
+                if mesh.tp is not None:
+                    for block in layers.values():
+                        if not runs_again_outside(block, activation_checkpoint):
+                            on_local_parameters(block, mesh.tp)
+        if loss is not None:
+            loss_parallel(loss, mesh, precision.param)
         if sharded:
             shard(
                 model,

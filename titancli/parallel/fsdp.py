@@ -18,6 +18,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard
 
 from titancli.distributed.mesh import Mesh
+from titancli.models.loss import LOSS
 from titancli.protocols import Precision
 
 
@@ -109,12 +110,12 @@ def reshard(model: nn.Module) -> None:
 
 def around(model: nn.Module, layers: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
     """Return the modules with parameters before the blocks, and after them, on every level of modules above
-    them."""
+    them. A loss is neither: it does not run in every forward, and is the group of the model itself."""
     front: list[nn.Module] = []
     back: list[nn.Module] = []
     above = model
     while above is not layers:
-        children = list(above.children())
+        children = [child for name, child in above.named_children() if name != LOSS]
         at = next(i for i, child in enumerate(children) if layers in child.modules())
         front += children[:at]
         back = [*children[at + 1 :], *back]

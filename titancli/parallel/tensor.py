@@ -78,7 +78,7 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     """
     group = Group.of(mesh.get_group())
     styles = dict(_styles(model, group.size))
-    _distribute(model, mesh, styles)
+    distribute(model, mesh, styles)
     for path, module in model.named_modules():
         own = {
             name: styles[f"{path}.{name}" if path else name]
@@ -129,7 +129,8 @@ def _added_styles(model: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[s
                 yield f"{path}.{name}", style
 
 
-def _distribute(model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, str]) -> None:
+def distribute(model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, str]) -> None:
+    """Cut parameters on meta in place, by the style of each."""
     done: dict[int, nn.Parameter] = {}  # a tied parameter stays one
     for path, module in model.named_modules():
         for name, parameter in list(module.named_parameters(recurse=False)):

@@ -21,11 +21,12 @@ from titancli.distributed.local import local
 from titancli.distributed.mesh import MeshOfNobody
 from titancli.layout.degrees import Degrees
 from titancli.models.blocks.moe import moe_layers
+from titancli.models.loss import LOSS, attach, loss_in, module_of
 from titancli.parallel.fsdp import around, share_parameters
 from titancli.parallel.pipeline import ends, part_of
 from titancli.planning.stand_in import on_a_cpu
 from titancli.recipe.schema import ActivationCheckpoint, Recipe
-from titancli.registry.component import build, component_info
+from titancli.registry.component import build, build_offered, component_info
 
 
 class Blueprint:
@@ -46,6 +47,11 @@ class Blueprint:
                 self.left_out.append(component_info(config).name)
             else:
                 converter.convert(self.model)
+        self.ends = ends(self.model)
+        """Names, for pipeline stages, of the modules before and after the blocks."""
+        if (loss := module_of(build_offered(recipe.loss, model=recipe.model))) is not None:
+            attach(self.model, loss)
+            self.size += sum(p.numel() for p in loss.parameters())
         first: dict[Any, int] = {}
         self.kinds = [
             first.setdefault(_likeness(block, number), number)
@@ -53,8 +59,6 @@ class Blueprint:
         ]
         """Kind of each block."""
         self.has_experts = bool(self.model.experts)
-        self.ends = ends(self.model)
-        """Names, for pipeline stages, of the modules before and after the blocks."""
 
     @cached_property
     def few(self) -> Any:
@@ -64,7 +68,7 @@ class Blueprint:
             return self.model
         before, after = self.ends
         return part_of(
-            self.model, [*before, *(f"layers.{kind}" for kind in dict.fromkeys(self.kinds)), *after]
+            self.model, [*before, *(f"layers.{kind}" for kind in dict.fromkeys(self.kinds)), *after, LOSS]
         )
 
 
@@ -158,6 +162,8 @@ def cut(
         _pass_by([block for block in layers.values() if block not in blocks.values()], blocks.values())
     experts = {id(p) for module in model.experts.values() for p in module.parameters()}
     front, back = around(model, model.layers)
+    if (loss := loss_in(model)) is not None:  # of the last stage
+        back = [*back, loss]
     known: set[int] = set()
 
     def parameters(modules: Iterable[nn.Module]) -> tuple[Parameter, ...]:

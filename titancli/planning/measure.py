@@ -18,12 +18,13 @@ from torch.utils._pytree import tree_iter, tree_map
 
 from titancli.distributed.device import meta_stands_for
 from titancli.losses import chunk
+from titancli.models.loss import loss_in
 from titancli.planning.blueprint import Cut
 from titancli.planning.kernels import Kernels
 from titancli.planning.stand_in import rows_of
 from titancli.planning.trace import Timeline, Trace
 from titancli.recipe.schema import Recipe
-from titancli.registry.component import build
+from titancli.registry.component import build_offered
 
 FRONT, BACK = "front", "back"
 Part = int | str
@@ -121,7 +122,10 @@ class _Pass:
 
     def run(self, recipe: Recipe, rows: int, device: str) -> float:
         """Run the pass and return the bytes of its rows."""
-        model, loss = self.cut.model, build(recipe.loss)
+        model = self.cut.model
+        loss: Any = loss_in(model)
+        if loss is None:
+            loss = build_offered(recipe.loss, model=recipe.model)
         batch = rows_of(recipe, model.inputs, loss, rows, torch.device("meta"), documents=device == "cpu")
         inputs = {name: batch[name] for name in model.inputs if name in batch}
         if model_row_cut := getattr(model, "row_cut", None):

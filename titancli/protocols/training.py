@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 if TYPE_CHECKING:
@@ -38,6 +38,16 @@ class LossDefaults(Protocol):
     gradient norm do not count as spikes, and the guard ([stability]) skips steps only if they are not
     finite."""
 
+    def init_weights(self, generator_for: Callable[[str], torch.Generator]) -> None:
+        """Set the initial values of its own parameters and buffers in place, as `Model.init_weights` does.
+
+        A loss that is an `nn.Module` with trainable parameters must have it: they become the model's, under
+        the names `loss.NAME`, and are trained, sharded, saved and loaded as all others. In the call they are
+        whole, in the compute dtype, and what they are applied to must be the same on all ranks with the same
+        rows: `out`, or `batch["hidden"]` (see `outputs`).
+        """
+        return
+
     def sampled_at(self, temperature: float) -> None:
         """Take the temperature of the samples that are learned from next; a loop that draws them calls it."""
         return
@@ -68,7 +78,10 @@ class Loss(LossDefaults, Protocol):
 
 
 class LossBuilder(Protocol):
-    def __call__(self, config: Any) -> Loss: ...
+    def __call__(self, config: Any) -> Loss:
+        """Build the loss. A builder with an argument `model` is also given the model's config, for the sizes
+        of parameters (`model.dim`)."""
+        ...
 
 
 class OptimizerConfig(Protocol):

@@ -175,6 +175,12 @@ def build(config: Any, **runtime: Any) -> Any:
     return built
 
 
+def build_offered(config: Any, **offered: Any) -> Any:
+    """Build as `build` does, with those of the arguments that the target takes."""
+    accepted = inspect.signature(load_target(component_info(config).target)).parameters
+    return build(config, **{name: value for name, value in offered.items() if name in accepted})
+
+
 def build_hf(config: Any) -> Any:
     """Build the Hugging Face form of a model's config, with its optional members; None: it has none."""
     target = component_info(config).hf

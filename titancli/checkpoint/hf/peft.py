@@ -34,6 +34,7 @@ from titancli.checkpoint.hf.which import Say, find_checkpoint, hf_form, recipe_o
 from titancli.checkpoint.reader import CheckpointReader
 from titancli.converters.lora import adapter_names, weights_of
 from titancli.errors import EnvironmentProblem, UsageError
+from titancli.models.loss import of_loss
 
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
@@ -64,6 +65,8 @@ def to_peft(
     if record is None:
         raise UsageError(f"{folder} contains no adapters", hint="export a whole model with --to hf")
     base = require_base(record, folder)
+    if left := reader.leave_out(of_loss):
+        say(f"left out, since they are the loss's alone: {', '.join(left)}")
     model, _ = recipe_of(folder)
     if verify:
         refuse_incomparable(hf_form(model))

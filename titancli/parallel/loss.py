@@ -1,0 +1,64 @@
+"""The parameters of a loss on several ranks. Those of tp and cp have the same rows, and compute the same with
+them: tensor parallelism keeps them whole, and their gradients are not parts of a sum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from titancli.distributed.mesh import Mesh
+from titancli.parallel.tensor import distribute
+from titancli.parallel.wrapped import wrap
+
+
+def loss_parallel(module: nn.Module, mesh: Mesh, dtype: torch.dtype) -> None:
+    """Prepare a loss on meta, in place: its forward computes with whole parameters in a dtype."""
+    if mesh.tp is not None:
+        distribute(module, mesh.tp, {name: "replicate" for name, _ in module.named_parameters()})
+    # FSDP2 sums over the ranks of cp, too.
+    wrap(module, "forward", partial(_on_whole, module, 1 / mesh.degrees.cp, dtype, module.forward))
+
+
+def _on_whole(
+    loss: nn.Module, share: float, dtype: torch.dtype, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    # Looked up at each call: FSDP2 puts other objects in their place.
+    kept: list[tuple[dict[str, Any], str, nn.Parameter]] = [
+        (module._parameters, name, parameter)
+        for module in loss.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None
+    ]
+    try:
+        for parameters, name, parameter in kept:
+            parameters[name] = _computed_with(parameter, share, dtype)
+        return forward(*args, **kwargs)
+    finally:
+        for parameters, name, parameter in kept:
+            parameters[name] = parameter
+
+
+def _computed_with(parameter: Tensor, share: float, dtype: torch.dtype) -> Tensor:
+    if isinstance(parameter, DTensor):
+        parameter = parameter.to_local(grad_placements=[Replicate()])
+    if parameter.is_floating_point():
+        parameter = parameter.to(dtype)
+    return parameter if share == 1.0 else _Shared.apply(parameter, share)
+
+
+class _Shared(torch.autograd.Function):
+    """The identity, whose gradient is this rank's share of one that several ranks compute."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, share: float) -> Tensor:
+        ctx.share = share
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient * ctx.share, None
