@@ -127,8 +127,9 @@ def test_warnings_of_titan_become_events(tmp_path: Path) -> None:
 
 
 def test_the_logger_writes_each_kind_of_event(tmp_path: Path) -> None:
-    logger = EventLogger(EventLog(tmp_path / "events.jsonl"), steps=9)
-    logger.run_start({"step": 0, "world": 2, "mesh": {"dp_shard": 2}, "recipe": {"large": "not written"}})
+    logger = EventLogger(EventLog(tmp_path / "events.jsonl"))
+    info = {"step": 0, "steps": 9, "world": 2, "mesh": {"dp_shard": 2}}
+    logger.run_start(info | {"recipe": {"large": "not written"}})
     logger.step_end(1, {"loss": 2.0})
     logger.checkpoint_saved(1, tmp_path / "step-1")
     logger.run_end({"why": "finished", "signal": None, "step": 1, "checkpoint": None})

@@ -137,6 +137,10 @@ class HFDataset(Text):
     shuffle: bool = False
     """Shuffle documents by (training.seed, epoch); not with streaming."""
 
+    @property
+    def uncountable(self) -> str | None:
+        return "a stream has no known length (dataset.streaming = true)" if self.streaming else None
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", absolute(self.path))
 
@@ -232,6 +236,8 @@ class Mix:
     """Changes of the weights, in the order of their steps."""
     exhausted: Literal["end", "continue"] = "end"
     """When a dataset with `repeat = false` ends: end the run, or continue with the others."""
+
+    uncountable: ClassVar = "the datasets of a mix end at different times, by their weights"
 
     @property
     def needs_tokenizer(self) -> bool:

@@ -14,6 +14,8 @@ once (`titancli.data.token_cache`).
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any
@@ -61,7 +63,7 @@ class PackedDataset:
         self._rows = rows
         self._before = dp_rank * rows * seq_len
         self._after = (dp_size - dp_rank - 1) * rows * seq_len
-        self._repeat = repeat
+        self._epochs = math.inf if repeat else 1
         self.pads = False
         """Whether text shorter than one row is padded to a row; for evaluation."""
         self._document_mask = document_mask
@@ -103,6 +105,23 @@ class PackedDataset:
             self._consumed += self._stream.skip(self._seq_len)
         return rows
 
+    def rows_left(self, epochs: int) -> int:
+        """Return the rows from the position to the end of the first `epochs` epochs. Without files of tokens,
+        this tokenizes an epoch of the text.
+
+        Raises:
+            EnvironmentProblem: the data cannot be read, or contain no text.
+        """
+        return -(-(epochs * self._tokens_of_epoch() - self._consumed - 1) // self._seq_len)
+
+    def _tokens_of_epoch(self) -> int:
+        return TokenStream(self._source, self._tokenizer, epochs=1, at=Position()).skip(sys.maxsize)
+
+    def end_after(self, epochs: int) -> None:
+        """End after this many epochs; less text than one row is padded to a row."""
+        self._epochs, self.pads = epochs, True
+        self._stream = self._open(self._stream.position)
+
     def _batch(self, tokens: np.ndarray, begins: np.ndarray) -> Batch:
         shape = (self._rows, self._seq_len)
         count = self._rows * self._seq_len
@@ -122,7 +141,7 @@ class PackedDataset:
         return Batch(tensors)
 
     def _open(self, at: Position) -> TokenStream:
-        return TokenStream(self._source, self._tokenizer, repeat=self._repeat, at=at)
+        return TokenStream(self._source, self._tokenizer, epochs=self._epochs, at=at)
 
     def epoch_tokens(self) -> tuple[int, bool] | None:
         """Return the number of tokens in an epoch, and whether it was counted rather than estimated from a

@@ -9,6 +9,7 @@ packed documents (`titancli.data.packing`), every rank makes all examples, and o
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol, cast
@@ -139,7 +140,8 @@ class RowDataset:
             length_index: measure all examples once, before the first batch; they must be `IndexedExamples`.
         """
         self._examples, self._maker = examples, maker
-        self._rows, self._dp_rank, self._dp_size, self._repeat = rows, dp_rank, dp_size, repeat
+        self._rows, self._dp_rank, self._dp_size = rows, dp_rank, dp_size
+        self._epochs = math.inf if repeat else 1
         self._identity = {
             **examples.identity,
             "tokenizer": tokenizer_identity(tokenizer),
@@ -174,6 +176,22 @@ class RowDataset:
         lengths."""
         return len(self._take(rows)) if self._length_index else None
 
+    def rows_left(self, epochs: int) -> int:
+        """Return the rows from the position to the end of the first `epochs` epochs. Examples that can be
+        made one by one are measured once, as with `length_index`; others are made in each epoch.
+
+        Raises:
+            TitanError: the data cannot be read.
+        """
+        indexed = self._length_index or hasattr(self._examples, "example")
+        groups = self._indexed_groups if indexed else self._groups
+        plans = (self._maker.plan(group.lengths) for n in range(epochs) for group in groups(n, None))
+        return sum(map(len, plans)) - self._consumed
+
+    def end_after(self, epochs: int) -> None:
+        """End after this many epochs."""
+        self._epochs, self._ahead = epochs, None
+
     def _take(self, rows: int) -> list[Callable[[], Row]]:
         """Advance by this many global rows; return the functions that make them."""
         if self._ahead is None:
@@ -205,7 +223,7 @@ class RowDataset:
                 raise EnvironmentProblem(
                     f"{self._examples.label} has no rows to train on", hint="check the rows that were skipped"
                 )
-            if not self._repeat:
+            if epoch + 1 >= self._epochs:
                 return
             epoch, mark, used = epoch + 1, None, 0
 

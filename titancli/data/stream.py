@@ -42,14 +42,14 @@ class _Chunk(NamedTuple):
 
 
 class TokenStream:
-    """Tokens of a source from a position on; with `repeat`, over as many epochs as needed.
+    """Tokens of a source from a position on, to the end of the first `epochs` epochs.
 
     A document without tokens is skipped, including its end marker.
     """
 
-    def __init__(self, source: Source, tokenizer: Tokenizer, *, repeat: bool, at: Position) -> None:
+    def __init__(self, source: Source, tokenizer: Tokenizer, *, epochs: float, at: Position) -> None:
         self._source = source
-        self._repeat = repeat
+        self._epochs = epochs
         self._tokenizer = tokenizer
         self._start = at
         self._incoming = self._tokenise(at.epoch, at.mark)
@@ -129,7 +129,7 @@ class TokenStream:
                     f"{self._source.label} contains no text: all documents are empty",
                     hint="use a dataset with text",
                 )
-            if not self._repeat:
+            if epoch + 1 >= self._epochs:
                 return
             epoch, mark = epoch + 1, None
 

@@ -62,6 +62,8 @@ class Rebuild:
     dp_size: int
     seed: int
     rows_per_step: int | None = None
+    epochs: int | None = None
+    """Where the data end; None: by the config."""
 
     def __call__(self) -> Dataset:
         runtime = {"rows": self.rows, "dp_rank": self.dp_rank, "dp_size": self.dp_size, "seed": self.seed}
@@ -69,6 +71,8 @@ class Rebuild:
         dataset: Dataset = build(self.config, tokenizer=tokenizer, seq_len=self.seq_len, **runtime)
         if hasattr(dataset, "rows_per_step"):
             dataset.rows_per_step = self.rows_per_step
+        if self.epochs is not None:
+            dataset.end_after(self.epochs)
         return dataset
 
     @property

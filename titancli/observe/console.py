@@ -170,6 +170,7 @@ def short(value: float) -> str:
 
 
 FIGURES: dict[str, tuple[str, str | Callable[[float], str]]] = {
+    "epoch": ("epoch {}", ".2f"),
     "loss": ("loss {}", ".4f"),
     "reward_accuracy": ("accuracy {}", ".3f"),
     "grad_norm": ("grad norm {}", ".3f"),

@@ -106,11 +106,12 @@ class EventLog:
 class EventLogger:
     """The event log as one of a run's loggers (see `titancli.protocols.Logger`)."""
 
-    def __init__(self, log: EventLog, steps: int) -> None:
+    def __init__(self, log: EventLog) -> None:
         self._log = log
-        self._steps = steps
+        self._steps = 0
 
     def run_start(self, info: dict[str, Any]) -> None:
+        self._steps = info["steps"]
         names = ("attempt", "step", "world", "mesh", "device", "checkpoint", "epochs")
         self._log.write("run_start", steps=self._steps, **{name: info.get(name) for name in names})
 

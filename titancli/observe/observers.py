@@ -47,16 +47,18 @@ class Observers:
         device: torch.device,
         log_freq: int,
         total_steps: int,
+        epochs: float | None = None,
         info: Mapping[str, Any] | None = None,
         world: int = 1,
         flops_per_token: float = 0.0,
         peak_flops: float | None = None,
     ) -> None:
-        """`info` goes into `run_start`. `peak_flops`: FLOP/s of one device, or None to leave MFU out."""
+        """`info` goes into `run_start`. `epochs`: passes over the data in all steps, for the metric `epoch`.
+        `peak_flops`: FLOP/s of one device, or None to leave MFU out."""
         self._loggers = list(loggers)
         self._device = device
         self._log_freq = log_freq
-        self._total_steps = total_steps
+        self._total_steps, self._epochs = total_steps, epochs
         self._info = dict(info or {})
         self._world = world
         self._flops_per_token = flops_per_token
@@ -84,7 +86,7 @@ class Observers:
         collector.drain()
         pace.drain()
         phases.start(self._device)
-        merged = {**self._info, **info}
+        merged = {**self._info, "steps": self._total_steps, **info}
         self.step = int(merged.get("step") or 0)
         self._read_at = time.perf_counter()
         self._notify_all("run_start", merged)
@@ -159,6 +161,8 @@ class Observers:
             readings["data_wait_share"] = Reading("max", min(1.0, self._summed["data_wait"] / elapsed))
         readings |= self._times(elapsed + self._evaluation_seconds, steps)
         metrics |= self._speed(step, elapsed, steps)
+        if self._epochs is not None:
+            metrics["epoch"] = self._epochs * step / self._total_steps
         metrics |= reduce_over_ranks(readings)
         self._watch(metrics)
         self._read_at, self._steps_since, self._summed, self._first = now, 0, {}, False

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from titancli.errors import PluginError
+from titancli.errors import PluginError, RecipeError
 from titancli.registry import current
 from titancli.registry.component import build as build_component
 
@@ -52,8 +52,15 @@ def schedule_of(recipe: Recipe) -> Callable[[int], float]:
 
     Raises:
         PluginError: the schedule cannot be built, or gives an invalid factor.
+        RecipeError: the recipe's length is in epochs, whose steps nobody has counted.
     """
     config = recipe.lr_scheduler
+    if not recipe.training.steps:
+        raise RecipeError(
+            f"training.epochs = {recipe.training.epochs:g}: only a run counts the rows, and so the steps, of "
+            "an epoch",
+            hint="set training.steps",
+        )
     name = f"the schedule {current().full_name(type(config))}"
     try:
         schedule = build_component(config, steps=recipe.schedule_steps)

@@ -84,6 +84,17 @@ class DatasetDefaults(Protocol):
         iteration, which then continues behind them. Worker processes need it."""
         return None
 
+    def rows_left(self, epochs: int) -> int | None:
+        """Return how many rows of all ranks lie between the position and the end of the first `epochs`
+        passes over the data, counted exactly; below 0 if the position is behind it; None if the dataset
+        cannot know. `training.epochs` needs it."""
+        return None
+
+    def end_after(self, epochs: int) -> None:
+        """End after this many passes over the data, counted from their start, with a last batch that is
+        filled up with rows without targets. Called before the first batch."""
+        return
+
 
 class Dataset(DatasetDefaults, Protocol):
     """A finite or infinite stream of this rank's batches, on the CPU, all of the same shape.

@@ -73,7 +73,8 @@ def _unset(resolved: Resolved) -> Iterator[KeyPath]:
     for name, node in resolved.root.value.items():
         sections = fields_of(Recipe)[name].type.tables if name in fields_of(Recipe) else []
         for field in (field for section in sections for field in fields_of(section).values()):
-            if field.type.marked_required and isinstance(node.value, dict) and field.name not in node.value:
+            mark = field.type.marked_required
+            if mark and isinstance(node.value, dict) and not {field.name, mark.unless} & node.value.keys():
                 yield name, field.name
 
 
@@ -192,6 +193,9 @@ def _missing_key(
     if table:
         name = _name(table, resolved.classes.get(table), registry)
         hint = f"add: {key} = …" if isinstance(table[-1], int) else f"add to [{dotted(table)}]: {key} = …"
+        field = fields_of(cls).get(key) if (cls := resolved.classes.get(table)) else None
+        if field and (mark := field.type.marked_required) and mark.unless:
+            hint += f", or {mark.unless} = …"
         problems.add("missing-key", f"{name} needs {key!r}", location, hint)
         return
     slot = recipe_slots().get(key)

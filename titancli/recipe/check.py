@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Collection, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from titancli.errors import PluginError, TitanError
 from titancli.recipe.assets import REPOSITORY
@@ -15,6 +15,7 @@ from titancli.recipe.problems import Problems, did_you_mean, nearest_name
 from titancli.recipe.schema import Recipe, needs_dataset, needs_tokenizer
 from titancli.recipe.toml import KeyPath, Node, dotted, match_key
 from titancli.registry.component import component_info, configs, is_config
+from titancli.registry.fields import fields_of
 
 if TYPE_CHECKING:
     from titancli.registry.lookup import Registry
@@ -68,6 +69,7 @@ def _core_checks(recipe: Recipe) -> Iterator[Finding]:
         instead = "gets its prompts from loop.task and" if trains else "evaluates [validation.datasets] and"
         message = f"the loop {component_info(recipe.loop).name} {instead} uses no dataset"
         yield ("dataset",), message, "remove [dataset]"
+    yield from _epochs(recipe)
     yield from _activation_checkpoint(recipe)
     yield from _checkpoint(recipe)
     yield from _dataloader(recipe)
@@ -79,6 +81,26 @@ def _core_checks(recipe: Recipe) -> Iterator[Finding]:
 def _datasets(recipe: Recipe) -> list[Any]:
     """Return the configs of all datasets; None stands for one that the loop does not use."""
     return [recipe.dataset, *recipe.validation.datasets.values()]
+
+
+def _epochs(recipe: Recipe) -> Iterator[Finding]:
+    epochs, path, dataset = recipe.training.epochs, ("training", "epochs"), recipe.dataset
+    if epochs is None:
+        return
+    name = component_info(recipe.loop).name
+    if recipe.training.steps:
+        yield path, "a run's length is given in steps or in epochs, not in both", "remove one of the two"
+    if recipe.loop.trains and not needs_dataset(recipe.loop):
+        yield path, f"the loop {name} uses no dataset, so there are no epochs of one", "set training.steps"
+    elif recipe.loop.joins_other_runs:
+        yield path, f"other runs use rows of an epoch too in the loop {name}", "set training.steps"
+    if dataset is None:
+        return
+    if dataset.uncountable is not None:
+        yield path, dataset.uncountable, "set training.steps instead"
+    if "repeat" in fields_of(cast(type, type(dataset))) and not dataset.repeat and epochs > 1:
+        message = f"the data end after one epoch, before training.epochs = {epochs:g}"
+        yield ("dataset", "repeat"), message, "remove it"
 
 
 def _dataloader(recipe: Recipe) -> Iterator[Finding]:
@@ -253,7 +275,8 @@ TORCHTITAN = {"dataloader": "data", "lr_scheduler": "step", "train_state": "step
 
 def remarks(recipe: Recipe) -> list[str]:
     """Return remarks as sentences; none of them stops a command."""
-    return [*recipe.lr_scheduler.remarks(recipe.schedule_steps), *_rounding(recipe)]
+    of_schedule = recipe.lr_scheduler.remarks(recipe.schedule_steps) if recipe.schedule_steps else ()
+    return [*of_schedule, *_rounding(recipe)]
 
 
 def _rounding(recipe: Recipe) -> Iterator[str]:

@@ -184,13 +184,22 @@ def _whole_recipe(registry: Registry) -> dict[str, Any]:
     model = {"required": ["model"], "properties": {"model": properties.pop("model")}}
     for name in required:
         for section in fields_of(Recipe)[name].type.tables:
-            properties[name] = {"required": required_fields(section)}
+            properties[name] = _fields_needed(section)
     needed = [
         {"if": {"required": ["weights"]}, "else": model},  # a folder of weights says which model it is
         _needed("tokenizer", registry, "dataset", needs_tokenizer),
         _needed("dataset", registry, "loop", needs_dataset),
     ]
     return {"required": required, "properties": properties, "allOf": needed}
+
+
+def _fields_needed(section: type) -> dict[str, Any]:
+    marks = {name: field.type.marked_required for name, field in fields_of(section).items()}
+    either = {name: mark.unless for name, mark in marks.items() if mark and mark.unless}
+    needed: dict[str, Any] = {"required": [name for name in required_fields(section) if name not in either]}
+    if either:
+        needed["allOf"] = [{"oneOf": [{"required": [one]} for one in pair]} for pair in either.items()]
+    return needed
 
 
 def _needed(name: str, registry: Registry, kind: str, needs: Callable[[Any], bool]) -> dict[str, Any]:

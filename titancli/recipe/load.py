@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from titancli.errors import EnvironmentProblem, PluginError, TitanError
 from titancli.recipe.assets import assets_of
@@ -22,6 +22,7 @@ from titancli.recipe.resolve import resolve
 from titancli.recipe.schema import Recipe
 from titancli.recipe.toml import DEFAULT, KeyPath, Node, Origin, Source, dotted, from_python, leaves
 from titancli.registry.component import is_config
+from titancli.registry.fields import fields_of
 from titancli.registry.first_party import install_command
 from titancli.registry.kinds import BUILTIN
 from titancli.runs import LOCK_SEAL
@@ -201,9 +202,10 @@ def _table(config: Any, node: Node | None, registry: Registry) -> dict[str, Any]
         flavor = node.child("flavor") if node else None
         if flavor is not None:
             table["flavor"] = flavor.value
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if field.init and value is not None:
+    for field in fields_of(cast(type, type(config))).values():
+        value, mark = getattr(config, field.name), field.type.marked_required
+        replaced = mark is not None and mark.unless and getattr(config, mark.unless) is not None
+        if value is not None and not replaced:
             table[field.name] = _plain(value, node.child(field.name) if node else None, registry)
     return table
 

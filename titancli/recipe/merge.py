@@ -65,6 +65,8 @@ def _kept(low: dict[str, Node], high: dict[str, Node], path: KeyPath) -> dict[st
     if path == ("checkpoint",) and {"remote", "store"} <= low.keys() and "remote" in high:
         schemes = {str(table["remote"].value).partition("://")[0] for table in (low, high)}
         low = {key: node for key, node in low.items() if key != "store" or len(schemes) == 1}
+    if path == ("training",) and len(lengths := {"steps", "epochs"} & high.keys()) == 1:
+        low = {key: node for key, node in low.items() if key not in {"steps", "epochs"} - lengths}
     old, new = low.get("flavor"), high.get("flavor")
     if new is not None and (old is None or old.value != new.value):
         return {"type": low["type"]} if "type" in low else {}

@@ -54,8 +54,11 @@ class Training:
     """Length of the run, batch sizes, gradient clipping and precision."""
 
     effect: ClassVar = "numbers"
-    steps: Annotated[int, Gt(0), Required()] = 0
+    steps: Annotated[int, Gt(0), Required(unless="epochs")] = 0
     """Total number of optimizer steps, including those before a resume; in a script there need be none."""
+    epochs: Annotated[float, Gt(0)] | None = None
+    """Passes over the dataset, in place of `steps`: every row is used exactly that often, so the last step
+    may be smaller. The rows are counted before the first step. A fraction is rounded up to whole steps."""
     seq_len: Annotated[int, Gt(0)] = 2048
     """Sequence length, in tokens."""
     local_batch_size: Annotated[int, Gt(0), Effect("speed")] = 8
@@ -334,7 +337,7 @@ class Recipe:
 
     @property
     def schedule_steps(self) -> int:
-        """The length of the learning rate schedule."""
+        """The length of the learning rate schedule; 0: it is known once the rows of an epoch are counted."""
         return self.lr_scheduler.total_steps or self.training.steps
 
     def accumulation(self, degrees: Degrees) -> int:

@@ -172,6 +172,8 @@ class DatasetConfigDefaults:
     """True if two consecutive rows are a pair."""
     repeat: bool = False
     """True if the dataset starts over at its end."""
+    uncountable: str | None = None
+    """Why its epochs have no known number of rows, for `training.epochs`; None: they have."""
     reference_logps: bool = False
     """True if batches contain the log-probabilities of a reference model."""
     document_mask: bool = False

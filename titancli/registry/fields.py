@@ -70,6 +70,9 @@ class Effect:
 class Required:
     """Mark a field that a recipe must set although its class has a default, for scripts that need not."""
 
+    unless: str | None = None
+    """Field of the same class that may be set in its place; a recipe sets one of the two."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Type:
@@ -101,9 +104,11 @@ class Type:
         return any(isinstance(mark, LocalPath) for _, marks in _arms(self.hint) for mark in marks)
 
     @property
-    def marked_required(self) -> bool:
-        """Return whether the type is marked as `Required`."""
-        return any(isinstance(mark, Required) for _, marks in _arms(self.hint) for mark in marks)
+    def marked_required(self) -> Required | None:
+        """Return the mark `Required`, if the type has it."""
+        return next(
+            (mark for _, marks in _arms(self.hint) for mark in marks if isinstance(mark, Required)), None
+        )
 
     @property
     def choices(self) -> list[Any]:
@@ -145,7 +150,7 @@ class Field:
     @property
     def required(self) -> bool:
         has_none = dataclasses.MISSING is self.declared.default is self.declared.default_factory
-        return has_none or self.type.marked_required
+        return has_none or self.type.marked_required is not None
 
     @property
     def default(self) -> Any:

@@ -171,4 +171,5 @@ def import_components(loaded: Loaded) -> None:
         raise NotImportable(problems)
     for _, config in components(loaded.recipe):
         config.try_out()
-    schedule_of(loaded.recipe)
+    if loaded.recipe.training.steps:  # those of epochs are counted when the run starts
+        schedule_of(loaded.recipe)

@@ -25,13 +25,11 @@ def outlook(plan: Plan, world: int) -> Iterator[str]:
     rows = recipe.training.local_batch_size * accumulation * degrees.dp
     name = component_info(recipe.model).name
     yield f"model:     {name}, {_weights(recipe, plan.checkpoint)}"
-    left = recipe.training.steps - plan.start_step
+    left, epochs = recipe.training.steps - plan.start_step, recipe.training.epochs
     if recipe.dataset is not None:
         tokens = rows * recipe.training.seq_len
-        yield (
-            f"data:      {component_info(recipe.dataset).name}, {tokens:,} tokens per step, "
-            f"{tokens * left:,} in {left:,} steps"
-        )
+        length = f"{tokens * left:,} in {left:,} steps" if epochs is None else f"{epochs:g} epochs"
+        yield f"data:      {component_info(recipe.dataset).name}, {tokens:,} tokens per step, {length}"
     yield f"saves:     {_saves(recipe)}{_evaluates(recipe)}"
 
 

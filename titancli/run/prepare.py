@@ -53,8 +53,8 @@ class Plan:
 
     @property
     def finished(self) -> bool:
-        """Return whether there is no step left to do."""
-        return self.start_step >= self.loaded.recipe.training.steps
+        """Return whether there is no step left to do; of epochs, whose rows are not counted yet, False."""
+        return 0 < self.loaded.recipe.training.steps <= self.start_step
 
 
 def make_plan(request: Request) -> Plan:

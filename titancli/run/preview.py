@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from titancli.errors import TitanError
 from titancli.launch import LaunchRequest
 from titancli.launchers import Local
 from titancli.launchers.local import in_place
@@ -31,6 +32,7 @@ def preview(plan: Plan, request: LaunchRequest) -> dict[str, Any]:
     training = recipe.training
     rows = training.local_batch_size * accumulation * degrees.dp
     parameters, mine = count_parameters(recipe, degrees)
+    steps = _steps(plan, request.world)
     return {
         "recipe": str(plan.loaded.path),
         "name": recipe.name,
@@ -53,10 +55,26 @@ def preview(plan: Plan, request: LaunchRequest) -> dict[str, Any]:
         "microbatch_size": recipe.pipeline.microbatch_size if degrees.pp > 1 else None,
         "global_batch_size": rows,
         "tokens_per_step": rows * training.seq_len,
-        "steps": training.steps,
-        "tokens": rows * training.seq_len * training.steps,
+        "steps": steps,
+        "epochs": training.epochs,
+        "tokens": None if steps is None else rows * training.seq_len * steps,
         "command": launch_command(plan, request),
     }
+
+
+def _steps(plan: Plan, world: int) -> int | None:
+    """Return the steps of the run; those of epochs are counted, which is None where the data are missing."""
+    recipe = plan.loaded.recipe
+    if recipe.training.epochs is None:
+        return recipe.training.steps
+    from titancli.worker.epochs import steps_of
+
+    try:
+        return steps_of(recipe, world, plan.checkpoint, allow_drift=plan.allow_drift)
+    except TitanError:
+        if plan.missing:
+            return None
+        raise
 
 
 def count_parameters(recipe: Recipe, degrees: Degrees) -> tuple[int, int]:
@@ -88,6 +106,9 @@ def as_text(facts: dict[str, Any]) -> str:
     rows, times = facts["local_batch_size"], facts["accumulation"]
     if facts["microbatch_size"]:  # a pipeline takes all rows of a step at once, in smaller pieces
         rows, times = facts["microbatch_size"], rows * times // facts["microbatch_size"]
+    length = f"{facts['steps']:,}" if facts["steps"] else "as many as the missing data give"
+    length += "" if facts["epochs"] is None else f" ({facts['epochs']:g} epochs)"
+    total = f", {facts['tokens']:,} tokens in total" if facts["steps"] else ""
     begin = Path(facts["checkpoint"]).name if facts["checkpoint"] else "the start"
     table = {
         "recipe": facts["recipe"],
@@ -99,7 +120,7 @@ def as_text(facts: dict[str, Any]) -> str:
         "batch": f"{facts['global_batch_size']:,} rows x {facts['seq_len']:,} tokens = "
         f"{facts['tokens_per_step']:,} tokens per step",
         "": f"{rows} row{'s' * (rows > 1)} at a time per rank, {times} time{'s' * (times > 1)} per step",
-        "steps": f"{facts['steps']:,} from {begin}, {facts['tokens']:,} tokens in total",
+        "steps": f"{length} from {begin}{total}",
         "started by": facts["command"] or "this process",
     }
     lines = [f"{label:<12}{text}" for label, text in table.items()]

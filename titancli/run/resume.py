@@ -77,7 +77,7 @@ def _newest(folder: RunFolder, request: Request, recipe: Recipe) -> tuple[Path |
     ranks_verify = not (request.dry_run or request.from_scratch)
     verify = names_and_sizes(section.verify) if ranks_verify else section.verify
     found = newest(verify=verify)
-    if found is not None and verify != section.verify and _step_of(found) >= recipe.training.steps:
+    if found is not None and verify != section.verify and 0 < recipe.training.steps <= _step_of(found):
         found = newest(verify=section.verify)
     return found, tuple(dict.fromkeys(notes))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -80,6 +81,9 @@ def open_data(
 
 def epochs(recipe: Recipe, data: Source | None, engine: Engine) -> str | None:
     """Return how many times the run passes over its data, in words; None if their size is not known."""
+    training = recipe.training
+    if training.epochs is not None and data is not None:
+        return f"{training.epochs:g} epoch{'s' * (training.epochs != 1)} in {training.steps:,} steps"
     epoch_tokens = getattr(getattr(data, "dataset", None), "epoch_tokens", None)
     if epoch_tokens is None:
         return None
@@ -121,7 +125,7 @@ def open_dataset(
 ) -> Dataset:
     """Build a dataset for this data-parallel rank, with `rows` rows in a batch; None: as many as in the
     recipe."""
-    return build(
+    dataset: Dataset = build(
         config,
         tokenizer=tokenizer,
         seq_len=recipe.training.seq_len,
@@ -130,6 +134,9 @@ def open_dataset(
         dp_size=engine.mesh.degrees.dp,
         seed=recipe.training.seed,
     )
+    if config is recipe.dataset and recipe.training.epochs is not None:
+        dataset.end_after(math.ceil(recipe.training.epochs))
+    return dataset
 
 
 def identity_of(position: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -191,6 +198,7 @@ def _source(recipe: Recipe, tokenizer: Any, engine: Engine) -> Source:
                 dp_size=engine.mesh.degrees.dp,
                 seed=training.seed,
                 rows_per_step=rows_per_step,
+                epochs=None if training.epochs is None else math.ceil(training.epochs),
             )
             workers = Workers(rebuild, dataset, count=count, depth=depth)
         return Loader(

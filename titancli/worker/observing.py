@@ -53,7 +53,7 @@ def open_loggers(
         if restart:
             cause = "a node or a rank was lost" if several_nodes else "a rank failed"
             logger.warning("%s; all ranks were restarted (restart %d)", cause, restart)
-        own = [EventLogger(events, recipe.training.steps)]
+        own = [EventLogger(events)]
     return own + [build(config, run_folder=folder.path, is_main=place.rank == 0) for config in recipe.loggers]
 
 
@@ -94,6 +94,7 @@ def observe(
         device=start.device,
         log_freq=recipe.metrics.log_freq,
         total_steps=recipe.training.steps,
+        epochs=recipe.training.epochs,
         info={**start.record, **known, **found},
         world=place.world,
         flops_per_token=engine.flops_per_token,

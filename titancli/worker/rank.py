@@ -254,9 +254,11 @@ class Rank:
         from titancli.engine import Engine
         from titancli.worker.callbacks import open_run
         from titancli.worker.data import check_vocabulary, open_data, open_validation
+        from titancli.worker.epochs import with_steps
         from titancli.worker.features import garbage_between_steps, taking_part
         from titancli.worker.observing import observe
 
+        start = with_steps(start, self.place.world)
         recipe = start.recipe
         tokenizer = None if recipe.tokenizer is None else build(recipe.tokenizer)
         check_vocabulary(recipe, tokenizer)

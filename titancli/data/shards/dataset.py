@@ -7,6 +7,7 @@ In the other orders the tokens form one endless stream, like that of a live toke
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, cast
 
@@ -64,13 +65,16 @@ class ShardStreamDataset(PackedDataset):
     def _open(self, at: Position) -> Any:
         eos = self._tokenizer.eos_id if self._document_mask else None
         if self._config.shuffle == "off":
-            return ListedStream(self._tokens.files, at, repeat=self._repeat, eos_id=eos)
+            return ListedStream(self._tokens.files, at, epochs=self._epochs, eos_id=eos)
         documents = cast(DocumentEnds | MegatronDocuments, self._tokens.documents)  # checked by `build`
 
         def order(epoch: int, places: np.ndarray) -> np.ndarray:
             return permuted(places, documents.documents, self._seed, epoch)
 
-        return DocumentStream(self._tokens.files, documents, at, repeat=self._repeat, order=order, eos_id=eos)
+        return DocumentStream(self._tokens.files, documents, at, epochs=self._epochs, order=order, eos_id=eos)
+
+    def _tokens_of_epoch(self) -> int:
+        return self._tokens.files.tokens
 
     def epoch_tokens(self) -> tuple[int, bool]:
         return self._tokens.files.tokens, True
@@ -99,6 +103,8 @@ class ShardRowDataset:
         self._eos_id = tokenizer.eos_id
         self._identity = {**tokens.identity, "tokenizer": tokenizer_identity(tokenizer)}
         self._per_epoch = -(-(tokens.files.tokens - 1) // seq_len)
+        self._end: float = math.inf if config.repeat else self._per_epoch
+        """Row that is not read any more, counted over all epochs."""
         self._next_row = 0
         self._row_positions = torch.arange(seq_len).repeat(rows, 1)
 
@@ -112,18 +118,26 @@ class ShardRowDataset:
         ahead = max(1, AHEAD // self._rows)
         mine = np.arange(ahead)[:, None] * stride + self._dp_rank * self._rows + np.arange(self._rows)
         first, drawn = 0, mine[:0]
-        while self._config.repeat or self._next_row < self._per_epoch:
+        while self._next_row < self._end:
             number, apart = divmod(self._next_row - first, stride)
             if apart or not 0 <= number < len(drawn):  # after `skip` or `load_state_dict`
                 first, drawn, number = self._next_row, self._draw(self._next_row + mine), 0
-            self._next_row += stride
+            self._next_row = int(min(self._next_row + stride, self._end))
             yield self._batch(drawn[number])
 
     def skip(self, rows: int) -> int:
         """Skip this many global rows without reading them; return how many were skipped."""
-        left = rows if self._config.repeat else max(0, self._per_epoch - self._next_row)
-        self._next_row += min(rows, left)
-        return min(rows, left)
+        skipped = int(min(rows, max(0, self._end - self._next_row)))
+        self._next_row += skipped
+        return skipped
+
+    def rows_left(self, epochs: int) -> int:
+        """Return the rows from the position to the end of the first `epochs` epochs."""
+        return epochs * self._per_epoch - self._next_row
+
+    def end_after(self, epochs: int) -> None:
+        """End after this many epochs."""
+        self._end = epochs * self._per_epoch
 
     def _draw(self, places: np.ndarray) -> np.ndarray:
         """Return the rows at these positions, counted over all epochs; -1 past the end."""
@@ -132,8 +146,7 @@ class ShardRowDataset:
         for epoch in np.unique(epochs):
             here = epochs == epoch
             found[here] = permuted(within[here], self._per_epoch, self._seed, int(epoch))
-        if not self._config.repeat:
-            found[epochs > 0] = -1
+        found[places >= self._end] = -1
         return found
 
     def _batch(self, rows: np.ndarray) -> Batch:

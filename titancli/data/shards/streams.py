@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -24,10 +25,10 @@ class Documents(Protocol):
 class ListedStream:
     """All tokens in file order; a position is a token's index in the epoch."""
 
-    def __init__(self, files: TokenFiles, at: Position, *, repeat: bool, eos_id: int | None) -> None:
-        """Create the stream; `eos_id` ends a document, or is None if the starts of documents are not
-        needed."""
-        self._files, self._repeat, self._eos_id = files, repeat, eos_id
+    def __init__(self, files: TokenFiles, at: Position, *, epochs: float, eos_id: int | None) -> None:
+        """Create the stream of the first `epochs` epochs; `eos_id` ends a document, or is None if the starts
+        of documents are not needed."""
+        self._files, self._epochs, self._eos_id = files, epochs, eos_id
         self._epoch, self._at = at.epoch, at.offset
 
     @property
@@ -35,7 +36,7 @@ class ListedStream:
         return Position(self._epoch, None, self._at)
 
     def available(self, count: int) -> int:
-        return count if self._repeat else min(count, self._files.tokens - self._at)
+        return int(min(count, (self._epochs - self._epoch) * self._files.tokens - self._at))
 
     def read(self, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Advance by `count` tokens; return them and the one after them, and which begin a document."""
@@ -50,11 +51,8 @@ class ListedStream:
 
     def skip(self, count: int) -> int:
         skipped = self.available(count)
-        if self._repeat:
-            more, self._at = divmod(self._at + skipped, self._files.tokens)
-            self._epoch += more
-        else:
-            self._at += skipped
+        more, self._at = divmod(self._at + skipped, self._files.tokens)
+        self._epoch += more
         return skipped
 
 
@@ -67,15 +65,17 @@ class DocumentStream:
         documents: Documents,
         at: Position,
         *,
-        repeat: bool,
+        epochs: float,
         order: Callable[[int, np.ndarray], np.ndarray],
         eos_id: int | None = None,
     ) -> None:
-        """Create the stream; `order` maps an epoch and positions in it to documents."""
-        self._files, self._documents, self._repeat, self._eos_id = files, documents, repeat, eos_id
+        """Create the stream of the first `epochs` epochs; `order` maps an epoch and positions in it to
+        documents."""
+        self._files, self._documents, self._epochs, self._eos_id = files, documents, epochs, eos_id
         self._order, self._epoch, self._offset = order, at.epoch, at.offset
         self._place: int = at.mark["document"] if at.mark else 0
         self._block: tuple[tuple[int, int], np.ndarray, np.ndarray] | None = None
+        self._turn()
 
     @property
     def position(self) -> Position:
@@ -83,14 +83,22 @@ class DocumentStream:
         return Position(self._epoch, mark, self._offset)
 
     def available(self, count: int) -> int:
-        if self._repeat:
+        if self._epochs == math.inf:
             return count
         epoch, place, offset, found = self._epoch, self._place, self._offset, 0
-        while found < count and place < self._documents.documents:
+        while found < count and epoch < self._epochs:
+            if place == self._documents.documents:
+                epoch, place = epoch + 1, 0
+                continue
             _, lengths, within = self._bounds(epoch, place)
             found += int(lengths[within:].sum()) - offset
             place, offset = place - within + len(lengths), 0
         return min(count, found)
+
+    def _turn(self) -> None:
+        """Go from the end of an epoch to the start of the next, unless it is the last."""
+        if self._place == self._documents.documents and self._epoch + 1 < self._epochs:
+            self._epoch, self._place = self._epoch + 1, 0
 
     def read(self, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Advance by `count` tokens; return them and the one after them, and which begin a document."""
@@ -117,8 +125,7 @@ class DocumentStream:
                 self._place += int(there[0])
                 return
             self._place += len(lengths) - within
-            if self._place == count and self._repeat:
-                self._epoch, self._place = self._epoch + 1, 0
+            self._turn()
 
     def _back(self) -> None:
         """Go back one token."""
@@ -150,8 +157,7 @@ class DocumentStream:
                 return
             filled += int(ends[whole])
             self._place, self._offset = self._place + whole + 1, 0
-            if self._place == self._documents.documents and self._repeat:
-                self._epoch, self._place = self._epoch + 1, 0
+            self._turn()
 
     def _bounds(self, epoch: int, place: int) -> tuple[np.ndarray, np.ndarray, int]:
         """Return the first tokens and lengths of a block of documents, and the index of a position in it."""

@@ -1,0 +1,254 @@
+"""`training.epochs`: every row is used exactly that often, on any ranks, packed or not, and resumed."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import Ranks
+from tests.run.conftest import Finished, on_pool
+from titancli.observe.events import read_events
+from titancli.runs import RunFolder
+
+PLUGIN = '''
+import json
+import torch.distributed as dist
+from titancli import component, hookimpl
+
+@component("callback", "note", target="noting:Noting")
+class Note:
+    """Notes the targets of each row."""
+
+class Noting:
+    def __init__(self, config, *, engine, run):
+        self.engine, self.file = engine, open(run.folder / f"rows-{dist.get_rank()}.jsonl", "a")
+
+    def around_backward(self, backward):
+        for number, batch in enumerate(backward.batches):
+            rows = [[t for t in row if t >= 0] for row in batch["targets"].tolist()]
+            place = [self.engine.step + 1, number, dist.get_rank()]
+            print(json.dumps([place, [row for row in rows if row]]), file=self.file, flush=True)
+
+@hookimpl
+def titan_components():
+    return [Note]
+'''
+COUNT = 37
+SIZES = (
+    *("training.seq_len=64", "training.local_batch_size=2", "training.global_batch_size=8"),
+    *("stability.sigma=0", "checkpoint.keep_latest_k=0", "checkpoint.interval=1"),
+)
+CHAT, TEXT = '{type="chat", path="chat.jsonl"}', '{type="jsonl", paths=["text.jsonl"]}'
+FIT = ("dataset.packing=best_fit", "dataset.document_mask=true")
+DATASETS = {
+    "chat": (f"dataset={CHAT}",),
+    "chat, one in a row": (f"dataset={CHAT}", "dataset.pack=false"),
+    "chat, indexed": (f"dataset={CHAT}", "dataset.length_index=true"),
+    "chat, by workers": (f"dataset={CHAT}", "dataset.length_index=true", "training.dataloader.num_workers=2"),
+    "text": (f"dataset={TEXT}",),
+    "text, shuffled": (f"dataset={TEXT}", "dataset.cache_tokens=true", "dataset.shuffle=true"),
+    "text, best fit": (f"dataset={TEXT}", *FIT),
+    "text, cached, best fit": (f"dataset={TEXT}", *FIT, "dataset.cache_tokens=true"),
+    "pairs": ('dataset={type="preference", path="pairs.jsonl"}', "loop=dpo", "loss=dpo"),
+}
+NUMBERS = itertools.count()
+Train = Callable[..., Finished]
+
+
+@pytest.fixture(autouse=True)
+def note(here: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+    """The arguments of a run that notes its rows; each file of data has 37 rows with ids from 100 on."""
+    monkeypatch.setenv("TITAN_CACHE", str(here / "cache"))
+    rows = [(100 + n, "x" * (n * 7 % 23)) for n in range(COUNT)]
+    says = lambda role, text: {"role": role, "content": text}  # noqa: E731
+    chat = [[says("user", "q"), says("assistant", f"<{n}>{more}")] for n, more in rows]
+    write(here / "chat.jsonl", [{"messages": messages} for messages in chat])
+    write(here / "text.jsonl", [{"text": f"<{n}>{more}"} for n, more in rows])
+    write(here / "pairs.jsonl", [{"prompt": "q", "chosen": f"<{n}>{m}", "rejected": "no"} for n, m in rows])
+    module = f"noting_{next(NUMBERS)}"  # ranks that stand keep what they have imported
+    (here / f"{module}.py").write_text(PLUGIN.replace("noting:", f"{module}:"))
+    return ("tiny.toml", "-p", f"./{module}.py", 'callbacks=["note"]', *SIZES)
+
+
+def write(path: Path, rows: list[dict[str, object]]) -> None:
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+
+def seen(run: Path, last: int = 10**9) -> list[list[int]]:
+    """The targets of each row that was trained on until a step, in the order of the data."""
+    lines = [json.loads(line) for file in run.glob("rows-*") for line in file.read_text().splitlines()]
+    return [row for place, rows in sorted(lines) for row in rows if place[0] <= last]
+
+
+def ids(rows: list[list[int]]) -> Counter[str]:
+    """How often each id was a target."""
+    text = bytes(token for row in rows for token in row if token < 256).decode()
+    return Counter(re.findall(r"(\d{3})>", text))
+
+
+def each(times: int) -> Counter[str]:
+    return Counter({str(100 + n): times for n in range(COUNT)})
+
+
+def steps(run: Path) -> tuple[int, dict[str, float]]:
+    """The number of steps that the run was to take, and the metrics of the last one."""
+    last = [event for event in read_events(run / "events.jsonl") if event["event"] == "step"][-1]
+    assert last["step"] == last["steps"]
+    return last["steps"], last["metrics"]
+
+
+@pytest.mark.parametrize("data", DATASETS)
+def test_every_row_is_used_as_often_as_there_are_epochs(
+    train: Train, here: Path, note: tuple[str, ...], data: str
+) -> None:
+    done = train(*note, *DATASETS[data], "training.epochs=2", "--run-dir", "r")
+    assert done.code == 0, done.err
+    count, metrics = steps(here / "r")
+    assert ids(seen(here / "r")) == each(2)
+    assert f"2 epochs in {count} steps" in done.err
+    assert metrics["epoch"] == 2
+    assert RunFolder(here / "r").outcome()["why"] == "finished"  # type: ignore[index]
+    assert "training.steps" not in (here / "r/recipe.lock.toml").read_text()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("data", ["chat", "chat, one in a row", "text", "text, best fit", "pairs"])
+def test_every_row_is_used_as_often_on_two_ranks_and_if_a_run_goes_on_on_another_number_of_them(
+    train: Train, ranks: Ranks, here: Path, note: tuple[str, ...], data: str
+) -> None:
+    how = (*DATASETS[data], "training.epochs=2")
+    done = train(*note, *how, "--run-dir", "two", *on_pool(ranks, 2))
+    assert done.code == 0, done.err
+    count, _ = steps(here / "two")
+    assert ids(seen(here / "two")) == each(2)
+    middle = count // 3
+    for path in (here / "two/checkpoints").glob("step-*"):
+        if int(path.name.removeprefix("step-")) > middle:
+            shutil.rmtree(path)
+    before = seen(here / "two", middle)
+    assert each(0) < ids(before) < each(2)
+    for file in (here / "two").glob("rows-*"):
+        file.unlink()
+    done = train("two", *note[1:3], "-p", "./faulty.py", "launcher=local", "--resume")
+    assert done.code == 0, done.err
+    assert steps(here / "two")[0] == count
+    assert ids(before + seen(here / "two")) == each(2)
+
+
+def test_a_step_of_another_size_after_a_resume_changes_the_number_of_steps(
+    train: Train, here: Path, note: tuple[str, ...]
+) -> None:
+    how = (*DATASETS["chat, one in a row"], "training.epochs=2", "--run-dir", "r")
+    assert train(*note, *how).code == 0
+    assert steps(here / "r")[0] == 10  # 74 rows, 8 in a step
+    for number in range(4, 11):
+        shutil.rmtree(here / f"r/checkpoints/step-{number}")
+    before = seen(here / "r", 3)
+    for file in (here / "r").glob("rows-*"):
+        file.unlink()
+    done = train("r", *note[1:3], "--resume", "training.global_batch_size=4", "lr_scheduler.warmup_steps=0")
+    assert done.code == 0, done.err
+    assert steps(here / "r")[0] == 3 + 13  # 50 rows, 4 in a step
+    assert ids(before + seen(here / "r")) == each(2)
+
+
+def test_more_epochs_after_the_end_use_the_following_rows(
+    train: Train, here: Path, note: tuple[str, ...]
+) -> None:
+    """Rows that filled up the last step of an epoch are none of the next one's."""
+    for data in ("chat", "text", "text, shuffled", "text, cached, best fit"):
+        run = data.replace(" ", "-").replace(",", "")
+        assert train(*note, *DATASETS[data], "training.epochs=1", "--run-dir", run).code == 0
+        assert ids(seen(here / run)) == each(1)
+        done = train(run, *note[1:3], "--resume", "training.epochs=2")
+        assert done.code == 0, done.err
+        assert ids(seen(here / run)) == each(2)
+    assert train(run, *note[1:3], "--resume", "training.epochs=1").code == 0  # nothing is left to do
+    assert ids(seen(here / run)) == each(2)
+
+
+def test_a_part_of_an_epoch_is_rounded_up_to_whole_steps(
+    train: Train, here: Path, note: tuple[str, ...]
+) -> None:
+    how = DATASETS["chat, one in a row"]
+    assert train(*note, *how, "training.epochs=1.5", "--run-dir", "r").code == 0
+    found = ids(seen(here / "r"))
+    assert steps(here / "r")[0] == 7  # 55.5 rows, 8 in a step
+    assert found.total() == 56 and set(found.values()) == {1, 2}
+
+
+def test_the_schedule_ends_at_the_last_step(train: Train, here: Path, note: tuple[str, ...]) -> None:
+    how = DATASETS["chat, one in a row"]
+    assert train(*note, *how, "training.epochs=2", "--run-dir", "epochs").code == 0
+    assert train(*note, *how, "training.steps=10", "--run-dir", "steps").code == 0
+    rates = [
+        [
+            event["metrics"]["lr"]
+            for event in read_events(here / run / "events.jsonl")
+            if event["event"] == "step"
+        ]
+        for run in ("epochs", "steps")
+    ]
+    assert rates[0] == rates[1]
+    assert len(rates[0]) == 10
+
+
+def test_a_dry_run_says_steps_and_epochs(train: Train, note: tuple[str, ...]) -> None:
+    how = DATASETS["chat, one in a row"]
+    said = train(*note, *how, "training.epochs=2", "--dry-run").out
+    assert "10 (2 epochs) from the start" in said
+    plan = json.loads(train(*note, *how, "training.epochs=2", "--dry-run", "--json").out)["plan"]
+    assert (plan["steps"], plan["epochs"], plan["tokens"]) == (10, 2, 10 * 8 * 64)
+    missing = ('dataset={type="chat", path="nowhere.jsonl"}', "training.epochs=2")
+    assert "as many as the missing data give (2 epochs)" in train(*note, *missing, "--dry-run").out
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (("training={steps=3, epochs=1.0}",), "in steps or in epochs, not in both"),
+        (("training.epochs=0",), "epochs"),
+        (("training.epochs=2", "dataset.repeat=false"), "the data end after one epoch"),
+        (
+            ("training.epochs=1", 'dataset={type="hf", path="a/b", streaming=true}'),
+            "a stream has no known length",
+        ),
+        (
+            ("training.epochs=1", f"dataset={{type='mix', datasets={{a={CHAT}}}, weights={{a=1.0}}}}"),
+            "the datasets of a mix end at different times",
+        ),
+    ],
+)
+def test_what_has_no_epochs_is_refused_by_name(
+    train: Train, note: tuple[str, ...], given: tuple[str, ...], said: str
+) -> None:
+    data = () if any("dataset={" in one for one in given) else DATASETS["chat"]
+    done = train(*note, *data, *given)
+    assert done.code == 3
+    assert said in done.err
+
+
+def test_a_recipe_without_a_length_is_told_both(here: Path, train: Train) -> None:
+    done = train("tiny.toml", "--unset", "training.steps", "training.seq_len=32")
+    assert done.code == 3
+    assert "add to [training]: steps = …, or epochs = …" in done.err
+
+
+def test_data_that_have_changed_are_refused_when_a_run_goes_on(
+    train: Train, here: Path, note: tuple[str, ...]
+) -> None:
+    assert train(*note, *DATASETS["chat"], "training.epochs=2", "--run-dir", "r").code == 0
+    shutil.copy(here / "pairs.jsonl", here / "other.jsonl")
+    lines = (here / "chat.jsonl").read_text().splitlines(keepends=True)
+    (here / "chat.jsonl").write_text("".join(lines[:-1]))
+    done = train("r", *note[1:3], "--resume", "training.epochs=3")
+    assert done.code != 0
+    assert "is not the data that the checkpoint was trained on" in done.err
+    assert train("r", *note[1:3], "--resume", "training.epochs=3", "--allow-drift").code == 0
