@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,8 @@ class Listed:
 
 
 def opened(documents: list[list[str]], *, repeat: bool = False, at: Position | None = None) -> TokenStream:
-    return TokenStream(Listed(documents), Letters(), repeat=repeat, at=at or Position())
+    epochs = math.inf if repeat else 1
+    return TokenStream(Listed(documents), Letters(), epochs=epochs, at=at or Position())
 
 
 def expected(documents: list[list[str]]) -> tuple[list[int], list[bool]]:

@@ -124,7 +124,7 @@ def test_a_missing_key_points_at_its_table(problem) -> None:
         "training needs 'steps'",
         "[training]",
     )
-    assert found.hint == "add to [training]: steps = …"
+    assert found.hint == "add to [training]: steps = …, or epochs = …"
 
 
 def test_missing_sections_say_what_they_need(problems) -> None:

@@ -9,13 +9,18 @@ import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.ranks import Ranks
-from tests.run.conftest import Finished, on_pool
+from tests.run.conftest import Finished, in_this_process, on_pool
+from titancli.errors import EnvironmentProblem, RecipeError
 from titancli.observe.events import read_events
+from titancli.optimizers.schedule import schedule_of
+from titancli.recipe import load_recipe
 from titancli.runs import RunFolder
+from titancli.worker import epochs
 
 PLUGIN = '''
 import json
@@ -252,3 +257,50 @@ def test_data_that_have_changed_are_refused_when_a_run_goes_on(
     assert done.code != 0
     assert "is not the data that the checkpoint was trained on" in done.err
     assert train("r", *note[1:3], "--resume", "training.epochs=3", "--allow-drift").code == 0
+
+
+def test_a_run_in_steps_of_chat_or_pairs_says_how_many_epochs_they_are(
+    train: Train, note: tuple[str, ...]
+) -> None:
+    how = ("training.steps=2", "checkpoint.enable=false")
+    assert ", 0.43 epochs of about 37 rows" in train(*note, *DATASETS["chat, one in a row"], *how).err
+    assert (
+        ", 0.43 epochs of 37 rows"
+        in train(*note, *DATASETS["chat, one in a row"], "dataset.length_index=true", *how).err
+    )
+    assert ", 0.22 epochs of about 74 rows" in train(*note, *DATASETS["pairs"], *how).err
+
+
+def test_what_looks_at_a_run_in_epochs_knows_its_length(
+    train: Train, here: Path, note: tuple[str, ...], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert train(*note, *DATASETS["chat"], "training.epochs=2", "--run-dir", "r").code == 0
+    titan = in_this_process(capfd)
+    held_out = f"validation.datasets={{held_out={CHAT}}}"
+    assert titan("eval", "r", held_out, *note[1:3]).code == 0
+    assert titan("generate", "r", "q", "--max-new-tokens", "1", *note[1:3]).code == 0
+    count, _ = steps(here / "r")
+    assert f"step {count}/{count}" in titan("runs", "show", "r").out
+    again = titan("reproduce", "r", "--run-dir", "again", "--steps", str(count), *note[1:3])
+    assert again.code == 0 and "bitwise equal" in again.out + again.err
+    assert titan("reproduce", "r", "--run-dir", "part", "--steps", "3", *note[1:3]).code == 0
+
+
+def test_ranks_that_count_different_rows_are_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Others(epochs.Ranks):
+        def each(self, doing, function):  # type: ignore[no-untyped-def]
+            return [8, 9]
+
+    monkeypatch.setattr(epochs, "Ranks", Others)
+    recipe = load_recipe("llama3_debug", ["training.epochs=2"]).recipe
+    start = SimpleNamespace(recipe=recipe, record={"attempts": [{}]}, checkpoint=None)
+    with pytest.raises(EnvironmentProblem, match="rank 0: 8, rank 1: 9"):
+        epochs.with_steps(start, 2)  # type: ignore[arg-type]
+
+
+def test_a_script_is_told_that_an_engine_does_not_know_the_length() -> None:
+    recipe = load_recipe("llama3_debug", ["training.epochs=2"]).recipe
+    with pytest.raises(RecipeError, match="only a run counts the steps"):
+        schedule_of(recipe)(0)
+    longer = load_recipe("llama3_debug", ["training.epochs=2", "lr_scheduler.total_steps=9"]).recipe
+    assert schedule_of(longer)(0) < schedule_of(longer)(8)

@@ -23,6 +23,7 @@ with."""
 COMMENTS = {
     "weights": "the weights, and in its config.json the model",
     "paths": "your text: files, folders, patterns",
+    "epochs": "passes over the data; or steps = 200",
     "local_batch_size": "rows on each GPU at once",
     "global_batch_size": "rows of a step",
     "last_save_in_hf": "leaves a Hugging Face folder at the end",
@@ -70,7 +71,7 @@ def finetune_sections(
     made["optimizer"] = {"type": "titan/adamw", "lr": task.lr * (1 if adapters is None else 10)}
     made["lr_scheduler"] = {"warmup_steps": 10, "decay_type": "cosine", "min_lr_factor": 0.1}
     made["training"] = {
-        "steps": 200,
+        **({"steps": 200} if task.kind == "grpo" else {"epochs": 2}),
         "seq_len": length,
         "local_batch_size": task.rows,
         **({} if task.rows_of_step is None else {"global_batch_size": task.rows_of_step}),

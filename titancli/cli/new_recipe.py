@@ -119,7 +119,7 @@ def _finetune(
         made, said = changed(made, found.overrides), found.said
     write_new(file, as_toml(made))
     if task.data is None:
-        said = "set dataset.paths to your text, and then the learning rate and the number of steps"
+        said = "set dataset.paths to your text, and then the learning rate and the number of epochs"
     note(f"{file}: {said}")
     note(next_step(file))
     return EXIT_OK

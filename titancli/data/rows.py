@@ -188,6 +188,17 @@ class RowDataset:
         plans = (self._maker.plan(group.lengths) for n in range(epochs) for group in groups(n, None))
         return sum(map(len, plans)) - self._consumed
 
+    def epoch_rows(self) -> tuple[int, bool] | None:
+        """Return the number of rows in an epoch, and whether it was counted rather than estimated from a
+        sample; None for examples that are not counted. Does not move the position."""
+        if self._length_index:
+            return self.rows_left(1) + self._consumed, True
+        if not hasattr(self._examples, "example"):
+            return None
+        sample = [group.lengths for group in itertools.islice(self._groups(0, None), 2)]
+        rows, examples = sum(len(self._maker.plan(lengths)) for lengths in sample), sum(map(len, sample))
+        return round(rows * cast(IndexedExamples, self._examples).count / max(examples, 1)), False
+
     def end_after(self, epochs: int) -> None:
         """End after this many epochs."""
         self._epochs, self._ahead = epochs, None

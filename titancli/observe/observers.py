@@ -86,7 +86,7 @@ class Observers:
         collector.drain()
         pace.drain()
         phases.start(self._device)
-        merged = {**self._info, "steps": self._total_steps, **info}
+        merged = {**self._info, **info}
         self.step = int(merged.get("step") or 0)
         self._read_at = time.perf_counter()
         self._notify_all("run_start", merged)

@@ -48,19 +48,15 @@ def schedule_of(recipe: Recipe) -> Callable[[int], float]:
 
     Returns:
         The factor on the learning rate as a function of the step, counted from 0. It raises PluginError at a
-            step where the schedule gives no valid factor.
+            step where the schedule gives no valid factor, and RecipeError if the length is in epochs, whose
+            steps nobody has counted.
 
     Raises:
         PluginError: the schedule cannot be built, or gives an invalid factor.
-        RecipeError: the recipe's length is in epochs, whose steps nobody has counted.
     """
     config = recipe.lr_scheduler
-    if not recipe.training.steps:
-        raise RecipeError(
-            f"training.epochs = {recipe.training.epochs:g}: only a run counts the rows, and so the steps, of "
-            "an epoch",
-            hint="set training.steps",
-        )
+    if not recipe.schedule_steps:
+        return _unknown
     name = f"the schedule {current().full_name(type(config))}"
     try:
         schedule = build_component(config, steps=recipe.schedule_steps)
@@ -87,7 +83,14 @@ def schedule_of(recipe: Recipe) -> Callable[[int], float]:
             )
         return value
 
-    steps = recipe.training.steps
+    steps = recipe.training.steps or recipe.schedule_steps
     for step in (*range(0, steps, -(-steps // SAMPLES)), steps - 1):
         factor(step)
     return factor
+
+
+def _unknown(step: int) -> float:
+    raise RecipeError(
+        "the length of the schedule is not known: only a run counts the steps of training.epochs",
+        hint="set training.steps or lr_scheduler.total_steps; a script can call optim_step(lr=...)",
+    )

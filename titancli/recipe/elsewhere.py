@@ -29,7 +29,6 @@ MOVED = {
 LORA = '[[converters]] with type = "lora", rank, alpha and targets'
 RUN_DIR = "the command line: titan train … --run-dir DIR"
 ROWS = "training.global_batch_size: rows of a step over all ranks, from which accumulation follows"
-STEPS = "training.steps: the length of a run is in steps"
 PRECISION = 'training.mixed_precision_param: "bfloat16", the default, or "float32"'
 RECOMPUTE = 'activation_checkpoint.mode: "none", "selective", "full" or "memory_budget"'
 SHARDS = "mesh.dp_shard: the number of ranks for FSDP2; -1, the default: all"
@@ -53,7 +52,7 @@ SYNONYMS = {
     "train_batch_size": "training.global_batch_size",
     "per_device_eval_batch_size": "validation.local_batch_size",
     "gradient_accumulation_steps": ROWS,
-    "num_train_epochs": STEPS,
+    "num_train_epochs": "training.epochs",
     "max_steps": "training.steps",
     "max_seq_length": "training.seq_len",
     "max_length": "training.seq_len",
@@ -94,7 +93,7 @@ SYNONYMS = {
     "sequence_len": "training.seq_len",
     "cutoff_len": "training.seq_len",
     "micro_batch_size": "training.local_batch_size",
-    "num_epochs": STEPS,
+    "num_epochs": "training.epochs",
     "length_index": "dataset.cache_tokens",
     "sample_packing": "dataset.packing: rows are always filled; how, says packing",
     "val_set_size": HELD_OUT,
@@ -117,7 +116,6 @@ SYNONYMS = {
     "flash_attention": "no such key: the fastest attention that the device has is taken",
     # torchtune, torchtitan
     "batch_size": "training.local_batch_size",
-    "epochs": STEPS,
     "max_steps_per_epoch": "training.steps",
     "clip_grad_norm": "training.max_norm",
     "scheduler": "[lr_scheduler]",

@@ -171,5 +171,4 @@ def import_components(loaded: Loaded) -> None:
         raise NotImportable(problems)
     for _, config in components(loaded.recipe):
         config.try_out()
-    if loaded.recipe.training.steps:  # those of epochs are counted when the run starts
-        schedule_of(loaded.recipe)
+    schedule_of(loaded.recipe)

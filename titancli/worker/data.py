@@ -21,6 +21,7 @@ from titancli.distributed.together import Ranks
 from titancli.errors import EnvironmentProblem, TitanError
 from titancli.loops.validation import Validation
 from titancli.losses.cross_entropy import CrossEntropy
+from titancli.observe.metrics import collector
 from titancli.registry.component import build
 from titancli.rl.prompts import PromptSource
 
@@ -84,20 +85,23 @@ def epochs(recipe: Recipe, data: Source | None, engine: Engine) -> str | None:
     training = recipe.training
     if training.epochs is not None and data is not None:
         return f"{training.epochs:g} epoch{'s' * (training.epochs != 1)} in {training.steps:,} steps"
-    epoch_tokens = getattr(getattr(data, "dataset", None), "epoch_tokens", None)
-    if epoch_tokens is None:
+    dataset = getattr(data, "dataset", None)
+    unit = "tokens" if hasattr(dataset, "epoch_tokens") else "rows"
+    size_of_epoch = getattr(dataset, f"epoch_{unit}", None)
+    if size_of_epoch is None:
         return None
     try:
-        found = epoch_tokens()
+        with collector.muted():
+            found = size_of_epoch()
     except TitanError:  # only one rank runs this; the first batch raises the error on every rank
         return None
     if found is None:
         return None
-    tokens, counted = found
-    rows = recipe.training.local_batch_size * engine.settings.accumulation * engine.mesh.degrees.dp
-    total = recipe.training.steps * rows * recipe.training.seq_len
-    size = f"{tokens:,}" if counted else f"about {float(f'{tokens:.2g}'):,.0f}"
-    return f"{total / max(tokens, 1):.2g} epochs of {size} tokens"
+    amount, counted = found
+    rows = training.local_batch_size * engine.settings.accumulation * engine.mesh.degrees.dp
+    total = training.steps * rows * (training.seq_len if unit == "tokens" else 1)
+    size = f"{amount:,}" if counted else f"about {float(f'{amount:.2g}'):,.0f}"
+    return f"{total / max(amount, 1):.2g} epochs of {size} {unit}"
 
 
 def open_validation(

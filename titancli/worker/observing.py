@@ -86,7 +86,7 @@ def observe(
         here = {"machine": machine(), "data": identity, "data_digest": digest_of(identity)}
         folder.update_attempt(**found, checkpoint=checkpoint, **here)
         found["epochs"] = epochs(recipe, data, engine)
-    known = {"attempt": len(attempts), "checkpoint": checkpoint, "recipe": start.loaded.data}
+    known = {"attempt": len(attempts), "checkpoint": checkpoint, "steps": recipe.training.steps}
     # Peaks are those of bf16, so a run that computes in fp32 has no utilization.
     peak = device_peak(start.device) if recipe.training.mixed_precision_param == "bfloat16" else None
     observers = Observers(
@@ -95,7 +95,7 @@ def observe(
         log_freq=recipe.metrics.log_freq,
         total_steps=recipe.training.steps,
         epochs=recipe.training.epochs,
-        info={**start.record, **known, **found},
+        info={**start.record, "recipe": start.loaded.data, **known, **found},
         world=place.world,
         flops_per_token=engine.flops_per_token,
         peak_flops=peak,

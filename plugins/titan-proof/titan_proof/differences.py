@@ -24,7 +24,12 @@ if TYPE_CHECKING:
     from titan_proof.reproduction import Reproduction  # it reads digests, with NumPy
 
 EFFECTS: dict[str, Effect] = {"numbers": "results", "speed": "rounding"}
-COMPARED_AS_A_WHOLE = ("training.steps", "lr_scheduler.total_steps", "training.global_batch_size")
+COMPARED_AS_A_WHOLE = (
+    "training.steps",
+    "training.epochs",
+    "lr_scheduler.total_steps",
+    "training.global_batch_size",
+)
 """Keys that are compared by their effect, the schedule and the global batch, and not one by one."""
 THREADS = ("OMP_", "MKL_NUM", "OPENBLAS_NUM", "KMP_")
 QUIET = ("HF_", "TRANSFORMERS_", "DATASETS_", "NCCL_DEBUG", "TOKENIZERS_", "MALLOC_")
@@ -116,7 +121,10 @@ def _effect_of_key(key: str, configs: Mapping[str, type]) -> Effect:
 
 
 def _schedule(recipe: Mapping[str, Any]) -> Any:
-    return recipe.get("lr_scheduler", {}).get("total_steps") or recipe.get("training", {}).get("steps")
+    """Return the length of the schedule: a number of steps, or of epochs."""
+    training = recipe.get("training", {})
+    length = recipe.get("lr_scheduler", {}).get("total_steps") or training.get("steps")
+    return length or (training.get("epochs"), "epochs")
 
 
 def _global_batch(run: Reproduction) -> Any:

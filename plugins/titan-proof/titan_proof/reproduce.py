@@ -117,7 +117,11 @@ def shortened(run: Reproduction, steps: int | None) -> list[str]:
     own = ["loggers=[]"] if recipe.get("loggers") else []
     if steps is None:
         return own
-    length = recipe.get("lr_scheduler", {}).get("total_steps") or recipe["training"]["steps"]
+    length = recipe.get("lr_scheduler", {}).get("total_steps") or recipe["training"].get("steps")
+    if length is None:  # in epochs
+        length = run.run["steps"]
+        if steps >= length:  # the last step may be smaller, which only the length in epochs says
+            return own
     return [*own, f"training.steps={steps}", f"lr_scheduler.total_steps={length}"]
 
 

@@ -109,6 +109,7 @@ def _plain_settings(loaded: Loaded, device: str) -> tuple[dict[str, Any], list[s
     training = recipe.training
     if "bfloat16" in (training.dtype, training.mixed_precision_param, training.mixed_precision_reduce):
         left_out.append("bfloat16 on most layouts: they are computed in float32")
+    data["training"].pop("epochs", None)
     data["training"] |= {
         "steps": 10,
         "local_batch_size": ROWS,
