@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,7 @@ def require_base(record: dict[str, Any], folder: Path, base: dict[str, str] | No
 
 
 class MergedReader:
-    """The weights of a base with adapters merged in, one tensor at a time.
+    """The weights of a base with adapters merged in, and those of the loss beside them, one tensor at a time.
 
     Merged weights are computed and returned in fp32, whatever the base's dtype (`dtype`); whoever writes them
     rounds them once.
@@ -89,16 +89,19 @@ class MergedReader:
             )
 
     def names(self) -> list[str]:
-        return list(self.base.names())
+        return [*self.base.names(), *filter(of_loss, self._own)]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.base.shape(name))
+        return tuple(self._owner(name).shape(name))
 
     def dtype(self, name: str) -> torch.dtype:
-        return self.base.dtype(name)
+        return self._owner(name).dtype(name)
+
+    def _owner(self, name: str) -> Tensors:
+        return self.adapters if of_loss(name) else self.base
 
     def read(self, name: str) -> Tensor:
-        weight = self.base.read(name)
+        weight = self._owner(name).read(name)
         a, b = adapter_names(name)
         if a not in self._own:
             return weight
@@ -129,13 +132,16 @@ def open_weights(
     folder: Path,
     model: Any,
     *,
+    of_head: Collection[str] = (),
     verify: Verify = "full",
     reuse: bool = False,
     say: Callable[[str], None] = lambda line: None,
 ) -> CheckpointReader | MergedReader:
     """Open a checkpoint's weights as whole tensors; adapters are merged into their base.
 
-    `reuse`: see CheckpointReader.
+    Args:
+        of_head: the parameters of the loss that are not left out.
+        reuse: see CheckpointReader.
 
     Raises:
         EnvironmentProblem: the checkpoint is damaged, or the base of its adapters is missing or a
@@ -143,7 +149,7 @@ def open_weights(
     """
     record = adapter_record(read_manifest(folder))
     reader = CheckpointReader(folder, verify=verify, prefix="model.", reuse=reuse and record is None)
-    if left := reader.leave_out(of_loss):
+    if left := reader.leave_out(lambda name: of_loss(name) and name not in of_head):
         say(f"left out, since they are the loss's alone: {', '.join(left)}")
     if record is None:
         return reader

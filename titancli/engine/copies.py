@@ -118,7 +118,10 @@ def _export(engine: EngineCore, folder: Path, lock: str, form: Form, dtype: str 
             convert.to_hf(weights, folder, dtype=dtype, say=logger.debug)
 
     tensors, state = checkpoints.live_state(engine)
-    if dist.get_rank() == 0 and module_of(engine.loss) is not None:
+    own = module_of(engine.loss) is not None and (
+        form == "peft" or engine.recipe.loss.hf_head(exchange.hf_form(engine).config_json()) is None
+    )
+    if dist.get_rank() == 0 and own:
         logger.info("export: the parameters of the loss %s are left out", name_of(engine.loss))
     try:
         save_checkpoint(

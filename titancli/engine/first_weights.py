@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from titancli.checkpoint.exclude import Exclusion
 from titancli.checkpoint.format.manifest import is_checkpoint
+from titancli.checkpoint.hf.head import form_in, head_tensors
 from titancli.checkpoint.hf.kept import kept_of
 from titancli.checkpoint.hf.likeness import left_out, refuse_other_model
 from titancli.checkpoint.start_from import StartFrom, start_from, still_needs_weights
@@ -202,12 +203,18 @@ def _load_base(
         load_checkpoint(folder, filled, verify=recipe.checkpoint.verify, exclude=exclude, optional=OPTIONAL)
         return beside
     # Separate from the load, at whose start ranks wait for each other.
-    readable = ranks.local(f"reading {folder}", lambda: _readable(recipe, start, form))
+    shapes = {one.name: one.shape for one in known}
+
+    def read() -> HFForm:
+        return form_in(folder, _readable(recipe, start, form), recipe.loss, shapes)
+
+    readable = ranks.local(f"reading {folder}", read)
     kept: dict[str, bytes] = {}
-    shapes = {one.name: one.shape for one in known if not of_loss(one.name)}
+    held = head_tensors(readable)
+    shapes = {name: shape for name, shape in shapes.items() if not of_loss(name) or name in held}
     if len(shapes) < len(known) and dist.get_rank() == 0:
         logger.info("%s has no parameters of the loss, which keep their initial values", folder)
-    tensors = {name: tensor for name, tensor in tensors.items() if not of_loss(name)}
+    tensors = {name: tensor for name, tensor in tensors.items() if name in shapes}
 
     def load() -> str:
         identity = _load_hf(folder, readable, tensors, shapes)

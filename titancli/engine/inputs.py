@@ -23,7 +23,7 @@ from titancli.registry.defaults import members
 
 Given = Batch | Mapping[str, Tensor]
 LossFunction = Callable[[Tensor, Batch], LossResult]
-OUTPUTS = ("logprobs", "model", "projection")
+OUTPUTS = ("logprobs", "model", "hidden", "projection")
 RESERVED = frozenset(
     (
         *("loss", "weight", "loss_max", "tokens", "grad_norm", "lr", "version", "skipped_steps"),

@@ -88,7 +88,7 @@ def find_source(src: Path, *, tokenizer: str | None, component: str | None, say:
 
 def _from_checkpoint(src: Path, tokenizer: str | None, say: Say) -> Source:
     folder = find_checkpoint(src, say)
-    config, own = recipe_of(folder)
+    config, own, _ = recipe_of(folder)
     if tokenizer is None and own is None:  # what is no language model has none either
         _bare(config, seq_len=1)
     built = _tokenizer(tokenizer) if tokenizer is not None or own is None else _recipes_tokenizer(own)

@@ -25,7 +25,7 @@ from titancli.protocols.data import (
     TokenizerBuilder,
     TokenizerDefaults,
 )
-from titancli.protocols.hf import HFBuilder, HFBuilderDefaults, HFForm, HFFormDefaults
+from titancli.protocols.hf import HFBuilder, HFBuilderDefaults, HFForm, HFFormDefaults, HFHead
 from titancli.protocols.model import (
     Cache,
     CacheDefaults,
@@ -88,6 +88,7 @@ __all__ = [
     "HFBuilderDefaults",
     "HFForm",
     "HFFormDefaults",
+    "HFHead",
     "LauncherBuilder",
     "Logger",
     "LoggerBuilder",

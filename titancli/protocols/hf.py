@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 if TYPE_CHECKING:
@@ -15,6 +16,8 @@ class HFFormDefaults(Protocol):
     library: ClassVar[str] = "transformers"
     """"diffusers" for a folder that is not transformers': other names of files, and a class in place of
     `model_type`."""
+    loader: str | None = None
+    """The class that loads its folders; None: the library's for language models."""
     prefix: str = ""
     """Start of the names of all tensors but the output layer's: folders of the base model alone, such as
     `LlamaModel`, have the names without it."""
@@ -67,6 +70,22 @@ class HFForm(HFFormDefaults, Protocol):
     def config_json(self) -> dict[str, Any]:
         """Return the `config.json` for transformers, without `dtype`, `bos_token_id`, `eos_token_id`."""
         ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class HFHead:
+    """The class of transformers that has a loss's head in place of the output layer: what `hf_head` of a
+    loss's config returns. Its folders hold the model's tensors without those of `output`."""
+
+    architecture: str
+    """The class, for `architectures` in config.json: `LlamaForSequenceClassification`."""
+    loader: str
+    """The class that loads its folders: `AutoModelForSequenceClassification`."""
+    tensors: Mapping[str, str] = field(default_factory=dict)
+    """Names in the folder of the loss's parameters, by their own: `{"loss.score.weight": "score.weight"}`.
+    With none it is the base model alone, whose names lack the form's `prefix`."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """Further entries of config.json."""
 
 
 class HFBuilder(Protocol):

@@ -69,8 +69,9 @@ class Loss(LossDefaults, Protocol):
     Optional members are in `LossDefaults`.
     """
 
-    output: Literal["logprobs", "model", "projection"]
-    """The first argument of the loss: log p(targets) [B, S] fp32; the model's raw output (logits); or a
+    output: Literal["logprobs", "model", "hidden", "projection"]
+    """The first argument of the loss: log p(targets) [B, S] fp32; the model's raw output (logits); the hidden
+    states [B, S, dim] that the output projection is given, of which no logits are made; or a
     `titancli.models.blocks.projection.Projection`, from which a loss of whole distributions makes the logits
     of some rows at a time."""
 

@@ -163,6 +163,18 @@ class LossConfigDefaults:
     needs_reference: bool = False
     """True if it compares the model with the one that the run began with, of which a copy is kept."""
 
+    def hf_head(self, config_json: Mapping[str, Any]) -> Any:
+        """Return the `titancli.protocols.HFHead` that folders of models trained with it have; None: they are
+        those of language models.
+
+        Args:
+            config_json: the language model's.
+
+        Raises:
+            TitanError: transformers has no such class for this model.
+        """
+        return None
+
 
 class DatasetConfigDefaults:
     """Members of a dataset's config, or of its class."""

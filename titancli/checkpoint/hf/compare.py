@@ -13,6 +13,7 @@ from torch import Tensor
 from titancli.checkpoint.base import HFTensors, MergedReader
 from titancli.checkpoint.format.tensors import Tensors
 from titancli.checkpoint.hf.folder import cast_of
+from titancli.checkpoint.hf.head import Readout, WithHead
 from titancli.checkpoint.hf.libraries import library_of
 from titancli.checkpoint.hf.quantise import Quantise
 from titancli.checkpoint.hf.virtual import put
@@ -22,6 +23,7 @@ from titancli.errors import EnvironmentProblem, TitanError, UsageError
 from titancli.models.blocks.state import named_state
 from titancli.models.config_json import kernels_of_the_hub
 from titancli.models.quantization import Quantization, quantization_of
+from titancli.protocols import HFForm
 from titancli.registry.component import build
 
 VERIFY_LIMIT = 1e-3
@@ -36,6 +38,8 @@ def refuse_incomparable(form: Any, quantised: Quantise | None = None) -> None:
     Raises:
         UsageError: transformers does not load the folders that the form writes, quantised this way.
     """
+    if quantised is not None and isinstance(form, WithHead):
+        raise UsageError("--verify does not compare a quantized model with a head: leave one of them out")
     if (library := library_of(form).name) != "transformers":
         raise UsageError(f"--verify compares with transformers, but this model belongs to {library}")
     if quantised is not None and quantised.undivided is not None:
@@ -46,7 +50,13 @@ def refuse_incomparable(form: Any, quantised: Quantise | None = None) -> None:
 
 
 def verdict(
-    model: Any, reader: Tensors, hf_folder: Path, dtype: torch.dtype | None, *, exported: bool = True
+    model: Any,
+    reader: Tensors,
+    hf_folder: Path,
+    dtype: torch.dtype | None,
+    form: HFForm,
+    *,
+    exported: bool = True,
 ) -> tuple[list[str], bool]:
     """Return lines on how our logits differ from transformers', and whether the difference is small enough.
 
@@ -56,14 +66,16 @@ def verdict(
     Args:
         reader: our weights, before rounding by an export or after rounding by an import.
         dtype: the dtype that floating-point weights were cast to; None: they kept theirs.
+        form: that of the folder; of a head its numbers are compared in place of logits.
         exported: whether the folder was written from `reader`; if not, `reader` was imported from the folder.
 
     Raises:
         EnvironmentProblem: transformers cannot load the folder.
     """
-    form = hf_form(model)
     tokens = verify_tokens(model)
-    theirs = load_in_transformers(hf_folder)
+    theirs = load_in_transformers(hf_folder, loader=form.loader)
+    if isinstance(form, WithHead):
+        return verdict_on(_head_differences(model, reader, theirs, form, tokens, dtype))
     if _quantisation(hf_folder) is not None:
         found = _quantised_logit_pairs(model, reader, theirs, hf_folder, tokens, dtype, exported)
     elif exported:
@@ -126,6 +138,27 @@ def _export_logit_pairs(
     if rounded.changed:
         return [(made, our_logits(model, reader, tokens)), (made, logits)]
     return [(made, logits)]
+
+
+@torch.no_grad()
+def _head_differences(
+    model: Any, reader: Tensors, theirs: Any, form: WithHead, tokens: Tensor, dtype: torch.dtype | None
+) -> list[tuple[Tensor, Tensor]]:
+    """Return pairs for `verdict_on` of the numbers of a head, for eight short rows, one by one: classifiers
+    look for padding in several."""
+    rows = tokens.view(8, 1, -1)
+    padding = theirs.config.get_text_config().pad_token_id
+    rows[rows == (-1 if padding is None else padding)] = 1 if padding != 1 else 0
+    made = torch.cat([logits_of(theirs, row) for row in rows])
+    rounded = Rounded(reader, dtype)
+
+    def ours(read: Tensors) -> Tensor:
+        found = filled(model, read, rows.shape[-1])
+        found.output = Readout(form.head, read)
+        return torch.cat([found.float().eval()(tokens=row) for row in rows])
+
+    written = ours(rounded)
+    return [(made, ours(reader)), (made, written)] if rounded.changed else [(made, written)]
 
 
 def verdict_on(pairs: list[tuple[Tensor, Tensor]]) -> tuple[list[str], bool]:
@@ -201,11 +234,16 @@ def _round(model: torch.nn.Module, dtype: torch.dtype) -> bool:
 def our_logits(model: Any, reader: Tensors, tokens: Tensor) -> Tensor:
     """Return our logits in float32; parameters that a Hugging Face folder cannot hold have the values they
     would have after an import."""
-    ours = build(model, seq_len=tokens.shape[1])
+    return filled(model, reader, tokens.shape[1]).float().eval()(tokens=tokens)
+
+
+def filled(model: Any, reader: Tensors, seq_len: int) -> Any:
+    """Return a model with the weights of a reader."""
+    ours = build(model, seq_len=seq_len)
     form = hf_form(model)
     for name, tensor in named_state(ours):
         put(tensor, reader.read(name) if form.sources(name) else form.from_hf(name, []))
-    return ours.float().eval()(tokens=tokens)
+    return ours
 
 
 @torch.no_grad()
@@ -226,8 +264,9 @@ def logits_beside(model: Any, base: Tensors, adapters: Tensors, scale: float, to
 
 @torch.no_grad()
 def logits_of(model: Any, tokens: Tensor) -> Tensor:
-    """Return the logits of a transformers model."""
-    return model.eval()(input_ids=tokens).logits
+    """Return the logits of a transformers model, or the hidden states of one that has none."""
+    found = model.eval()(input_ids=tokens)
+    return found.logits if "logits" in found else found.last_hidden_state
 
 
 def _dequantised(folder: Path) -> dict[str, Any]:
@@ -241,8 +280,12 @@ def _dequantised(folder: Path) -> dict[str, Any]:
     return {"quantization_config": wanted(dequantize=True)}
 
 
-def load_in_transformers(folder: Path, adapters: Path | None = None) -> torch.nn.Module:
+def load_in_transformers(
+    folder: Path, adapters: Path | None = None, *, loader: str | None = None
+) -> torch.nn.Module:
     """Load a folder with transformers, in float32 on the CPU, and adapters with peft.
+
+    `loader`: the class that loads it; None: AutoModelForCausalLM.
 
     Raises:
         EnvironmentProblem: it cannot be loaded, or its config.json names a kernel on the Hub, which is code.
@@ -256,11 +299,11 @@ def load_in_transformers(folder: Path, adapters: Path | None = None) -> torch.nn
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)  # its imports warn of kernels that a CPU does not need
     try:
-        from transformers import AutoModelForCausalLM
+        import transformers
         from transformers.utils.logging import disable_progress_bar
 
         disable_progress_bar()
-        model = AutoModelForCausalLM.from_pretrained(
+        model = getattr(transformers, loader or "AutoModelForCausalLM").from_pretrained(
             folder,
             dtype=torch.float32,
             local_files_only=True,

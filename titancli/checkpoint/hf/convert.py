@@ -22,6 +22,7 @@ from titancli.checkpoint.format.tensorfile import ITEM_SIZE, Entry
 from titancli.checkpoint.format.tensors import dtype_name
 from titancli.checkpoint.hf.compare import refuse_incomparable, verdict
 from titancli.checkpoint.hf.folder import HFReader, cast_of, export_hf, read_hf
+from titancli.checkpoint.hf.head import head_tensors, with_head
 from titancli.checkpoint.hf.kept import kept_of, not_kept, of_another_tokenizer
 from titancli.checkpoint.hf.libraries import library_of
 from titancli.checkpoint.hf.likeness import bind
@@ -73,14 +74,15 @@ def to_hf(
     """
     refuse_used(dst)
     folder = find_checkpoint(src, say)
-    model, tokenizer = recipe_of(folder)
-    form = hf_form(model)
+    model, tokenizer, loss = recipe_of(folder)
+    form = with_head(hf_form(model), loss, parameter_shapes(model))
     how = None if quantise is None else quantisation(quantise, model, form)
     if verify:
         refuse_incomparable(form, how)
     cast = torch.bfloat16 if how is not None and dtype is None else dtype_of(dtype)
-    reader = open_weights(folder, model, verify="size", reuse=True, say=say)
-    check_parameters(reader, model, folder)
+    held = head_tensors(form)
+    reader = open_weights(folder, model, of_head=held, verify="size", reuse=True, say=say)
+    check_parameters(reader, model, folder, held)
     say(f"exporting {folder}")
     built = build(tokenizer) if tokenizer is not None else None
     eos_id, files = (None, {}) if built is None else (built.eos_id, built.files)
@@ -110,7 +112,7 @@ def to_hf(
             before_rename=checksums.check,
         )
     dst = dst.absolute()
-    lines, good = verdict(model, reader, dst, cast) if verify else ([], True)
+    lines, good = verdict(model, reader, dst, cast, form) if verify else ([], True)
     lines += [
         f"Hugging Face folder: {dst}",
         f"load it with: {library_of(form).how_to_load(form, str(dst))}",
@@ -153,7 +155,7 @@ def to_titan(
     good = True
     if verify:
         made = CheckpointReader(dst, prefix="model.")
-        lines, good = verdict(model, made, src, dtype_of(dtype), exported=False)
+        lines, good = verdict(model, made, src, dtype_of(dtype), form, exported=False)
     return Result([*lines, f"checkpoint: {dst}", f"start a run from it with: weights={dst}"], good)
 
 

@@ -37,7 +37,7 @@ class Library:
 
     def how_to_load(self, form: Any, folder: str) -> str:
         """Return the line of Python with which users load a folder that the form has written."""
-        loader = self.loader or form.model_type
+        loader = form.loader or self.loader or form.model_type
         return f"from {self.name} import {loader}; {loader}.from_pretrained({folder!r})"
 
 

@@ -67,7 +67,7 @@ def to_peft(
     base = require_base(record, folder)
     if left := reader.leave_out(of_loss):
         say(f"left out, since they are the loss's alone: {', '.join(left)}")
-    model, _ = recipe_of(folder)
+    model, _, _ = recipe_of(folder)
     if verify:
         refuse_incomparable(hf_form(model))
         if find_spec("peft") is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +35,14 @@ def find_checkpoint(src: Path, say: Say) -> Path:
     return found
 
 
-def recipe_of(folder: Path) -> tuple[Any, Any]:
-    """Return the model's config, and the tokenizer's if there is one, from the recipe that the checkpoint
-    contains."""
+def recipe_of(folder: Path) -> tuple[Any, Any, Any]:
+    """Return the configs of the model, the tokenizer and the loss, from the recipe that the checkpoint
+    contains; None for a tokenizer or a loss that is not known."""
     if (folder / LOCK).is_file():
         from titancli.recipe import load_recipe
 
         recipe = load_recipe(folder / LOCK, runnable=False).recipe
-        return recipe.model, recipe.tokenizer
+        return recipe.model, recipe.tokenizer, recipe.loss
     manifest: Manifest = read_manifest(folder)
     keys = manifest.state.get("model")
     if not isinstance(keys, dict) or not isinstance(keys.get("type"), str):
@@ -50,7 +50,7 @@ def recipe_of(folder: Path) -> tuple[Any, Any]:
     from titancli.registry import current
 
     cls = current().find("model", keys["type"])
-    return bind(cls, {key: value for key, value in keys.items() if key != "type"}, str(folder)), None
+    return bind(cls, {key: value for key, value in keys.items() if key != "type"}, str(folder)), None, None
 
 
 def model_of(src: Path, component: str | None) -> tuple[str, dict[str, Any], Any]:
@@ -131,8 +131,8 @@ def parameter_shapes(model: Any) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in named_state(built)}
 
 
-def check_parameters(reader: Tensors, model: Any, folder: Path) -> None:
-    """Check that a checkpoint holds the model that its recipe describes.
+def check_parameters(reader: Tensors, model: Any, folder: Path, of_head: Collection[str] = ()) -> None:
+    """Check that a checkpoint holds the model that its recipe describes, and these parameters of the loss.
 
     Raises:
         TitanError: it does not; names the differences.
@@ -141,8 +141,8 @@ def check_parameters(reader: Tensors, model: Any, folder: Path) -> None:
     wrong = [n for n in shapes if n in names and reader.shape(n) != shapes[n]]
     found = name_lists(
         {
-            "it lacks": sorted(shapes.keys() - names),
-            "the model lacks": sorted(names - shapes.keys()),
+            "it lacks": sorted((shapes.keys() | set(of_head)) - names),
+            "the model lacks": sorted(names - shapes.keys() - set(of_head)),
             "shapes differ": wrong,
         }
     )

@@ -94,6 +94,8 @@ class Output(nn.Linear):
             _refuse_unweighted(loss, batch)
             hidden = torch.cat((hidden, *ahead))
         states = hidden
+        if loss is not None and batch is not None and loss.output == "hidden":
+            return loss(self._whole_states(states), batch)
         if self.tensor_group is not None:
             hidden = gather(hidden, SEQUENCE, self.tensor_group)
         temperature = 1.0 if loss is None else loss.temperature
@@ -164,11 +166,14 @@ class Output(nn.Linear):
                 made = linear_topk(hidden[:rows], weight, int(number), self.tensor_group, cap)
                 found["topk_logprobs"], found["topk_ids"] = map(self._whole_rows, made)
             else:
-                own = states[:rows]
-                if self.tensor_group is not None:
-                    own = gather_same(own, SEQUENCE, self.tensor_group)
-                found["hidden"] = self._whole_rows(own)
+                found["hidden"] = self._whole_states(states[:rows])
         return Batch(found, unit=batch.unit)
+
+    def _whole_states(self, states: Tensor) -> Tensor:
+        """Return hidden states of whole rows, [B, S, dim], the same on all ranks that share them."""
+        if self.tensor_group is not None:
+            states = gather_same(states, SEQUENCE, self.tensor_group)
+        return self._whole_rows(states)
 
     def _report_ahead(self, log_probs: Tensor, targets: Tensor, weights: Tensor, rows: int) -> None:
         """Report the mean loss of tokens further ahead, which follow the first `rows` rows, as `mtp_loss`."""
