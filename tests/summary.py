@@ -60,6 +60,7 @@ ROOMS = {
     "plugins/titan-flux": "Flux: images, on every supported layout",
     "plugins/titan-ft": "replicas that are killed and come back: the others train on, weights stay equal",
     "plugins/titan-grain": "Grain: each record once an epoch, on any ranks and from any place",
+    "plugins/titan-heads": "rewards, classes and embeddings compared to NumPy, TRL and transformers",
     "plugins/titan-muon": "Muon: equal to torch's on one device, the same on many",
     "plugins/titan-preference": "losses of pairs and of labelled answers compared to NumPy and TRL",
     "plugins/titan-proof": "proofs and bisections name seeded faults, and nothing in what is right",

@@ -30,6 +30,7 @@ CLASSES: dict[str, tuple[list[str], str]] = {
         task/titan/prompts.revision task/titan/prompts.split
         task/titan/prompts.prompt task/titan/prompts.answer task/titan/prompts.system
         generator/titan/local.stop reward/titan/numeric.after
+        loss/titan-heads/classification.classes dataset/titan-heads/labelled.classes
         """,
     ),
     # a name, a glob or a regular expression that names or texts are matched with
@@ -48,7 +49,8 @@ CLASSES: dict[str, tuple[list[str], str]] = {
         """
         weights tokenizer/titan/hf.path dataset/titan-flux/* dataset/titan-grain/* dataset/titan/*.path
         dataset/titan-preference/*.path
-        dataset/titan/*.paths loop/titan-eval/lm_eval.checkpoint loop/titan/evaluate.checkpoint
+        dataset/titan/*.paths dataset/titan-heads/*.path reward/titan-heads/reward_model.checkpoint
+        loop/titan-eval/lm_eval.checkpoint loop/titan/evaluate.checkpoint
         loop/titan-distil/*.teacher.*
         task/titan/prompts.path model/titan-transformers/hf_causal_lm.config
         """,

@@ -46,6 +46,9 @@ NEEDS = {
     "callback/titan-proof/probe": "step = 1",
     "dataset/titan-flux/latents": 'paths = ["x"]',
     "dataset/titan-grain/grain": 'paths = ["x"]',
+    "dataset/titan-heads/embedding_pairs": 'path = "./x.jsonl"',
+    "dataset/titan-heads/labelled": 'path = "./x.jsonl"',
+    "dataset/titan-heads/reward_pairs": 'path = "./x.jsonl"',
     "dataset/titan/chat": 'path = "./x.jsonl"',
     "dataset/titan/hf": 'path = "./x.jsonl"',
     "dataset/titan/jsonl": 'paths = ["x"]',
@@ -62,6 +65,8 @@ NEEDS = {
     "loop/titan-eval/lm_eval": 'tasks = ["arc_easy"]',
     "loop/titan-ft/ft": 'lighthouse = "http://localhost:1", replica = 0, replicas = 2',
     "task/titan/prompts": 'path = "./x.jsonl"',
+    "loss/titan-heads/classification": 'classes = ["a", "b"]',
+    "reward/titan-heads/reward_model": 'checkpoint = "./x"',
     "reward/titan/json_schema": 'schema = {type = "object"}',
     "reward/titan/regex": 'pattern = "x"',
 }

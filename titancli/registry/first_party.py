@@ -23,9 +23,12 @@ COMMANDS = {
 COMPONENTS = {
     "callback/probe": "titan-proof",
     "converter/float8_linear": "titan-float8",
+    "dataset/embedding_pairs": "titan-heads",
     "dataset/grain": "titan-grain",
+    "dataset/labelled": "titan-heads",
     "dataset/latents": "titan-flux",
     "dataset/random_latents": "titan-flux",
+    "dataset/reward_pairs": "titan-heads",
     "dataset/unpaired": "titan-preference",
     "launcher/slurm": "titan-slurm",
     "logger/trackio": "titan-trackio",
@@ -37,15 +40,19 @@ COMPONENTS = {
     "loop/kto": "titan-preference",
     "loop/lm_eval": "titan-eval",
     "loss/apo_zero_unpaired": "titan-preference",
+    "loss/classification": "titan-heads",
     "loss/distil": "titan-distil",
+    "loss/embedding": "titan-heads",
     "loss/flow_matching": "titan-flux",
     "loss/ipo": "titan-preference",
     "loss/kto": "titan-preference",
     "loss/orpo": "titan-preference",
+    "loss/reward": "titan-heads",
     "loss/simpo": "titan-preference",
     "model/flux": "titan-flux",
     "model/hf_causal_lm": "titan-transformers",
     "optimizer/muon": "titan-muon",
+    "reward/reward_model": "titan-heads",
 }
 """Components, `kind/name`, with the plugin that provides each."""
 PLUGINS = frozenset({*COMMANDS.values(), *COMPONENTS.values()})
