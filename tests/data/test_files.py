@@ -110,7 +110,7 @@ def test_bad_paths_are_named_with_a_way_out(tmp_path: Path) -> None:
         "missing.txt": "missing.txt does not exist",
         "nothing": "nothing has no files",
         "*.py": r"no file matches .*\*\.py",
-        "dangling": "cannot read the text file .*dangling: No such file",
+        "dangling": "cannot read the file .*dangling: No such file",
         "pipe": "pipe is not a regular file",
     }.items():
         with pytest.raises(EnvironmentProblem, match=said) as error:
@@ -153,5 +153,5 @@ def test_a_file_that_cannot_be_read_is_named(corpus: Path, monkeypatch: pytest.M
     dataset = make(TextFiles(paths=[corpus], shuffle=False), rows=1, seq_len=32)
     batches = iter(dataset)
     (corpus / "0.txt").unlink()
-    with pytest.raises(EnvironmentProblem, match=r"cannot read the text file .*0\.txt: No such file"):
+    with pytest.raises(EnvironmentProblem, match=r"cannot read the file .*0\.txt: No such file"):
         next(batches)

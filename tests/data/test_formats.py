@@ -18,7 +18,7 @@ import zstandard
 from tests.cli.conftest import Titan, titan  # noqa: F401 - a fixture
 from tests.data.helpers import make
 from titancli.data import ByteTokenizer, JsonLines, TextFiles
-from titancli.data.formats import HEAD_BYTES, ROW_BYTES, format_of, require_rows
+from titancli.data.formats import HEAD_BYTES, ROW_BYTES, format_of, kind_of_rows
 from titancli.data.shards.sources import Options, open_inputs
 from titancli.data.shards.tokenize import Job, tokenize
 from titancli.errors import EnvironmentProblem
@@ -59,6 +59,13 @@ def parquet(path: Path) -> bytes:
         ("a.py", b"x = {}\ny = {'a': 1}\n", "text"),
         ("package.js", CODE, "text"),
         ("a", b"{\\bf LaTeX}\n" * 20, "text"),
+        ("alpaca.json", LIST, "json"),
+        ("rows.jsonl", LIST, "json"),
+        ("rows", LIST, "json"),
+        ("a", gzip.compress(LIST, mtime=0), "json"),
+        ("a.csv", b"text,url\nhello,http\n", "csv"),
+        ("a.tsv.gz", gzip.compress(b"text\turl\nhello\thttp\n", mtime=0), "csv"),
+        ("a.txt.gz", gzip.compress(b"a text", mtime=0), "text"),
         ("a", ("ü" * 2 * HEAD_BYTES).encode(), "text"),
     ],
 )
@@ -70,19 +77,8 @@ def test_a_file_is_what_it_holds(tmp_path: Path, name: str, data: bytes, read_as
 @pytest.mark.parametrize(
     ("name", "data", "said"),
     [
-        ("alpaca.json", LIST, "is JSON that is not one object a line"),
-        ("rows.jsonl", LIST, "is JSON that is not one object a line"),
-        ("rows", LIST, "is JSON that is not one object a line"),
-        ("package.json", CODE, "is JSON that is not one object a line"),
-        ("deep.json", b"[" * 60_000, "is JSON that is not one object a line"),
-        ("a.csv", b"text,url\nhello,http\n", "is a table of separated values"),
-        ("a.tsv", b"text\turl\nhello\thttp\n", "is a table of separated values"),
-        (
-            "a.txt.gz",
-            gzip.compress(b"a text", mtime=0),
-            "is compressed, and what is inside is not JSON Lines",
-        ),
-        ("a", gzip.compress(LIST, mtime=0), "is JSON that is not one object a line"),
+        ("package.json", CODE, "is JSON that is neither one object a line nor a list"),
+        ("deep.json", b"[" * 60_000, "is JSON that is neither one object a line nor a list"),
         ("a", b"a\0b\0", "is binary data"),
         ("a.txt", b"a\0b\0", "is binary data"),
         ("a.bin", b"text", "is binary data"),
@@ -112,10 +108,9 @@ def test_parquet_is_known_by_its_content(tmp_path: Path) -> None:
     assert format_of(str(tmp_path / "a.data")).name == "parquet"
     [one] = open_inputs([str(tmp_path / "a.data")], Options())
     assert [piece.text for piece in one.source.read(0, None)] == TEXTS
-    for config in (TextFiles, JsonLines):
-        with pytest.raises(EnvironmentProblem, match=r"a\.data holds Parquet") as told:
-            make(config(paths=[tmp_path / "a.data"]))
-        assert 'dataset.type = "parquet"' in str(told.value.hint)
+    with pytest.raises(EnvironmentProblem, match=r"a\.data holds Parquet") as told:
+        make(TextFiles(paths=[tmp_path / "a.data"]))
+    assert 'dataset.type = "parquet"' in str(told.value.hint)
 
 
 def documents(folder: Path, name: str, data: bytes, **options: Any) -> int:
@@ -154,23 +149,20 @@ def test_rows_of_any_name_are_read_and_shuffled(tmp_path: Path) -> None:
     (tmp_path / "c4.00000.json").write_bytes(ROWS)
     assert make(JsonLines(paths=[tmp_path])).skip(1) == 1
     (tmp_path / "c4.00001.json").write_bytes(gzip.compress(ROWS, mtime=0))  # no suffix says so
-    with pytest.raises(
-        EnvironmentProblem, match=r"c4\.00001\.json is compressed, so its rows cannot be shuf"
-    ):
-        make(JsonLines(paths=[tmp_path]))
-    batches = iter(make(JsonLines(paths=[tmp_path], shuffle=False, repeat=False), rows=1))
-    tokens = [token for batch in batches for token in batch["tokens"].flatten().tolist()]
-    assert bytes(t for t in tokens if t < 256).decode().count(TEXTS[0]) == 2
+    for shuffle in (False, True):
+        batches = iter(make(JsonLines(paths=[tmp_path], shuffle=shuffle, repeat=False), rows=1))
+        tokens = [token for batch in batches for token in batch["tokens"].flatten().tolist()]
+        assert bytes(t for t in tokens if t < 256).decode().count(TEXTS[0]) == 2
 
 
 def test_a_file_that_is_gone_or_closed_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.json").symlink_to("a.json")
     for path in (tmp_path / "gone", tmp_path / "a.json"):
         with pytest.raises(EnvironmentProblem, match=rf"cannot read the file {path}"):
-            require_rows([os.fspath(path)])
+            kind_of_rows(os.fspath(path))
 
 
-def test_the_command_counts_rows_and_refuses_tables(
+def test_the_command_counts_rows_of_lines_and_of_tables(
     titan: Titan,  # noqa: F811
     tmp_path: Path,
 ) -> None:
@@ -182,5 +174,8 @@ def test_the_command_counts_rows_and_refuses_tables(
     assert done.code == 0 and "of 3 documents in 1 shard" in done.out
     (tmp_path / "a.csv").write_text("text\nhello\n")
     done = titan("data", "tokenize", str(tmp_path / "a.csv"), str(tmp_path / "csv"), "--tokenizer", "byte")
-    assert done.code == 5 and "a.csv is a table of separated values" in done.err
+    assert done.code == 0 and "6 tokens of 1 documents" in done.out
+    (tmp_path / "paper").write_bytes(b"%PDF-1.7\n")
+    done = titan("data", "tokenize", str(tmp_path / "paper"), str(tmp_path / "pdf"), "--tokenizer", "byte")
+    assert done.code == 5 and "is a PDF" in done.err
     assert "--format text" in done.err and "dataset." not in done.err

@@ -66,10 +66,10 @@ def command(
 ) -> int:
     """Tokenize the documents of SOURCEs into token shards in the folder OUT, for the dataset token_shards.
 
-    A SOURCE is a file, a folder or a glob: Parquet and JSON Lines (compressed by gzip or zstd too; each row
-    is a document), or text (each file is one). Which of them a file is follows from its content; .txt and .md
-    are always text, and files of other formats are refused. It may also be a Hugging Face dataset:
-    hf://datasets/OWNER/NAME, or a folder of save_to_disk.
+    A SOURCE is a file, a folder or a glob: rows (JSON Lines, lists in JSON, CSV and Parquet; each is a
+    document), or text (each file is one), all but Parquet also compressed by gzip or zstd. Which of them a
+    file is follows from its content; .txt and .md are always text, and files of other formats are refused. It
+    may also be a Hugging Face dataset: hf://datasets/OWNER/NAME, or a folder of save_to_disk.
 
     If the command is interrupted, run it again: it continues, and the result is the same. It does not depend
     on the number of workers either. `titan data verify OUT` checks the shards.

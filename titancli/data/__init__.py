@@ -103,14 +103,16 @@ class Text(Packed):
 
 @component("dataset", "text_files", target="titancli.data.files:build_text_files")
 class TextFiles(Text):
-    """Text files on disk, in UTF-8; each file is one document."""
+    """Text files on disk, in UTF-8, also compressed by gzip or zstd; each file is one document."""
 
     paths: Annotated[list[Path], MinLen(1)]
     """Files, folders (all non-hidden files in them) and globs (`"corpus/**/*.md"`)."""
     format: Literal["auto", "text"] = "auto"
-    """`"auto"`: reject files whose content is not text (JSON Lines, a JSON list, CSV, Parquet, compressed
-    or binary data), unless their suffix is one of text (`.txt`, `.md`). `"text"`: read all files as they
-    are."""
+    """`"auto"`: reject files whose content is not text (JSON Lines, a JSON list, CSV, Parquet or binary
+    data), unless their suffix is one of text (`.txt`, `.md`). `"text"`: read all files as text."""
+    skip_damaged: bool = False
+    """Skip and count files that are not UTF-8 or that cannot be decompressed, after reading all files once at
+    the start; false: reject them."""
 
 
 @component("dataset", "python_stdlib", target="titancli.data.files:build_python_stdlib")
@@ -157,7 +159,10 @@ class HFDataset(Text):
 
 @component("dataset", "jsonl", target="titancli.data.jsonl:build")
 class JsonLines(Text):
-    """JSON Lines on disk; each row is one document. Bad rows are skipped and counted."""
+    """Files of rows on disk (JSON Lines, lists in JSON, CSV, Parquet); each row is one document.
+
+    Bad rows are skipped and counted. All but Parquet may be compressed by gzip or zstd.
+    """
 
     paths: Annotated[list[Path], MinLen(1)]
     """Files, folders (all non-hidden files in them) and globs (`"corpus/**/*.jsonl"`)."""
@@ -168,6 +173,8 @@ class JsonLines(Text):
     line."""
     max_bytes: Annotated[int, Gt(0)] = 8_388_608
     """Maximum length of a row; longer ones are bad rows."""
+    skip_damaged: bool = False
+    """Skip and count files that cannot be decompressed or decoded; false: reject them."""
 
 
 @component("dataset", "parquet", target="titancli.data.parquet:build")
@@ -288,8 +295,9 @@ class RowsOfExamples:
     """Fields of datasets whose rows are conversations or preference pairs."""
 
     path: Annotated[str, MinLen(1), LocalPath()]
-    """JSON Lines (a file or a glob that ends in `.jsonl`); a Hugging Face dataset: a local folder or file
-    (begins with `/`, `./`, `../` or `~`), or a Hub name; or titan's bundled data (chat: `"titan:sums"`,
+    """Files of rows (JSON Lines, a list in JSON, CSV, each also compressed by gzip or zstd, or Parquet): a
+    file, a folder or a glob that begins with `/`, `./`, `../` or `~` or ends in `.jsonl`; a Hugging Face
+    dataset: a folder of `save_to_disk`, or a Hub name; or titan's bundled data (chat: `"titan:sums"`,
     preference: `"titan:sums_pairs"`)."""
     name: str | None = None
     """Configuration of a dataset on the Hub."""
@@ -302,6 +310,8 @@ class RowsOfExamples:
     a target, or (pairs; conversations with `too_long = "skip"`) longer than training.seq_len + 1 tokens."""
     max_bytes: Annotated[int, Gt(0)] = 8_388_608
     """Maximum length of a line of JSON; longer ones are bad rows."""
+    skip_damaged: bool = False
+    """Skip and count files that cannot be decompressed or decoded; false: reject them."""
     fields: dict[str, str] = field(default_factory=dict)
     """Names of a row's fields where they differ from those of its format, e.g. `{ messages = "dialogue" }` or
     `{ instruction = "question", output = "answer" }`."""

@@ -4,6 +4,7 @@ rejected."""
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
@@ -14,7 +15,9 @@ import numpy as np
 
 from titancli.data import HFDataset, RowsOfExamples
 from titancli.data.chat_template import ChatRefused
+from titancli.data.compressed import Damaged
 from titancli.data.files import TextFile, corpus_identity, find_files
+from titancli.data.formats import kind_of_rows
 from titancli.data.hf_datasets import (
     GROUP,
     MappedFiles,
@@ -26,10 +29,14 @@ from titancli.data.hf_datasets import (
 from titancli.data.jsonl import BadRow, BadRows, LineReader, Row, parse
 from titancli.data.rows import RowDataset, RowMaker
 from titancli.data.source import document_order
+from titancli.data.tables import without_nulls
 from titancli.errors import EnvironmentProblem, TitanError
 from titancli.observe.metrics import collector
 from titancli.protocols import Tokenizer
 
+SPLIT = re.compile(
+    r"(?<![a-z])(train|training|test|testing|valid|validation|val|dev|eval|evaluation)(?![a-z])"
+)
 BUNDLED = "titan:"
 """Prefix of the names of titan's bundled data."""
 
@@ -74,7 +81,13 @@ class LineRows:
     def __init__(self, label: str, config: RowsOfExamples, files: list[TextFile], seed: int) -> None:
         self.label, self._max_bytes = label, config.max_bytes
         self.identity = corpus_identity(label, files, shuffle=config.shuffle, seed=seed, text=False)
-        self._reader = LineReader(files, shuffle=config.shuffle, seed=seed, max_bytes=config.max_bytes)
+        self._reader = LineReader(
+            files,
+            shuffle=config.shuffle,
+            seed=seed,
+            max_bytes=config.max_bytes,
+            skip_damaged=config.skip_damaged,
+        )
         self.index, self.order = self._reader.index, self._reader.order
         self.mark, self.place = self._reader.mark, self._reader.place
 
@@ -100,7 +113,7 @@ class LineRows:
             found = parse(row.data, self._max_bytes)
         except BadRow as reason:
             found = reason
-        return f"{file.path}, line {row.line}", found
+        return self._reader.where(file, row), found
 
 
 class HFRows:
@@ -159,13 +172,6 @@ class HFRows:
                 yield f"{self._path}, row {number}", row, {"document": first + i}
 
 
-def without_nulls(value: Any) -> Any:
-    """Return a value of a table without the keys that are null, as every key is that only other rows have."""
-    if isinstance(value, dict):
-        return {key: without_nulls(one) for key, one in value.items() if one is not None}
-    return [without_nulls(one) for one in value] if isinstance(value, list) else value
-
-
 def _unreadable(label: str, error: Exception) -> NoReturn:
     raise EnvironmentProblem(
         f"{label} cannot be read: {type(error).__name__}: {error}", hint="check dataset.path and split"
@@ -173,8 +179,9 @@ def _unreadable(label: str, error: Exception) -> NoReturn:
 
 
 def rows_of(config: RowsOfExamples, kind: str, *, seed: int, dp_rank: int) -> Rows:
-    """Return the rows that a config names: files ending in `.jsonl` are read here, everything else by
-    `datasets`.
+    """Return the rows that a config names: local files of rows are read here, and the rest by `datasets`:
+    names on the Hub, slices of a split, folders of `save_to_disk` or of files named after splits, and formats
+    that it alone reads.
 
     Raises:
         EnvironmentProblem: there is nothing, or it cannot be read.
@@ -184,13 +191,31 @@ def rows_of(config: RowsOfExamples, kind: str, *, seed: int, dp_rank: int) -> Ro
     path, label = config.path, f"dataset {kind} ({config.path})"
     if path.startswith(BUNDLED):
         return LineRows(label, config, find_files(_bundled(path)), seed)
-    if path.endswith(".jsonl"):
-        return LineRows(label, config, find_files(Path(path)), seed)
+    files = find_files(Path(path)) if os.path.isabs(path) and config.split == "train" else []
+    if files and (path.endswith(".jsonl") or _of_rows(path, files)):
+        return LineRows(label, config, files, seed)
     hf = HFDataset(path=path, name=config.name, revision=config.revision, split=config.split)
     dataset = load(hf, progress=dp_rank == 0 and sys.stderr.isatty())
     if len(dataset) == 0:
         raise EnvironmentProblem(f"{label}: split {config.split!r} has no rows", hint="use another split")
     return HFRows(label, config, dataset, seed)
+
+
+def _of_rows(path: str, files: list[TextFile]) -> bool:
+    """Return whether all files hold rows, and none is named after a split."""
+    if os.path.isdir(path) and any(SPLIT.search(file.name.lower()) for file in files):
+        return False
+    for file in files:
+        try:
+            if kind_of_rows(file.path) == "text":
+                return False
+        except Damaged:
+            pass  # it is reported, or skipped, where rows are read
+        except EnvironmentProblem:
+            if os.path.isdir(path) or path.endswith(".arrow"):
+                return False  # `datasets` knows which files of a folder are its own
+            raise
+    return True
 
 
 def _bundled(path: str) -> Path:

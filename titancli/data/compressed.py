@@ -16,6 +16,10 @@ _SKIPPABLE = {bytes((0x50 + number, 0x2A, 0x4D, 0x18)) for number in range(16)}
 """Magic numbers of skippable frames, which a zstd file may begin with."""
 
 
+class Damaged(EnvironmentProblem):
+    """A file whose content cannot be decompressed or decoded."""
+
+
 def compression_of(head: bytes) -> str | None:
     """Return the compression of a file by its first bytes, one of `SUFFIXES`; None if it is not
     compressed."""
@@ -56,7 +60,7 @@ class _Gzip(gzip.GzipFile):
     def read(self, size: int | None = -1) -> bytes:
         try:
             return super().read(size)
-        except (EOFError, zlib.error) as error:
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise OSError(errno.EIO, str(error), str(self.name)) from error
 
 

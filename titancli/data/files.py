@@ -7,22 +7,29 @@ character), so that a file of any size takes little memory; where pieces begin d
 from __future__ import annotations
 
 import codecs
+import errno
 import glob
+import logging
 import os
 import stat
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from titancli.data import PythonStdlib, TextFiles
-from titancli.data.formats import require_text
+from titancli.data.compressed import Damaged, is_compressed, open_plain
+from titancli.data.formats import format_of, require_text
 from titancli.data.source import Piece, Size, document_order
 from titancli.data.text import text_dataset
 from titancli.data.unchanged import Stamp, require_unchanged
 from titancli.errors import EnvironmentProblem
 from titancli.fingerprint import corpus_fingerprint
+from titancli.observe.metrics import report
 from titancli.protocols import Dataset
+
+logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 1 << 20
 
@@ -56,7 +63,8 @@ class FileSource:
         self._shuffle = shuffle
         self._seed = seed
         self.identity = corpus_identity(label, files, shuffle=shuffle, seed=seed)
-        self.size = Size(self.identity["bytes"], "bytes")
+        if not any(_compressed(file) for file in files):
+            self.size = Size(self.identity["bytes"], "bytes")
 
     def read(self, epoch: int, mark: dict[str, Any] | None) -> Iterator[Piece]:
         """Yield the epoch's pieces; a mark is a document's position in the order, and a byte in its file."""
@@ -70,15 +78,16 @@ class FileSource:
 def _pieces(known: TextFile, document: int, start: int) -> Iterator[Piece]:
     path = known.path
     try:
-        with open(path, "rb") as file:
-            ends = False
+        with open_plain(path) as file:
+            file.seek(start)
+            held, ends = b"", False
             while not ends:
-                file.seek(start)
-                data = file.read(PIECE_BYTES + 1)
+                data = held + file.read(PIECE_BYTES + 1 - len(held))
                 require_unchanged(path, known.stamp, file.fileno())
-                ends = len(data) <= PIECE_BYTES
+                ends, held = len(data) <= PIECE_BYTES, b""
                 if not ends:
-                    data = data[: _cut(data)]
+                    cut = _cut(data)
+                    data, held = data[:cut], data[cut:]
                 text = data.decode()
                 if start == 0:
                     text = text.removeprefix("\ufeff")
@@ -88,6 +97,44 @@ def _pieces(known: TextFile, document: int, start: int) -> Iterator[Piece]:
         unreadable(path, error)
     except UnicodeDecodeError as error:
         _not_text(path, start + error.start)
+
+
+def _read_through(file: TextFile) -> None:
+    format_of(file.path)
+    for _ in _pieces(file, 0, 0):
+        pass
+
+
+def _compressed(file: TextFile) -> bool:
+    try:
+        return is_compressed(file.path)
+    except OSError as error:
+        unreadable(file.path, error)
+
+
+def undamaged(files: list[TextFile], read: Callable[[TextFile], Any]) -> list[TextFile]:
+    """Return the files that can be read; log and count the others (`damaged_files`).
+
+    Args:
+        read: reads a file, and raises Damaged if that is what it is.
+
+    Raises:
+        EnvironmentProblem: all files are damaged.
+    """
+    good = []
+    for file in files:
+        try:
+            read(file)
+            good.append(file)
+        except Damaged as error:
+            logger.warning("skipped a file: %s", error.message)
+    if not good:
+        raise EnvironmentProblem(
+            f"all {len(files)} files are damaged, for example {files[0].path}", hint="restore them"
+        )
+    if len(good) < len(files):
+        report("damaged_files", len(files) - len(good), reduce="max")  # every rank reads all files
+    return good
 
 
 def _cut(data: bytes) -> int:
@@ -130,6 +177,16 @@ def corpus_identity(
 
 def _utf8(path: str, blocks: Iterable[bytes]) -> Iterator[bytes]:
     """Yield the blocks unchanged; raise if they are not UTF-8."""
+    if is_compressed(path):
+        yield from blocks
+        with open_plain(path) as file:
+            for _ in _decoded(path, iter(partial(file.read, PIECE_BYTES), b"")):
+                pass
+    else:
+        yield from _decoded(path, blocks)
+
+
+def _decoded(path: str, blocks: Iterable[bytes]) -> Iterator[bytes]:
     decoder = codecs.getincrementaldecoder("utf-8")()
     at = 0
     try:
@@ -150,16 +207,18 @@ def unreadable(path: str, error: OSError) -> NoReturn:
     Raises:
         EnvironmentProblem: always.
     """
-    raise EnvironmentProblem(
-        f"cannot read the text file {path}: {error.strerror or error}",
+    kind = Damaged if error.errno == errno.EIO else EnvironmentProblem
+    raise kind(
+        f"cannot read the file {path}: {error.strerror or error}",
         hint="make it readable, or remove it from the paths of the dataset",
     ) from error
 
 
 def _not_text(path: str, byte: int) -> NoReturn:
-    raise EnvironmentProblem(
+    raise Damaged(
         f"{path} is not UTF-8 text: byte {byte} is invalid",
-        hint="convert it (`iconv -t UTF-8`), or select only text files, as in 'corpus/**/*.txt'",
+        hint="convert it (`iconv -t UTF-8`), select only text files, as in 'corpus/**/*.txt', or skip such "
+        "files: dataset.skip_damaged = true",
     ) from None
 
 
@@ -243,6 +302,8 @@ def _base(pattern: str) -> str:
 def build_text_files(config: TextFiles, *, seed: int, **runtime: Any) -> Dataset:
     """Build `[dataset] type = "text_files"`; a file listed twice is read once."""
     files = files_of(config.paths)
+    if config.skip_damaged:
+        files = undamaged(files, _read_through)
     if config.format == "auto":
         require_text([file.path for file in files])
     return _packed("dataset text_files", files, config, seed, runtime)

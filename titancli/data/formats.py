@@ -6,6 +6,8 @@ A new format needs an entry in `READ`, its detection here, and a source in `tita
 from __future__ import annotations
 
 import codecs
+import csv
+import errno
 import json
 import logging
 import os
@@ -14,12 +16,18 @@ from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from typing import BinaryIO, NamedTuple
 
-from titancli.data.compressed import SUFFIXES, compression_of, open_plain
+from titancli.data.compressed import SUFFIXES, Damaged, compression_of, open_plain
 from titancli.errors import EnvironmentProblem
 
 logger = logging.getLogger(__name__)
 
-READ = {"text": "text", "jsonl": "JSON Lines", "parquet": "Parquet"}
+READ = {
+    "text": "text",
+    "jsonl": "JSON Lines",
+    "json": "a list in JSON",
+    "csv": "a table of separated values",
+    "parquet": "Parquet",
+}
 """Formats of documents: as users write them, and as messages name them."""
 ROWS = (".jsonl", ".ndjson")
 TEXT = (".txt", ".text", ".md", ".rst")
@@ -73,14 +81,16 @@ def format_of(path: str, *, text_anyhow: bool = True) -> Format:
     try:
         found = _format(path)
     except OSError as error:
-        raise EnvironmentProblem(
+        kind = Damaged if error.errno == errno.EIO else EnvironmentProblem
+        raise kind(
             f"cannot read the file {path}: {error.strerror or error}",
             hint="make it readable, or remove it from the paths of the dataset",
         ) from error
     if isinstance(found, Format):
         return found
     raise EnvironmentProblem(
-        f"{path} is {found.what}, not text, JSON Lines (.jsonl, .jsonl.gz, .jsonl.zst) or Parquet",
+        f"{path} is {found.what}, not text, JSON Lines, a list in JSON, CSV (each also compressed by gzip or "
+        f"zstd) or Parquet",
         hint=found.hint + (ANYHOW if text_anyhow else ""),
     )
 
@@ -108,19 +118,29 @@ def require_text(paths: Sequence[str]) -> None:
         if found != "text":
             raise EnvironmentProblem(
                 f"{path} holds {READ[found]}, and would be read as one text",
-                hint=f'use dataset.type = "{found}" for it{ANYHOW}',
+                hint=f'use dataset.type = "{"parquet" if found == "parquet" else "jsonl"}" for it{ANYHOW}',
             )
 
 
-def require_rows(paths: Sequence[str]) -> None:
-    """Check that files may contain rows of JSON.
+def kind_of_rows(path: str) -> str:
+    """Return the format that a file of rows is read as: what is no text, or a table under any name.
 
     Raises:
-        EnvironmentProblem: a file has a format that can be neither JSON Lines nor text.
+        EnvironmentProblem: rows cannot be read from its format, or it cannot be read.
     """
-    for path, found in zip(paths, formats_of(paths, text_anyhow=False), strict=True):
-        if found == "parquet":
-            raise EnvironmentProblem(f"{path} holds Parquet", hint='use dataset.type = "parquet" for it')
+    found = format_of(path, text_anyhow=False)
+    if found.name != "text" or found.by_suffix:
+        return "jsonl" if found.by_suffix else found.name
+    with open_plain(path) as file:
+        head = _head(file).decode(errors="replace").splitlines()[: SAMPLED_ROWS + 1]
+    mark = delimiter_of(head[0] if head else "")
+    widths = {len(cells) for cells in csv.reader(head, delimiter=mark)}
+    return "csv" if len(head) > 1 and len(widths) == 1 and max(widths) > 1 else "text"
+
+
+def delimiter_of(header: str) -> str:
+    """Return what separates the values of a table, by its first line."""
+    return max((",", "\t", ";"), key=header.count)
 
 
 def _format(path: str) -> Format | _Other:
@@ -149,15 +169,10 @@ def _format(path: str) -> Format | _Other:
     if rows or (suffix in ROWS and not _LIST.match(head)):
         return Format("jsonl")
     if suffix in (".json", *ROWS) or (not suffix and (_OBJECT.match(head) or _LIST.match(head))):
-        return _Other(
-            "JSON that is not one object a line",
-            "convert it to JSON Lines: `jq -c '.[]'` does that for a list",
-        )
-    if suffix in TABLES:
-        return _Other("a table of separated values", "convert it to Parquet or JSON Lines")
-    if compressed:
-        return _Other("compressed, and what is inside is not JSON Lines", "decompress it")
-    return Format("text")
+        if _LIST.match(head):
+            return Format("json")
+        return _Other("JSON that is neither one object a line nor a list of objects", "convert it: `jq -c`")
+    return Format("csv" if suffix in TABLES else "text")
 
 
 def _head(file: BinaryIO) -> bytes:

@@ -1,4 +1,4 @@
-"""A source of JSON Lines files: each row is a document. Bad rows are skipped and counted, or end the run.
+"""A source of files of rows: each row is a document. Bad rows are skipped and counted, or end the run.
 
 Rows are read one at a time, from any byte, so files of any size take little memory. Only if they are shuffled
 is every file first read once, to find where its rows begin.
@@ -15,12 +15,13 @@ import numpy as np
 
 from titancli.data import JsonLines
 from titancli.data.compressed import is_compressed, open_plain
-from titancli.data.files import PIECE_BYTES, TextFile, corpus_identity, files_of, unreadable
-from titancli.data.formats import require_rows
+from titancli.data.files import PIECE_BYTES, TextFile, corpus_identity, files_of, undamaged, unreadable
+from titancli.data.formats import kind_of_rows
 from titancli.data.row_index import row_starts
 from titancli.data.source import Piece, document_order
+from titancli.data.tables import lines_of
 from titancli.data.text import text_dataset
-from titancli.data.unchanged import require_unchanged
+from titancli.data.unchanged import Stamp, require_unchanged
 from titancli.errors import EnvironmentProblem
 from titancli.observe.metrics import report
 from titancli.protocols import Dataset
@@ -47,35 +48,61 @@ class BadRow(Exception):
 
 
 class LineReader:
-    """The rows of JSON Lines files, readable from any row on.
+    """The rows of files, readable from any row on.
+
+    Files that are not plain JSON Lines are converted once (`titancli.data.tables`), but for compressed JSON
+    Lines that are read in order.
 
     Raises:
-        EnvironmentProblem: a file cannot be read, or is compressed and to be shuffled.
+        EnvironmentProblem: a file cannot be read, or is damaged.
     """
 
-    def __init__(self, files: list[TextFile], *, shuffle: bool, seed: int, max_bytes: int) -> None:
+    def __init__(
+        self, files: list[TextFile], *, shuffle: bool, seed: int, max_bytes: int, skip_damaged: bool = False
+    ) -> None:
         self._files, self._shuffle, self._seed, self._max_bytes = files, shuffle, seed, max_bytes
+        self._whole = shuffle or skip_damaged
+        """Whether compressed files are decompressed into the cache, too."""
+        self._lines: dict[str, str] = {}
+        """The paths that converted files are read from."""
         self._starts: list[np.ndarray] = []
+        if skip_damaged:
+            self._files = undamaged(files, self._convert)
+        else:
+            for file in files:
+                self._convert(file)
         if shuffle:
             self.index()
+
+    def _convert(self, file: TextFile) -> None:
+        kind = kind_of_rows(file.path)
+        if kind not in ("jsonl", "text") or (self._whole and _is_compressed(file)):
+            self._lines[file.path] = lines_of(file, kind)
 
     def index(self) -> None:
         """Find where each row begins, once.
 
         Raises:
-            EnvironmentProblem: a file cannot be read, or is compressed.
+            EnvironmentProblem: a file cannot be read.
         """
         if self._starts:
             return
+        self._whole = True
         for file in self._files:
-            if _is_compressed(file):
-                raise EnvironmentProblem(
-                    f"{file.path} is compressed, so its rows cannot be shuffled or indexed",
-                    hint="set dataset.shuffle = false, decompress it, or tokenize it: `titan data tokenize`",
-                )
-        self._starts = [row_starts(file) for file in self._files]
+            if file.path not in self._lines:
+                self._convert(file)
+        self._starts = [row_starts(self._read_from(file)) for file in self._files]
         self._firsts = np.cumsum([0, *(len(starts) for starts in self._starts)])
         """Index of the first row of each file, then the total."""
+
+    def _read_from(self, file: TextFile) -> TextFile:
+        """Return the file that rows are read from."""
+        lines = self._lines.get(file.path)
+        return file if lines is None else TextFile(lines, file.name, *Stamp.of(lines))
+
+    def where(self, file: TextFile, row: Row) -> str:
+        """Return a row's location as shown to users."""
+        return f"{file.path}, {'row' if file.path in self._lines else 'line'} {row.line}"
 
     @property
     def count(self) -> int:
@@ -108,7 +135,7 @@ class LineReader:
         """
         number, index = self._where(row)
         file, start = self._files[number], int(self._starts[number][index])
-        return file, next(_rows(file, start, index + 1, self._max_bytes, compressed=False))
+        return file, next(self._rows(file, start, index + 1))
 
     def read(self, epoch: int, mark: dict[str, Any] | None) -> Iterator[tuple[TextFile, Row, dict[str, Any]]]:
         """Yield the epoch's rows, each with its file and its mark: a position in the order, or in a file."""
@@ -119,9 +146,29 @@ class LineReader:
         at = mark or {"file": 0, "byte": 0, "line": 1}
         for number in range(at["file"], len(self._files)):
             file = self._files[number]
-            for row in _rows(file, at["byte"], at["line"], self._max_bytes, compressed=_is_compressed(file)):
+            for row in self._rows(file, at["byte"], at["line"]):
                 yield file, row, {"file": number, "byte": row.byte, "line": row.line}
             at = {"byte": 0, "line": 1}
+
+    def _rows(self, file: TextFile, byte: int, line: int) -> Iterator[Row]:
+        """Yield the rows of a file from one on; at most `max_bytes` of a row are held in memory."""
+        limit = self._max_bytes
+        lines = self._lines.get(file.path)
+        try:
+            packed = lines is None and is_compressed(file.path)
+            with open_plain(file.path) if packed else open(lines or file.path, "rb") as stream:
+                stream.seek(byte)
+                while data := stream.readline(limit + 2):
+                    whole = data.endswith(b"\n") or len(data) < limit + 2
+                    length = len(data) if whole else len(data) + _skip_line(stream)
+                    require_unchanged(file.path, file.stamp, None if lines else stream.fileno())
+                    content = data.rstrip(b"\r\n")
+                    yield Row(byte, line, content if whole and len(content) <= limit else None)
+                    byte, line = byte + length, line + 1
+                # the end may be new
+                require_unchanged(file.path, file.stamp, None if lines else stream.fileno())
+        except OSError as error:
+            unreadable(file.path, error)
 
     def _shuffled(
         self, epoch: int, mark: dict[str, Any] | None
@@ -184,7 +231,13 @@ class JsonLinesSource:
         self._config = config
         found = corpus_identity(self.label, files, shuffle=config.shuffles_source, seed=seed, text=False)
         self.identity: dict[str, Any] = {**found, "key": config.text}
-        self._rows = LineReader(files, shuffle=config.shuffles_source, seed=seed, max_bytes=config.max_bytes)
+        self._rows = LineReader(
+            files,
+            shuffle=config.shuffles_source,
+            seed=seed,
+            max_bytes=config.max_bytes,
+            skip_damaged=config.skip_damaged,
+        )
         self._bad = BadRows(strict=config.strict)
         self.limits = {"strict": config.strict, "max_bytes": config.max_bytes}
 
@@ -199,7 +252,7 @@ class JsonLinesSource:
             try:
                 text = _text(row.data, self._config)
             except BadRow as reason:
-                self._bad.skip(f"{file.path}, line {row.line}", reason)
+                self._bad.skip(self._rows.where(file, row), reason)
                 continue
             self._bad.count()
             yield Piece(text, True, True, place)
@@ -273,23 +326,6 @@ def _is_compressed(file: TextFile) -> bool:
         unreadable(file.path, error)
 
 
-def _rows(file: TextFile, byte: int, line: int, limit: int, *, compressed: bool) -> Iterator[Row]:
-    """Yield the rows of a file from one on; at most `limit` bytes of a row are held in memory."""
-    try:
-        with open_plain(file.path) if compressed else open(file.path, "rb") as stream:
-            stream.seek(byte)
-            while data := stream.readline(limit + 2):
-                whole = data.endswith(b"\n") or len(data) < limit + 2
-                length = len(data) if whole else len(data) + _skip_line(stream)
-                require_unchanged(file.path, file.stamp, stream.fileno())
-                content = data.rstrip(b"\r\n")
-                yield Row(byte, line, content if whole and len(content) <= limit else None)
-                byte, line = byte + length, line + 1
-            require_unchanged(file.path, file.stamp, stream.fileno())  # the end may be new
-    except OSError as error:
-        unreadable(file.path, error)
-
-
 def _skip_line(stream: BinaryIO) -> int:
     """Skip to the end of the line; return the number of bytes skipped."""
     length = 0
@@ -302,7 +338,5 @@ def _skip_line(stream: BinaryIO) -> int:
 
 def build(config: JsonLines, *, seed: int, **runtime: Any) -> Dataset:
     """Build `[dataset] type = "jsonl"`; a file listed twice is read once."""
-    files = files_of(config.paths)
-    require_rows([file.path for file in files])
-    source = JsonLinesSource(config, files, seed)
+    source = JsonLinesSource(config, files_of(config.paths), seed)
     return text_dataset(source, config, seed=seed, **runtime)

@@ -82,11 +82,10 @@ class Sum:
 
 @component("task", "prompts", target="titancli.rl.tasks:build_prompts")
 class Prompts:
-    """Prompts from JSON Lines or a Hugging Face dataset; bad rows are skipped and counted."""
+    """Prompts from files of rows or a Hugging Face dataset; bad rows are skipped and counted."""
 
     path: Annotated[str, MinLen(1), LocalPath()]
-    """JSON Lines (a file or a glob that ends in `.jsonl`); or a Hugging Face dataset: a local folder or file
-    (begins with `/`, `./`, `../` or `~`), or a Hub name."""
+    """Files of rows, a folder of `save_to_disk` or a name on the Hub, as for the dataset `chat`."""
     name: str | None = None
     """The configuration of a dataset on the Hub."""
     revision: str | None = None
@@ -106,6 +105,8 @@ class Prompts:
     """End the run at a bad row (no JSON, no prompt)."""
     max_bytes: Annotated[int, Gt(0)] = 8_388_608
     """Maximum length of a line of JSON; longer ones are bad rows."""
+    skip_damaged: bool = False
+    """Skip and count files that cannot be decompressed or decoded; false: reject them."""
     shuffle: bool = True
     """Shuffle prompts by (training.seed, epoch); false: keep their order."""
 

@@ -180,7 +180,8 @@ def _datasets(files: Sequence[Path], *, document_mask: bool) -> dict[str, Any]:
     for file in files:
         there = file.exists() or glob.has_magic(str(file))  # the check of inputs reports missing files
         paths = [one.path for one in find_files(file)] if there else []
-        kinds = sorted(set(formats_of(paths, text_anyhow=False))) or ["text"]
+        reader = {"text": "text_files", "parquet": "parquet"}
+        kinds = sorted({reader.get(kind, "jsonl") for kind in formats_of(paths, text_anyhow=False)})
         if len(kinds) > 1:
             raise UsageError(
                 f"{file} has files of several formats: {', '.join(kinds)}", hint="name each by itself"
@@ -190,7 +191,7 @@ def _datasets(files: Sequence[Path], *, document_mask: bool) -> dict[str, Any]:
         while name in found:
             name, number = f"{stem}-{number + 1}", number + 1
         settings = {"paths": [str(file)], "shuffle": False, "document_mask": document_mask}
-        found[name] = {"type": f"titan/{'text_files' if kinds == ['text'] else kinds[0]}", **settings}
+        found[name] = {"type": f"titan/{(kinds or ['text_files'])[0]}", **settings}
     return found
 
 

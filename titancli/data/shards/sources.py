@@ -72,7 +72,8 @@ def _entries(names: Sequence[str], chosen: str | None) -> Iterator[tuple[str, An
         files = [file for file in find_files(Path(name)) if file.path not in seen]
         seen.update(file.path for file in files)
         kinds = [chosen] * len(files) if chosen else formats_of([file.path for file in files])
-        yield from zip(kinds, files, strict=True)
+        rows = {"json": "jsonl", "csv": "jsonl"}
+        yield from ((rows.get(kind, kind), file) for kind, file in zip(kinds, files, strict=True))
 
 
 def _files(kind: str, files: list[TextFile], options: Options) -> Input:

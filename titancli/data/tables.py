@@ -1,0 +1,202 @@
+"""Files of rows that are not plain JSON Lines, written as such into titan's cache, once.
+
+A list in JSON, a table of separated values, a Parquet file and a compressed file cannot be read from any row
+on. So that rows of every kind have exact positions and can be shuffled, `lines_of` converts such a file: one
+line for each row, in its order.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import logging
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
+
+import xxhash
+
+from titancli.data.compressed import Damaged, open_plain
+from titancli.data.files import TextFile, unreadable
+from titancli.data.formats import delimiter_of
+from titancli.data.unchanged import require_unchanged
+from titancli.errors import EnvironmentProblem
+from titancli.fingerprint import cache_folder, cache_name, ends_of, lock_if_possible
+
+logger = logging.getLogger(__name__)
+
+BLOCK = 1 << 20
+ROWS = 1024
+"""Rows of a Parquet file that are read at a time."""
+
+
+def lines_of(file: TextFile, kind: str) -> str:
+    """Return the path of a file's rows as JSON Lines, in titan's cache; write it if it is not there yet.
+
+    Of all processes that request the same file, one writes and the others wait.
+
+    Args:
+        kind: the file's format, a key of `titancli.data.formats.READ`.
+
+    Raises:
+        EnvironmentProblem: the file is damaged, cannot be read or has changed, or the cache cannot be
+            written.
+    """
+    folder, name = cache_folder() / "lines", cache_name(file.path)
+    try:
+        with open(file.path, "rb") as opened:
+            ends = b"".join(ends_of(opened, file.size))
+    except OSError as error:
+        unreadable(file.path, error)
+    state = xxhash.xxh3_64_hexdigest(f"{kind}:{file.size}:{file.modified}:".encode() + ends)
+    target = folder / f"{name}-{state}.jsonl"
+    if target.is_file():
+        return str(target)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = open(folder / f"{name}.lock", "a")  # noqa: SIM115 - closed below
+    except OSError as error:
+        _not_written(file, target, error)
+    with lock:
+        lock_if_possible(lock)
+        if not target.is_file():
+            logger.info("reading the rows of %s, once; they are kept in %s", file.path, target)
+            _write(file, kind, target)
+            for old in folder.glob(f"{name}-*.jsonl"):  # of contents that the file had earlier
+                if old != target:
+                    old.unlink(missing_ok=True)
+    return str(target)
+
+
+def _write(file: TextFile, kind: str, target: Path) -> None:
+    part = target.with_suffix(f".{os.getpid()}.part")
+    try:
+        try:
+            out = open(part, "wb")  # noqa: SIM115 - closed below
+        except OSError as error:
+            _not_written(file, target, error)
+        with out:
+            for block in _damage_named(file.path, _blocks(file.path, kind)):
+                try:
+                    out.write(block)
+                except OSError as error:
+                    _not_written(file, target, error)
+        require_unchanged(file.path, file.stamp)
+        os.replace(part, target)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _not_written(file: TextFile, target: Path, error: OSError) -> NoReturn:
+    raise EnvironmentProblem(
+        f"the rows of {file.path} cannot be written to {target}: {error.strerror or error}",
+        hint="set TITAN_CACHE to a folder that can be written and has room, or convert it to JSON Lines",
+    ) from error
+
+
+def _damage_named(path: str, blocks: Iterable[bytes]) -> Iterator[bytes]:
+    try:
+        yield from blocks
+    except OSError as error:
+        unreadable(path, error)
+    except UnicodeDecodeError as error:
+        _damaged(path, f"it is not UTF-8: byte 0x{error.object[error.start]:02x} is invalid")
+    except (csv.Error, ValueError, RecursionError) as error:  # Arrow's errors are ValueErrors too
+        _damaged(path, next(iter(str(error).splitlines()), type(error).__name__))
+
+
+def _damaged(path: str, reason: str) -> NoReturn:
+    raise Damaged(
+        f"{path} is damaged: {reason}",
+        hint="restore it or leave it out, or skip such files: dataset.skip_damaged = true",
+    ) from None
+
+
+def _blocks(path: str, kind: str) -> Iterator[bytes]:
+    if kind == "parquet":
+        return map(_line, _parquet(path))
+    return _plain(path, kind)
+
+
+def _plain(path: str, kind: str) -> Iterator[bytes]:
+    with open_plain(path) as file:
+        if kind == "json":
+            yield from map(_line, _items(io.TextIOWrapper(file, encoding="utf-8-sig")))
+        elif kind == "csv":
+            yield from map(_line, _table(file))
+        else:
+            while block := file.read(BLOCK):
+                yield block
+
+
+def _line(row: Any) -> bytes:
+    return json.dumps(row, ensure_ascii=False, default=str).encode(errors="surrogatepass") + b"\n"
+
+
+def _items(text: io.TextIOWrapper) -> Iterator[Any]:
+    """Yield the items of a list in JSON, holding one at a time.
+
+    Raises:
+        ValueError: it is not a list, or ends within an item.
+    """
+    decoder, held, began = json.JSONDecoder(), "", False
+    size = BLOCK
+    while True:
+        block = text.read(size)
+        held = (held + block).lstrip()
+        if not began and held:
+            if held[0] != "[":
+                raise ValueError("it is not a list in JSON")
+            held, began = held[1:].lstrip(), True
+        while held and held[0] != "]":
+            try:
+                item, end = decoder.raw_decode(held)
+            except json.JSONDecodeError as error:
+                if not block:
+                    raise ValueError(f"it ends within a list, or an item is not JSON: {error.msg}") from error
+                size = max(BLOCK, len(held))  # so that a long item is not decoded again and again
+                break
+            rest = held[end:].lstrip()
+            if not rest and block:
+                break  # what follows may belong to it
+            yield item
+            if rest[:1] not in (",", "]"):
+                raise ValueError("a comma is missing between items, or the list has no end")
+            held, size = (rest[1:].lstrip() if rest[0] == "," else rest), BLOCK
+        if held.startswith("]"):
+            return
+        if not block:
+            raise ValueError("the list has no end")
+
+
+def _table(file: BinaryIO) -> Iterator[Any]:
+    """Yield the rows of a table of separated values, by its first row; of another width, as a list."""
+    csv.field_size_limit(sys.maxsize)
+    text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
+    first = text.readline()
+    header = next(csv.reader([first], delimiter=(mark := delimiter_of(first)), strict=True), [])
+    for cells in csv.reader(text, delimiter=mark, strict=True):
+        if cells:
+            yield dict(zip(header, cells, strict=True)) if len(cells) == len(header) else cells
+
+
+def _parquet(path: str) -> Iterator[Any]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    with pq.ParquetFile(path) as file:
+        schema = file.schema_arrow
+        binary = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_fixed_size_binary)
+        names = [one.name for one in schema if not any(check(one.type) for check in binary)]
+        for batch in file.iter_batches(ROWS, columns=names):
+            yield from map(without_nulls, batch.to_pylist())
+
+
+def without_nulls(value: Any) -> Any:
+    """Return a value of a table without the keys that are null, as every key is that only other rows have."""
+    if isinstance(value, dict):
+        return {key: without_nulls(one) for key, one in value.items() if one is not None}
+    return [without_nulls(one) for one in value] if isinstance(value, list) else value
