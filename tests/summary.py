@@ -64,6 +64,7 @@ ROOMS = {
     "plugins/titan-muon": "Muon: equal to torch's on one device, the same on many",
     "plugins/titan-preference": "losses of pairs and of labelled answers compared to NumPy and TRL",
     "plugins/titan-proof": "proofs and bisections name seeded faults, and nothing in what is right",
+    "plugins/titan-qwen3-next": "gated DeltaNet compared to its recurrence in NumPy and to transformers",
     "plugins/titan-report": "reports of runs: where each second went, in a browser, in a terminal",
     "plugins/titan-slurm": "jobs of Slurm: submitted once, requeued, resumed, cancelled",
     "plugins/titan-sweep": "sweeps: each combination once, also after a kill; GPUs and cores shared out",

@@ -176,7 +176,7 @@ def test_no_shared_room_names_a_family():
     from titancli.models import COMPONENTS
     from titancli.registry.component import component_info
 
-    own = tuple(cls.__module__ for cls in COMPONENTS)  # `qwen3_next_hf` belongs to `qwen3_next`
+    own = tuple(cls.__module__ for cls in COMPONENTS)
     names = {cls.__name__ for cls in COMPONENTS} | {component_info(cls).name for cls in COMPONENTS}
     names |= {model_type for cls in COMPONENTS for model_type in getattr(cls, "model_types", ())}
     for here, path in FILES.items():

@@ -9,9 +9,9 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 from tests.engine.cases import MODEL
 from tests.rows import rows
+from titan_qwen3_next.delta_rule import gated_delta_rule
 from titancli.models import Llama3
 from titancli.models.blocks.decoder import build
-from titancli.models.blocks.delta_rule import gated_delta_rule
 from titancli.parallel.activation_checkpoint import apply_activation_checkpoint
 from titancli.planning.meter import Meter
 from titancli.recipe.schema import ActivationCheckpoint

@@ -19,8 +19,8 @@ from titancli.recipe import load_recipe
 from titancli.recipe.find import bundled_folder
 
 FILE = Path(__file__).with_suffix(".json")
-RECIPES = sorted({*(path.stem for path in bundled_folder().glob("*.toml")), "hf_causal_lm_debug"})
-"""The bundled ones, and that of titan-transformers."""
+OF_PLUGINS = ("hf_causal_lm_debug", "qwen3_next_debug", "qwen3_next_80b_a3b")
+RECIPES = sorted({*(path.stem for path in bundled_folder().glob("*.toml")), *OF_PLUGINS})
 FEW_LAYERS = {"deepseek_v3_671b": 4, "hf_causal_lm_debug": None}
 """Where two are not enough, or are not a setting."""
 ONE_RANK = [f"mesh.{degree}=1" for degree in ("pp", "cp", "tp", "ep")]

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from titan_qwen3_next import Qwen3Next
 from titancli.checkpoint.hf.which import hf_form
 from titancli.models import (
     DeepSeekV3,
@@ -20,7 +21,6 @@ from titancli.models import (
     Mixtral,
     Olmo3,
     Qwen3,
-    Qwen3Next,
     RopeScaling,
 )
 from titancli.models.blocks.state import named_state

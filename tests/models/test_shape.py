@@ -10,9 +10,10 @@ import torch
 
 from tests.models.by_spec import BY_SPEC
 from tests.models.families import FAMILIES, Family
+from titan_qwen3_next import DeltaNet
+from titan_qwen3_next.delta import GatedDeltaNet
 from titancli.models.blocks.declared import declared
-from titancli.models.blocks.delta import GatedDeltaNet
-from titancli.protocols.shape import Block, DeltaNet
+from titancli.protocols.shape import Block
 from titancli.registry.component import build
 
 CASES = [

@@ -9,6 +9,7 @@ from tests.engine.cases import VOCABULARY, Layout
 from tests.models import hf_configs
 from tests.models.by_spec import Gemma2, Phi, StarCoder2
 from titan_float8 import Float8Linear
+from titan_qwen3_next import Qwen3Next
 from titancli.layout.stages import SCHEDULES
 from titancli.losses import CrossEntropyFull
 from titancli.models import (
@@ -21,7 +22,6 @@ from titancli.models import (
     Mixtral,
     Olmo3,
     Qwen3,
-    Qwen3Next,
 )
 from titancli.models.deepseek_v3 import LatentYarn
 from titancli.models.sections import AttnTemperature, LinearScaling, MoE, Yarn

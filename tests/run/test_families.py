@@ -65,7 +65,7 @@ lr = 1e-2
 total_steps = 8
 """,
     "qwen3_next": """\
-extends = ["titan:qwen3_next_debug", "tiny.toml"]
+extends = ["titan-qwen3-next:qwen3_next_debug", "tiny.toml"]
 name = "tiny_qwen3_next"
 [model]
 type = "qwen3_next"

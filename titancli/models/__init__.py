@@ -12,7 +12,6 @@ from titancli.models.llama4 import Llama4
 from titancli.models.mixtral import Mixtral
 from titancli.models.olmo3 import Olmo3
 from titancli.models.qwen3 import Qwen3
-from titancli.models.qwen3_next import Qwen3Next
 from titancli.models.sections import RopeScaling
 
 __all__ = [
@@ -27,7 +26,6 @@ __all__ = [
     "Mixtral",
     "Olmo3",
     "Qwen3",
-    "Qwen3Next",
     "RopeScaling",
 ]
 
@@ -35,7 +33,6 @@ COMPONENTS: list[type] = [
     Llama3,
     Llama4,
     Qwen3,
-    Qwen3Next,
     DeepSeekV3,
     GptOss,
     Mixtral,

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from titancli.errors import RecipeError
-from titancli.models.blocks.delta_rule import gated_delta_rule
+from titancli.models.blocks import declared
 from titancli.models.blocks.flash import attention_forward
 from titancli.models.blocks.grouped import grouped_linear
 from titancli.parallel.ring import ring_forward
@@ -31,7 +31,6 @@ KEPT = {
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.higher_order.flex_attention,
     ring_forward._opoverload,
-    gated_delta_rule._opoverload,
     attention_forward._opoverload,
     # What has come over the network does not travel again.
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
@@ -93,7 +92,7 @@ def _keep_products(of_each: int) -> Any:
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         # What draws runs again, so that what draws after it finds the generator where it was.
-        if op in KEPT and not draws(op, args, kwargs):
+        if (op in KEPT or op in declared.KEPT) and not draws(op, args, kwargs):
             return CheckpointPolicy.MUST_SAVE
         if op in MATRIX_PRODUCTS:
             seen[context.is_recompute] += 1

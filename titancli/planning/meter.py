@@ -12,12 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter
 
-from titancli.models.blocks.delta_rule import gated_delta_rule, gated_delta_rule_backward
+from titancli.models.blocks.declared import IMPLEMENTATIONS
 
 Storage = torch.UntypedStorage
-BODIES = {op._opoverload: op._init_fn for op in (gated_delta_rule, gated_delta_rule_backward)}
-"""Operators whose temporaries, which dispatch modes do not see, exceed their results; with their
-implementations."""
 
 
 class Meter(TorchDispatchMode):
@@ -57,7 +54,7 @@ class Meter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return _one(args[0].dtype)
-        if func in BODIES:
+        if func in IMPLEMENTATIONS:
             self.peak = max(self.peak, self.now + self._taken_inside(func, args))
         out = func(*args, **(kwargs or {}))
         for value in tree_iter(out):
@@ -72,7 +69,7 @@ class Meter(TorchDispatchMode):
             now, peak, self.peak = self.now, self.peak, self.now
             super().__enter__()
             try:
-                BODIES[func](*args)
+                IMPLEMENTATIONS[func](*args)
             finally:
                 super().__exit__(None, None, None)
             self._inside[key], self.peak = self.peak - now, max(self.peak, peak)

@@ -20,7 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
-from titancli.planning.meter import BODIES, plain_tensors
+from titancli.models.blocks.declared import IMPLEMENTATIONS
+from titancli.planning.meter import plain_tensors
 from titancli.planning.traffic import FREE, KINDS, moved_by
 
 _aten = torch.ops.aten
@@ -143,7 +144,7 @@ class Trace(TorchDispatchMode):
                 writes,
                 formula(*args, **kwargs, out_val=out) * _share_seen(func, args, kwargs) if formula else 0.0,
                 0.0 if func in FREE else moved_by(func, args, kwargs, out),
-                self._taken_inside(func, args) if func in BODIES else 0,
+                self._taken_inside(func, args) if func in IMPLEMENTATIONS else 0,
                 _sent(func, args, kwargs, out),
                 not self.joining or _own_kernel(func),
             )
@@ -157,7 +158,7 @@ class Trace(TorchDispatchMode):
             inner = Trace()
             inner.know(x for x in args if isinstance(x, Tensor))
             with inner:
-                made = BODIES[func](*args)
+                made = IMPLEMENTATIONS[func](*args)
             most, _ = inner.timeline().most(0, len(inner.ops))
             results = sum(
                 t.untyped_storage().nbytes() for value in tree_iter(made) for t in plain_tensors(value)

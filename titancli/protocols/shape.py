@@ -66,6 +66,10 @@ class Spec:
         """Return the module on the current device, without initial values."""
         return load_target(self.module)(self)
 
+    def flops(self, seq_len: int) -> float:
+        """Return the FLOPs of forward and backward for one token, without those of its matrices."""
+        return 0.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class Attention(Spec):
@@ -160,33 +164,6 @@ class Latent(Attention):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeltaNet(Spec):
-    """A gated DeltaNet layer (arXiv 2412.06464): each head of values keeps a matrix of `key_dim` x
-    `value_dim`."""
-
-    module: ClassVar[str] = "titancli.models.blocks.delta:GatedDeltaNet"
-    key_heads: int
-    heads: int
-    """The number of value heads."""
-    key_dim: int
-    value_dim: int
-    kernel: int
-    """Tokens that the convolution covers."""
-    norm_eps: float
-
-    @property
-    def mixed(self) -> int:
-        """The number of elements of a token that pass the convolution."""
-        return 2 * self.key_heads * self.key_dim + self.heads * self.value_dim
-
-    def flops(self, seq_len: int) -> float:
-        """Return the FLOPs of forward and backward for one token, without those of its matrices: a head's
-        matrix is read twice and written once. Products of chunks, which do the same in another order, need
-        more."""
-        return 18.0 * self.heads * self.key_dim * self.value_dim
-
-
-@dataclass(frozen=True, kw_only=True)
 class FeedForward(Spec):
     """`w2(act(w1 x) * w3 x)` (arXiv 2002.05202) or, without a gate, `w2(act(w1 x))`."""
 
@@ -243,7 +220,8 @@ class Block(Spec):
     module: ClassVar[str] = "titancli.models.blocks.block:Block"
     mtp: ClassVar[bool] = False
     """Whether it predicts a token further ahead, beyond the last block."""
-    attention: Attention | DeltaNet
+    attention: Spec
+    """An `Attention`, or a plugin's spec of a layer in its place."""
     feed_forward: FeedForward | Experts
     norm: Norm = field(default_factory=Norm)
     norms: Literal["before", "after", "both"] = "before"

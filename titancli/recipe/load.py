@@ -363,7 +363,13 @@ def _locked_model(lock: Node | None, weights: str) -> Node | None:
 
 def readers_of(model_type: str, registry: Registry) -> dict[str, Any]:
     """Return the models, by full name, that read a config.json of this `model_type`: titan's own, else those
-    of plugins."""
+    of plugins.
+
+    Raises:
+        PluginError: a plugin of titan's reads it, which is not installed.
+    """
+    if (error := registry.lacks_reader(model_type)) is not None:
+        raise error
     readers = {
         name: cls
         for name, cls in registry.components("model")

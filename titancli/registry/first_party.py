@@ -51,10 +51,15 @@ COMPONENTS = {
     "loss/simpo": "titan-preference",
     "model/flux": "titan-flux",
     "model/hf_causal_lm": "titan-transformers",
+    "model/qwen3_next": "titan-qwen3-next",
     "optimizer/muon": "titan-muon",
     "reward/reward_model": "titan-heads",
 }
 """Components, `kind/name`, with the plugin that provides each."""
+MODEL_TYPES = dict.fromkeys(
+    ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text"), "titan-qwen3-next"
+)
+"""Values of `model_type` in config.json, with the plugin that reads them."""
 PLUGINS = frozenset({*COMMANDS.values(), *COMPONENTS.values()})
 COMMANDS_ALONE = PLUGINS - set(COMPONENTS.values())
 """Plugins without components, recipes or checks, which need not be loaded to look for one."""

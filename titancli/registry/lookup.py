@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from titancli.errors import PluginError, nearest_name
 from titancli.registry.command import Command
 from titancli.registry.component import component_info, configs, is_config
-from titancli.registry.first_party import COMMANDS_ALONE, COMPONENTS, install_command
+from titancli.registry.first_party import COMMANDS_ALONE, COMPONENTS, MODEL_TYPES, install_command
 from titancli.registry.kinds import BUILTIN, KINDS
 from titancli.registry.plugins import DISABLED, Plugin, PluginStatus
 from titancli.registry.targets import missing
@@ -246,6 +246,14 @@ class Registry:
             f"'{owner}/{bare}': no plugin {owner!r} is installed",
             hint=f"did you mean '{near}/{bare}'?" if near else "`titan plugin list` lists them",
         )
+
+    def lacks_reader(self, model_type: str) -> PluginError | None:
+        """Return the error for a config.json that one of titan's plugins reads which is not installed."""
+        owner = MODEL_TYPES.get(model_type)
+        if owner is None or owner in self._plugins:
+            return None
+        message = f"model_type {model_type!r} is read by {owner}, which is not installed"
+        return PluginError(message, hint=install_command(owner))
 
     def _find_in(self, plugin: Plugin, kind: str, bare: str) -> type:
         config = plugin.components.get((kind, bare))

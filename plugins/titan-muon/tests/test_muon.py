@@ -15,10 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.engine.cases import Layout, small
 from tests.models.hf_configs import CONFIGS
 from tests.rows import rows
+from titan_qwen3_next import Qwen3Next
 from titan_testing import check_plugin, recipe, run_cli
 from titan_transformers import HFCausalLM
 from titancli import TitanError, load_recipe
-from titancli.models import Qwen3, Qwen3Next
+from titancli.models import Qwen3
 from titancli.models.sections import MoE
 from titancli.recipe.check import remarks
 

@@ -22,16 +22,6 @@ OWN: dict[str, Any] = {**ROUTING, "score_func": "softmax", "route_norm": True, "
 MODELS: dict[str, dict[str, Any]] = {
     "llama3": {**SIZES, "hidden_dim": 48},
     "qwen3": {**SIZES, "head_dim": 8, "hidden_dim": 48},
-    "qwen3_next": {
-        **SIZES,
-        "head_dim": 8,
-        "hidden_dim": 48,
-        "full_attention_interval": 2,
-        "linear_num_key_heads": 4,
-        "linear_num_value_heads": 8,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 4,
-    },
     "gpt_oss": {**SIZES, "head_dim": 8, "sliding_window": 4, "moe": {**OWN, "gate_bias": True}},
     "llama4": {**SIZES, "head_dim": 8, "moe": {**ROUTING, "top_k": 1}},
     "mixtral": {**SIZES, "moe": OWN},

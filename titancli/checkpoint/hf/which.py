@@ -70,6 +70,8 @@ def model_of(src: Path, component: str | None) -> tuple[str, dict[str, Any], Any
     if component:
         cls = registry.find("model", component)
     else:
+        if (error := registry.lacks_reader(model_type)) is not None:
+            raise error
         cls = _by_type(registry.components("model"), model_type)
     info = component_info(cls)
     if info.hf is None:

@@ -1,5 +1,5 @@
 """Declarations of a decoder's modules about their parameters: tensor-parallel sharding, and roles for
-optimizers.
+optimizers; and of custom operators.
 
 A module declares `styles` and `roles` by the names of its own parameters and of its children. Norms are
 replicated unless they declare otherwise.
@@ -8,12 +8,27 @@ replicated unless they declare otherwise.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 from torch import nn
+from torch.library import CustomOpDef
 
 NORMS = {"weight": "norm", "bias": "norm"}
+IMPLEMENTATIONS: dict[Any, Callable[..., Any]] = {}
+"""The implementations of declared operators, see `declare_operator`."""
+KEPT: set[Any] = set()
+"""Declared operators whose results activation checkpointing by operation keeps."""
+
+
+def declare_operator(forward: CustomOpDef, backward: CustomOpDef) -> None:
+    """Declare an expensive operator and its backward, whose temporaries exceed their results.
+
+    The memory planner runs their implementations, since dispatch modes do not see temporaries; activation
+    checkpointing by operation keeps the results of `forward`.
+    """
+    IMPLEMENTATIONS.update({op._opoverload: op._init_fn for op in (forward, backward)})
+    KEPT.add(forward._opoverload)
 
 
 def declared(model: nn.Module, what: Literal["styles", "roles"]) -> dict[str, Any]:

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, silu, softplus
 
+from titan_qwen3_next.delta_rule import gated_delta_rule
 from titancli.distributed.local import local
 from titancli.errors import TitanError
-from titancli.models.blocks.delta_rule import gated_delta_rule
 from titancli.models.blocks.init import fill, ones_, uniform_
 from titancli.models.blocks.reach import IN_ORDER
 
 if TYPE_CHECKING:
+    from titan_qwen3_next import DeltaNet
     from titancli.models.blocks.cache import LayerStep
-    from titancli.protocols.shape import DeltaNet
 
 ALL = slice(None)
 

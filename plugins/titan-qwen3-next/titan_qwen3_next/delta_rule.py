@@ -22,6 +22,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.flop_counter import register_flop_formula
 
+from titancli.models.blocks.declared import declare_operator
+
 CHUNK = 64
 """Tokens per chunk."""
 WORKING = 256 * 2**20
@@ -30,7 +32,7 @@ EPSILON = 1e-6
 """Added to the squared length of queries and keys."""
 
 
-@torch.library.custom_op("titancli::gated_delta_rule", mutates_args=())
+@torch.library.custom_op("titan_qwen3_next::gated_delta_rule", mutates_args=())
 def gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -74,7 +76,7 @@ def _read(
     return _tokens(row.read(states[..., :-1, :, :]), given[0].shape[1]), states[..., -1, :, :]
 
 
-@torch.library.custom_op("titancli::gated_delta_rule_backward", mutates_args=())
+@torch.library.custom_op("titan_qwen3_next::gated_delta_rule_backward", mutates_args=())
 def gated_delta_rule_backward(
     grad: Tensor,
     grad_state: Tensor | None,
@@ -179,15 +181,16 @@ def _backward(ctx: Any, grad: Tensor, grad_state: Tensor | None) -> tuple[Tensor
 
 
 gated_delta_rule.register_autograd(_backward, setup_context=_keep)
+declare_operator(gated_delta_rule, gated_delta_rule_backward)
 
 
-@register_flop_formula(torch.ops.titancli.gated_delta_rule)
+@register_flop_formula(torch.ops.titan_qwen3_next.gated_delta_rule)
 def _flops(q: Any, k: Any, v: Any, *rest: Any, out_shape: Any = None, **more: Any) -> int:
     """Return the FLOPs of the rule itself: a decayed state is read by a key, written, and read by a query."""
     return 6 * math.prod(v) * k[-1]
 
 
-@register_flop_formula(torch.ops.titancli.gated_delta_rule_backward)
+@register_flop_formula(torch.ops.titan_qwen3_next.gated_delta_rule_backward)
 def _backward_flops(grad: Any, state: Any, q: Any, k: Any, v: Any, *rest: Any, out_shape: Any = None) -> int:
     return 2 * _flops(q, k, v)
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
-from titancli.models.blocks import delta_rule
-from titancli.models.blocks.delta import short_convolution
-from titancli.models.blocks.delta_rule import gated_delta_rule
+from titan_qwen3_next import delta_rule
+from titan_qwen3_next.delta import short_convolution
+from titan_qwen3_next.delta_rule import gated_delta_rule
 
 HEADS, SHARED, K, V = 2, 3, 5, 4
 

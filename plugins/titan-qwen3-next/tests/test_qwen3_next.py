@@ -13,18 +13,19 @@ from safetensors.torch import load_file, save_file
 from tests.generate.models import feed
 from tests.models.families import QWEN3_NEXT
 from tests.models.specs import size_of
+from titan_qwen3_next import DeltaNet, Qwen3Next
+from titan_qwen3_next.delta import GatedDeltaNet
+from titan_testing import check_plugin, run_cli
 from titancli.checkpoint import export_hf, read_hf
 from titancli.checkpoint.hf.which import hf_form, model_of
 from titancli.distributed.collectives import Group
 from titancli.distributed.local import RowCut
 from titancli.errors import TitanError
-from titancli.models import Qwen3Next
-from titancli.models.blocks.delta import GatedDeltaNet
 from titancli.models.blocks.state import named_state
 from titancli.parallel.context import _over_heads
-from titancli.protocols.shape import DeltaNet
 from titancli.registry import current
 from titancli.registry.binding import bind
+from titancli.registry.discover import load_plugins
 
 RELEASED: dict[str, Any] = {
     "architectures": ["Qwen3NextForCausalLM"],
@@ -160,7 +161,7 @@ def test_of_a_folder_that_sees_images_the_text_model_is_read(tmp_path: Path, sta
     whole = {"model_type": "qwen3_5_moe", "vision_config": {}, "text_config": text}
     (folder / "config.json").write_text(json.dumps(whole))
     name, _, config = model_of(folder, None)
-    assert name == "titan/qwen3_next"
+    assert name == "titan-qwen3-next/qwen3_next"
     reader = read_hf(folder, hf_form(config))
     reader.check({name: tuple(tensor.shape) for name, tensor in state.items()})
     for name, tensor in state.items():
@@ -196,3 +197,46 @@ def test_heads_that_ranks_cannot_share_are_refused_where_degrees_follow_from_the
     rows = RowCut(Group("none", 3, 0), head_tail=True)
     with pytest.raises(TitanError, match=r"2 heads .* among the 3 ranks of mesh\.cp"):
         _over_heads(layer.core_recurrence, rows, [torch.zeros(1, 6, 2, 16)], None)
+
+
+SIZES: dict[str, Any] = {
+    **dict(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=64, head_dim=8, hidden_dim=48),
+    **dict(full_attention_interval=2, linear_num_key_heads=4, linear_num_value_heads=8),
+    **dict(linear_key_head_dim=8, linear_value_head_dim=4),
+}
+
+
+@pytest.mark.slow
+def test_the_plugin_is_sound() -> None:
+    check_plugin("titan-qwen3-next", configs={"model/qwen3_next": SIZES})
+
+
+@pytest.mark.parametrize("name", ["qwen3_next_debug", "qwen3_next_80b_a3b"])
+def test_its_recipes_are_valid(name: str) -> None:
+    assert run_cli("validate", name).code == 0
+    assert run_cli("validate", f"titan-qwen3-next:{name}").code == 0
+
+
+def test_without_it_a_recipe_and_a_folder_say_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    without = load_plugins()
+    without._plugins.pop("titan-qwen3-next")
+    monkeypatch.setattr("titancli.registry.discover.load_plugins", lambda **_: without)
+    monkeypatch.setattr("titancli.registry._current", None)
+    done = run_cli("validate", "llama3_debug", "model=qwen3_next")
+    assert done.code == 4 and "comes with titan-qwen3-next, which is not installed" in done.stderr
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(RELEASED))
+    (folder / "tokenizer.json").write_text("{}")
+    for words in (
+        ("convert-checkpoint", folder, tmp_path / "out", "--to", "titan"),
+        ("recipe", "new", "exp.toml", "--from-hf", folder),
+        ("validate", "finetune_qwen3_0.6b", f"weights={folder}", "--unset", "model"),
+    ):
+        done = run_cli(*words)
+        assert done.code in (3, 4), done.stderr
+        assert "model_type 'qwen3_next' is read by titan-qwen3-next, which is not installed" in done.stderr
+        assert "titan-qwen3-next" in done.stderr.partition("pip install ")[2]

@@ -1,4 +1,4 @@
-"""Qwen3-Next, and the text models of Qwen 3.5.
+"""Qwen3-Next, and the text models of Qwen 3.5. This file imports no torch.
 
 Unlike Qwen 3, they have gated DeltaNet (arXiv 2412.06464) in most blocks, gates on attention (arXiv
 2505.06708) and on a shared expert, RoPE on a part of each head, and norms with the factor 1 + weight. The
@@ -8,10 +8,13 @@ releases' multi-token prediction head is not included.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from annotated_types import Gt, Le
 
+from titancli import component, hookimpl
 from titancli.models.config_json import (
     GROUPED,
     NO_BIAS,
@@ -26,11 +29,10 @@ from titancli.models.config_json import (
 )
 from titancli.models.names import GATE, LAYER, QK_NORM, SHARED, Names
 from titancli.models.sections import BUILD, DecoderConfig, MoE
-from titancli.protocols.shape import Block, DeltaNet, Experts, FeedForward, Norm
-from titancli.registry.component import component
+from titancli.protocols.shape import Block, Experts, FeedForward, Norm, Spec
 
 if TYPE_CHECKING:
-    from titancli.recipe.schema import Recipe
+    from titancli import Recipe
 
 _ROUTING: dict[str, Any] = {
     "score_func": "softmax",
@@ -120,7 +122,34 @@ _IGNORED = (
 )
 
 
-@component("model", "qwen3_next", target=BUILD, hf="titancli.models.qwen3_next_hf:GatedDeltaHF")
+@dataclass(frozen=True, kw_only=True)
+class DeltaNet(Spec):
+    """A gated DeltaNet layer (arXiv 2412.06464): each head of values keeps a matrix of `key_dim` x
+    `value_dim`."""
+
+    module: ClassVar[str] = "titan_qwen3_next.delta:GatedDeltaNet"
+    key_heads: int
+    heads: int
+    """The number of value heads."""
+    key_dim: int
+    value_dim: int
+    kernel: int
+    """Tokens that the convolution covers."""
+    norm_eps: float
+
+    @property
+    def mixed(self) -> int:
+        """The number of elements of a token that pass the convolution."""
+        return 2 * self.key_heads * self.key_dim + self.heads * self.value_dim
+
+    def flops(self, seq_len: int) -> float:
+        """Return the FLOPs of forward and backward for one token, without those of its matrices: a head's
+        matrix is read twice and written once. Products of chunks, which do the same in another order, need
+        more."""
+        return 18.0 * self.heads * self.key_dim * self.value_dim
+
+
+@component("model", "qwen3_next", target=BUILD, hf="titan_qwen3_next.hf:GatedDeltaHF")
 class Qwen3Next(DecoderConfig):
     """Qwen3-Next, and the text model of Qwen 3.5: gated DeltaNet, with attention in every n-th block.
 
@@ -261,3 +290,16 @@ class Qwen3Next(DecoderConfig):
                 f"gated DeltaNet is sharded by heads: mesh.tp x mesh.cp = {ranks} does not divide "
                 f"linear_num_key_heads {keys}",
             )
+
+
+@hookimpl
+def titan_components() -> list[type]:
+    return [Qwen3Next]
+
+
+@hookimpl
+def titan_recipes() -> Path:
+    return Path(__file__).parent / "recipes"
+
+
+__all__ = ["DeltaNet", "Qwen3Next"]
