@@ -64,6 +64,7 @@ NEEDS = {
     'generator = {type = "local", max_new_tokens = 4}',
     "loop/titan-eval/lm_eval": 'tasks = ["arc_easy"]',
     "loop/titan-ft/ft": 'lighthouse = "http://localhost:1", replica = 0, replicas = 2',
+    "optimizer/titan-optimizers/by_name": 'groups = [{match = ["*norm*"]}]',
     "task/titan/prompts": 'path = "./x.jsonl"',
     "loss/titan-heads/classification": 'classes = ["a", "b"]',
     "reward/titan-heads/reward_model": 'checkpoint = "./x"',

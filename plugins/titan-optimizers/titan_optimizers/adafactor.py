@@ -1,0 +1,119 @@
+"""Adafactor on whole matrices and on shards of them: `torch.optim.Adafactor` is for whole ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement, Replicate
+
+from titan_optimizers import Adafactor
+from titan_optimizers.elementwise import local
+from titancli.protocols import Role
+
+
+class AdafactorOptimizer(torch.optim.Optimizer):
+    """See `titan_optimizers.Adafactor`.
+
+    The update is that of `torch.optim.Adafactor`, except that the mean of a matrix's second moments, which
+    torch takes to be at least 1e-7, may be as small as those of small gradients are.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, local(parameter.grad).float(), group)
+        return loss
+
+    def _update(self, parameter: nn.Parameter, grad: Tensor, group: dict[str, Any]) -> None:
+        state, weight = self.state[parameter], local(parameter)
+        if not state:
+            self._begin(parameter, state)
+        state["step"] += 1
+        step, count = float(state["step"]), parameter.numel()
+        decay = step ** group["beta2_decay"]
+        tiny = torch.finfo(torch.float32).eps ** 2
+        rms = (_summed(weight.float().square().sum(), parameter, range(parameter.ndim)) / count).sqrt()
+        size = rms.clamp(min=group["eps"]) * min(group["lr"], 1 / math.sqrt(step))
+        weight.mul_(1 - group["lr"] * group["weight_decay"])
+        if "variance" in state:
+            variance = local(state["variance"]).lerp_(grad.square(), decay)
+            estimate = variance.clamp(min=tiny)
+        else:
+            squares, n_rows, n_columns = grad.square(), parameter.shape[-2], parameter.shape[-1]
+            last, before = parameter.ndim - 1, parameter.ndim - 2
+            rows, columns = local(state["row_var"]), local(state["col_var"])
+            rows.lerp_(_summed(squares.sum(-1, keepdim=True), parameter, [last]) / n_columns, decay)
+            columns.lerp_(_summed(squares.sum(-2, keepdim=True), parameter, [before]) / n_rows, decay)
+            mean = _summed(rows.sum(-2, keepdim=True), parameter, [before]) / n_rows
+            estimate = (rows @ columns).div_(mean.clamp(min=tiny)).clamp_(min=tiny)
+        update = estimate.rsqrt_().mul_(grad)
+        norm = _summed(update.square().sum(), parameter, range(parameter.ndim)).sqrt()
+        denominator = (norm / (math.sqrt(count) * group["clip"])).clamp(min=1.0)
+        weight.sub_(update.mul_(size / denominator))
+
+    def _begin(self, parameter: nn.Parameter, state: dict[str, Any]) -> None:
+        state["step"] = torch.zeros((), dtype=torch.float32)
+        if parameter.ndim < 2:
+            state["variance"] = torch.zeros_like(parameter)
+            return
+        for name, dim in (("row_var", parameter.ndim - 1), ("col_var", parameter.ndim - 2)):
+            shape = list(local(parameter).shape)
+            shape[dim] = 1
+            own = torch.zeros(shape, device=local(parameter).device)
+            if isinstance(parameter, DTensor):
+                whole = list(parameter.shape)
+                whole[dim] = 1
+                places = [Replicate() if _cuts(one, dim) else one for one in parameter.placements]
+                own = DTensor.from_local(
+                    own,
+                    parameter.device_mesh,
+                    places,
+                    run_check=False,
+                    shape=torch.Size(whole),
+                    stride=torch.empty(whole, device="meta").stride(),
+                )
+            state[name] = own
+
+
+def _cuts(placement: Placement, dim: int) -> bool:
+    return (
+        getattr(placement, "dim", None) == dim
+    )  # strided shards too, as FSDP2 makes after tensor parallelism
+
+
+def _summed(own: Tensor, parameter: Tensor, dims: Any) -> Tensor:
+    """Return the sum over the ranks that `parameter` is sharded over along these dimensions. Collective."""
+    if not isinstance(parameter, DTensor):
+        return own
+    for number, placement in enumerate(parameter.placements):
+        if any(_cuts(placement, dim) for dim in dims) and parameter.device_mesh.size(number) > 1:
+            dist.all_reduce(own, group=parameter.device_mesh.get_group(number))
+    return own
+
+
+def build(
+    config: Adafactor,
+    *,
+    named_parameters: list[tuple[str, nn.Parameter]],
+    roles: Mapping[str, Role] | None = None,
+) -> torch.optim.Optimizer:
+    """Build the optimizer."""
+    shared = {
+        "lr": config.lr,
+        "beta2_decay": config.beta2_decay,
+        "eps": config.eps,
+        "clip": config.clip,
+        "weight_decay": config.weight_decay,
+    }
+    return AdafactorOptimizer([parameter for _, parameter in named_parameters], shared)
