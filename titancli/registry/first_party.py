@@ -23,11 +23,8 @@ COMMANDS = {
 COMPONENTS = {
     "callback/probe": "titan-proof",
     "converter/float8_linear": "titan-float8",
-<<<<<<< HEAD
-    "dataset/embedding_pairs": "titan-heads",
-=======
     "converter/neftune": "titan-optimizers",
->>>>>>> 339412d3 (titan-optimizers: Lion, Adafactor and AdamW of 8 bits on shards as on whole weights, learning rates by name, NEFTune)
+    "dataset/embedding_pairs": "titan-heads",
     "dataset/grain": "titan-grain",
     "dataset/labelled": "titan-heads",
     "dataset/latents": "titan-flux",
@@ -55,14 +52,11 @@ COMPONENTS = {
     "loss/simpo": "titan-preference",
     "model/flux": "titan-flux",
     "model/hf_causal_lm": "titan-transformers",
-<<<<<<< HEAD
     "model/qwen3_next": "titan-qwen3-next",
-=======
     "optimizer/adafactor": "titan-optimizers",
     "optimizer/adamw_8bit": "titan-optimizers",
     "optimizer/by_name": "titan-optimizers",
     "optimizer/lion": "titan-optimizers",
->>>>>>> 339412d3 (titan-optimizers: Lion, Adafactor and AdamW of 8 bits on shards as on whole weights, learning rates by name, NEFTune)
     "optimizer/muon": "titan-muon",
     "reward/reward_model": "titan-heads",
 }
