@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titancli.data.source import Piece, document_order
-from titancli.data.stream import Position, TokenStream
+from titancli.data.stream import Frame, Position, TokenStream
 from titancli.protocols import TokenizerDefaults
 
 
@@ -56,7 +56,9 @@ class Listed:
 
 def opened(documents: list[list[str]], *, repeat: bool = False, at: Position | None = None) -> TokenStream:
     epochs = math.inf if repeat else 1
-    return TokenStream(Listed(documents), Letters(), epochs=epochs, at=at or Position())
+    return TokenStream(
+        Listed(documents), Letters(), Frame(None, Letters().eos_id), epochs=epochs, at=at or Position()
+    )
 
 
 def expected(documents: list[list[str]]) -> tuple[list[int], list[bool]]:

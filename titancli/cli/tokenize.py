@@ -42,6 +42,12 @@ NOTE_SECONDS = 30.0
 @click.option("--name", metavar="NAME", help="Configuration of a dataset on the Hub.")
 @click.option("--revision", metavar="REV", help="Commit, tag or branch of a dataset on the Hub.")
 @click.option("--split", default="train", show_default=True, help="Split of a Hugging Face dataset.")
+@click.option(
+    "--bos/--no-bos",
+    "add_bos",
+    default=None,
+    help="Begin documents with BOS.  [default: as the tokenizer does]",
+)
 @click.option("--strict", is_flag=True, help="Stop at a bad row instead of skipping it.")
 @click.option("--workers", type=click.IntRange(1), help="Processes that tokenize.  [default: one per core]")
 @click.option(
@@ -61,6 +67,7 @@ def command(
     recipe: str | None,
     workers: int | None,
     shard_tokens: int,
+    add_bos: bool | None,
     as_json: bool,
     **options: Any,
 ) -> int:
@@ -88,7 +95,7 @@ def command(
     begun = time.monotonic()
     with _own_words(), _reporter() as report:
         inputs = open_inputs(sources, Options(**options))
-        job = Job(inputs, config, out, shard_tokens, count, (common.plugin_files, common.blocked))
+        job = Job(inputs, config, out, shard_tokens, count, (common.plugin_files, common.blocked), add_bos)
         index = tokenize(job, report)
     if as_json:
         print_json("tokenization", {**index.facts(), "seconds": round(time.monotonic() - begun, 3)})
@@ -99,6 +106,8 @@ def command(
         f"{index.tokens:,} tokens of {index.documents:,} documents in {len(index.shards)} shard"
         f"{'s' if len(index.shards) > 1 else ''}{skipped}"
     )
+    if index.bos_id is not None:
+        note(f"documents begin with BOS ({index.bos_id})")
     path = json.dumps(str(out), ensure_ascii=False)
     note(f'to train on them: dataset.type = "token_shards", dataset.paths = [{path}]')
     note(f"to check them: titan data verify {shlex.quote(str(out))}")

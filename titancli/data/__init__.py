@@ -82,6 +82,11 @@ class Text(Packed):
     """Tokenize all documents once, before the first step, into token shards in titan's cache, so that each
     rank and each worker process reads only its own rows. Shuffled documents are in the order of
     `token_shards`."""
+    add_bos: bool | None = None
+    """Begin each document with BOS; None: if the tokenizer itself does that to a text, by the post-processor
+    of its tokenizer.json."""
+    add_eos: bool = True
+    """End each document with the end marker."""
     fim: FillInTheMiddle | None = None
     """With best_fit and cache_tokens, fill in the middle of some documents, chosen by (training.seed, epoch,
     document)."""
@@ -99,6 +104,11 @@ class Text(Packed):
         yield from super().check(recipe)
         if self.fim is not None and not self.cache_tokens:
             yield "fim", "middles are filled in where lengths are known: set cache_tokens = true"
+        if self.cache_tokens and not self.add_eos:
+            yield (
+                "add_eos",
+                "token shards have the end marker after each document: remove it, or cache_tokens",
+            )
 
 
 @component("dataset", "text_files", target="titancli.data.files:build_text_files")

@@ -25,7 +25,7 @@ import torch
 import xxhash
 
 from titancli.data.source import Piece, Size, Source
-from titancli.data.stream import Position, TokenStream
+from titancli.data.stream import Frame, Position, TokenStream
 from titancli.errors import EnvironmentProblem, RecipeError
 from titancli.fingerprint import Contents
 from titancli.protocols import Tokenizer
@@ -56,9 +56,13 @@ class PackedDataset:
         dp_size: int,
         repeat: bool,
         document_mask: bool,
+        frame: Frame | None = None,
     ) -> None:
+        """Create the dataset; `frame` defaults to the special tokens that the tokenizer adds, and the end
+        marker."""
         self._source = source
         self._tokenizer = tokenizer
+        self._frame = frame or Frame.of(tokenizer)
         self._seq_len = seq_len
         self._rows = rows
         self._before = dp_rank * rows * seq_len
@@ -67,7 +71,8 @@ class PackedDataset:
         self.pads = False
         """Whether text shorter than one row is padded to a row; for evaluation."""
         self._document_mask = document_mask
-        self._identity = {**source.identity, "tokenizer": tokenizer_identity(tokenizer)}
+        names = {"tokenizer": tokenizer_identity(tokenizer), **self._frame.identity}
+        self._identity = {**source.identity, **names}
         self._consumed = 0
         self._stream = self._open(Position())
         self._row_positions = torch.arange(seq_len).repeat(rows, 1)
@@ -115,7 +120,9 @@ class PackedDataset:
         return -(-(epochs * self._tokens_of_epoch() - self._consumed - 1) // self._seq_len)
 
     def _tokens_of_epoch(self) -> int:
-        return TokenStream(self._source, self._tokenizer, epochs=1, at=Position()).skip(sys.maxsize)
+        return TokenStream(self._source, self._tokenizer, self._frame, epochs=1, at=Position()).skip(
+            sys.maxsize
+        )
 
     def end_after(self, epochs: int) -> None:
         """End after this many epochs; less text than one row is padded to a row."""
@@ -141,7 +148,7 @@ class PackedDataset:
         return Batch(tensors)
 
     def _open(self, at: Position) -> TokenStream:
-        return TokenStream(self._source, self._tokenizer, epochs=self._epochs, at=at)
+        return TokenStream(self._source, self._tokenizer, self._frame, epochs=self._epochs, at=at)
 
     def epoch_tokens(self) -> tuple[int, bool] | None:
         """Return the number of tokens in an epoch, and whether it was counted rather than estimated from a
@@ -164,11 +171,12 @@ class PackedDataset:
         return round(self._count(pieces) * size.amount / max(seen, 1)), False
 
     def _count(self, pieces: list[Piece]) -> int:
-        """Return the number of tokens, including the end markers of documents that have any."""
+        """Return the number of tokens, including the special tokens of documents that have any."""
         total, document = 0, 0
         for piece, ids in zip(pieces, self._tokenizer.encode_batch([p.text for p in pieces]), strict=True):
             document += len(ids)
-            total += len(ids) + (piece.ends and document > 0)
+            added = (self._frame.bos is not None) + (self._frame.eos is not None)
+            total += len(ids) + added * (piece.ends and document > 0)
             document = 0 if piece.ends else document
         return total
 

@@ -13,12 +13,61 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from titancli.data.source import Piece, Source
-from titancli.errors import EnvironmentProblem
+from titancli.errors import EnvironmentProblem, RecipeError
 from titancli.protocols import Tokenizer
 
 GROUP_PIECES = 64
 GROUP_CHARACTERS = 1 << 20
 """Limits on the pieces tokenized together: enough to keep the tokenizer's threads busy."""
+
+
+class Frame(NamedTuple):
+    """The special tokens around each document."""
+
+    bos: int | None
+    """First token; None: there is none."""
+    eos: int | None
+    """End marker; None: there is none."""
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, add_bos: bool | None = None, add_eos: bool = True) -> Frame:
+        """Return the special tokens of a dataset.
+
+        Args:
+            add_bos: begin documents with BOS; None: if the tokenizer itself does that to a text.
+
+        Raises:
+            RecipeError: BOS is requested, but the tokenizer has none.
+        """
+        if add_bos and tokenizer.bos_id is None:
+            raise RecipeError("dataset.add_bos: the tokenizer has no BOS token", hint="remove it")
+        adds = tokenizer.adds_bos if add_bos is None else add_bos
+        return cls(tokenizer.bos_id if adds else None, tokenizer.eos_id if add_eos else None)
+
+    def around(self, ids: np.ndarray, *, begins: bool, ends: bool) -> np.ndarray:
+        """Return the ids of a piece with what is put before and after it, int32 if anything is."""
+        first = [self.bos] if begins and self.bos is not None else []
+        last = [self.eos] if ends and self.eos is not None else []
+        if not first and not last:
+            return ids
+        tokens = np.empty(len(first) + len(ids) + len(last), np.int32)
+        tokens[: len(first)] = first
+        tokens[len(first) : len(first) + len(ids)] = ids
+        tokens[len(first) + len(ids) :] = last
+        return tokens
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Return the part of a dataset's identity for special tokens; empty for the end marker alone."""
+        return {
+            **({} if self.bos is None else {"bos": self.bos}),
+            **({"eos": False} if self.eos is None else {}),
+        }
+
+    def __str__(self) -> str:
+        begin = "without BOS" if self.bos is None else f"with BOS ({self.bos})"
+        end = "no end marker" if self.eos is None else f"the end marker ({self.eos})"
+        return f"documents begin {begin} and have {end} after them"
 
 
 class Position(NamedTuple):
@@ -47,8 +96,11 @@ class TokenStream:
     A document without tokens is skipped, including its end marker.
     """
 
-    def __init__(self, source: Source, tokenizer: Tokenizer, *, epochs: float, at: Position) -> None:
+    def __init__(
+        self, source: Source, tokenizer: Tokenizer, frame: Frame, *, epochs: float, at: Position
+    ) -> None:
         self._source = source
+        self._frame = frame
         self._epochs = epochs
         self._tokenizer = tokenizer
         self._start = at
@@ -112,7 +164,6 @@ class TokenStream:
             self._offset -= len(self._chunks.popleft().tokens)
 
     def _tokenise(self, epoch: int, mark: dict[str, Any] | None) -> Iterator[_Chunk]:
-        eos = self._tokenizer.eos_id
         while True:
             whole, nothing = mark is None, True
             unbegun = False  # a document has begun, but had no token yet
@@ -120,7 +171,8 @@ class TokenStream:
                 for piece, ids in zip(group, encode(self._tokenizer, [p.text for p in group]), strict=True):
                     unbegun = unbegun or piece.begins
                     ended = piece.ends and (len(ids) > 0 or not unbegun)
-                    tokens = with_end(ids, eos) if ended else ids
+                    begun = unbegun and len(ids) > 0
+                    tokens = self._frame.around(ids, begins=begun, ends=ended)
                     if len(tokens):
                         yield _Chunk(tokens, unbegun, epoch, piece.mark)
                         nothing = unbegun = False
@@ -154,11 +206,3 @@ def encode(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
     if arrays is not None:
         return arrays
     return [np.asarray(ids, np.int32) for ids in tokenizer.encode_batch(texts)]
-
-
-def with_end(ids: np.ndarray, eos: int) -> np.ndarray:
-    """Return the ids of a document with its end marker, int32."""
-    tokens = np.empty(len(ids) + 1, np.int32)
-    tokens[:-1] = ids
-    tokens[-1] = eos
-    return tokens

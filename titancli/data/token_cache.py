@@ -13,6 +13,7 @@ from titancli.data.shards import INDEX, VERSION
 from titancli.data.shards.inputs import Input
 from titancli.data.shards.tokenize import Job, tokenize
 from titancli.data.source import Source
+from titancli.data.stream import Frame
 from titancli.errors import EnvironmentProblem
 from titancli.fingerprint import cache_folder, lock_if_possible
 from titancli.observe.metrics import collector
@@ -23,7 +24,7 @@ logger = logging.getLogger(__name__)
 SHARD_TOKENS = 1 << 29
 
 
-def cached_shards(source: Source, tokenizer: Tokenizer) -> Path:
+def cached_shards(source: Source, tokenizer: Tokenizer, frame: Frame) -> Path:
     """Return the folder of a source's token shards, in its order; write them if there are none yet.
 
     Of all processes that request the same shards, one writes and the others wait. An interrupted write
@@ -34,6 +35,7 @@ def cached_shards(source: Source, tokenizer: Tokenizer) -> Path:
     """
     limits = getattr(source, "limits", {})
     facts = [VERSION, source.label, source.identity, limits, tokenizer_identity(tokenizer)]
+    facts += [frame.identity] if frame.identity else []
     name = xxhash.xxh3_128_hexdigest(json.dumps(facts, sort_keys=True).encode())
     folder = cache_folder() / "tokens" / name
     if (folder / INDEX).is_file():
@@ -50,7 +52,8 @@ def cached_shards(source: Source, tokenizer: Tokenizer) -> Path:
         lock_if_possible(lock)
         if not (folder / INDEX).is_file():
             logger.info("tokenizing %s, once; the token shards are kept in %s", source.label, folder)
-            job = Job([Input(source.label, source, 1.0, lambda mark: 0.0)], None, folder, SHARD_TOKENS, 1)
+            inputs = [Input(source.label, source, 1.0, lambda mark: 0.0)]
+            job = Job(inputs, None, folder, SHARD_TOKENS, 1, add_bos=frame.bos is not None)
             with collector.muted():  # other ranks and later runs do not count bad rows either
                 index = tokenize(job, tokenizer=tokenizer)
             logger.info(

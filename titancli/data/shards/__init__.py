@@ -77,6 +77,8 @@ class Index:
     skipped: int
     """Number of bad rows that were skipped."""
     shards: list[Shard]
+    bos_id: int | None = None
+    """First token of each document; None: there is none."""
 
     @property
     def tokens(self) -> int:
@@ -105,6 +107,7 @@ class Index:
             "tokenizer": self.tokenizer,
             "vocab_size": self.vocab_size,
             "eos_id": self.eos_id,
+            "bos_id": self.bos_id,
             "skipped": self.skipped,
             "sources": self.sources,
             "digest": self.digest,
@@ -119,6 +122,8 @@ class Index:
         """Return the content of the file."""
         fields = asdict(self)
         del fields["folder"]
+        if self.bos_id is None:
+            del fields["bos_id"]
         return json.dumps({"format": FORMAT, "version": VERSION, **fields}, indent=1)
 
 
@@ -172,7 +177,7 @@ def _check(index: Index) -> None:
     """
     if not isinstance(index.tokenizer, str) or not isinstance(index.sources, list) or not index.shards:
         raise ValueError("it lacks its tokenizer, sources or shards")
-    for field in ("vocab_size", "eos_id", "skipped"):
+    for field in ("vocab_size", "eos_id", "skipped", *(() if index.bos_id is None else ("bos_id",))):
         _check_count(field, getattr(index, field))
     seen: set[str] = set()
     for shard in index.shards:

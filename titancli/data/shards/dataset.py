@@ -7,6 +7,7 @@ In the other orders the tokens form one endless stream, like that of a live toke
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, cast
@@ -35,6 +36,8 @@ from titancli.errors import EnvironmentProblem, RecipeError
 from titancli.protocols import Tokenizer
 from titancli.protocols.batch import IGNORE, Batch
 from titancli.recipe.find import url_of
+
+logger = logging.getLogger(__name__)
 
 LABEL = "dataset token_shards"
 AHEAD = 1024
@@ -237,6 +240,12 @@ def _open(config: TokenShards, tokenizer: Tokenizer, order: str) -> Tokens:
             url = url_of(path)
             indexes.append(read_index(path) if url is None else opened.index(url.rstrip("/")))
             _require_tokenizer(indexes[-1], tokenizer)
+            if tokenizer.adds_bos and indexes[-1].bos_id is None:
+                logger.warning(
+                    "the documents in %s begin without BOS, with which the tokenizer begins a text; "
+                    "`titan data tokenize` writes it",
+                    path,
+                )
             if url is None:
                 opened.known |= require_sound(indexes[-1])
         files = TokenFiles(parts_of(indexes), indexes[0].dtype, tokenizer.vocab_size, opened)

@@ -52,6 +52,7 @@ class ShardPackedDataset(RowDataset):
         """Create the dataset; `config` has the fields `shuffle`, `packing`, `max_document_length`,
         `repeat` and `fim`."""
         self._documents, self._config, self._seed = documents, config, seed
+        self._bos = tokenizer.bos_id
         self._longest = min(seq_len, config.max_document_length or seq_len)
         self._fim_config: FillInTheMiddle | None = config.fim
         self._fim = None if self._fim_config is None else marker_ids(self._fim_config, tokenizer)
@@ -138,6 +139,8 @@ class ShardPackedDataset(RowDataset):
         Bavarian et al., "Efficient Training of Language Models to Fill in the Middle" (2022), on tokens.
         """
         config = cast(FillInTheMiddle, self._fim_config)
+        begin = int(self._bos is not None and tokens[0] == self._bos)  # it stays the first
+        first, tokens = tokens[:begin], tokens[begin:]
         prefix_id, middle_id, suffix_id = cast(tuple[int, int, int], self._fim)
         kind, *cuts = (float(drawn(document, self._seed, epoch, which)[0]) for which in (1, 2, 3))
         low, high = sorted(int(cut * len(tokens)) for cut in cuts)  # from 0 to just before the end marker
@@ -146,7 +149,7 @@ class ShardPackedDataset(RowDataset):
             parts = [[prefix_id, suffix_id], suffix, [middle_id], prefix, middle]
         else:
             parts = [[prefix_id], prefix, [suffix_id], suffix, [middle_id], middle]
-        return np.concatenate([*parts, tokens[-1:]]).astype(np.int64)
+        return np.concatenate([first, *parts, tokens[-1:]]).astype(np.int64)
 
 
 def marker_ids(config: FillInTheMiddle, tokenizer: Tokenizer) -> tuple[int, int, int]:

@@ -15,13 +15,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from titancli.data.packing import tokenizer_identity
 from titancli.data.shards import INDEX, LOCK, PROGRESS, Index, read_index
 from titancli.data.shards.inputs import Input, pieces, share
 from titancli.data.shards.workers import Encoded, Plugins, encoder
 from titancli.data.shards.writer import ShardWriter
+from titancli.data.stream import Frame
 from titancli.errors import EnvironmentProblem
 from titancli.locks import hold_file
 from titancli.protocols import Tokenizer
@@ -46,6 +45,8 @@ class Job(NamedTuple):
     workers: int
     plugins: Plugins = ((), ())
     """Plugins for the worker processes."""
+    add_bos: bool | None = None
+    """Begin documents with BOS; None: if the tokenizer itself does that to a text."""
 
 
 class Progress(NamedTuple):
@@ -117,7 +118,7 @@ class _Run:
     ) -> None:
         self._job, self._tokenizer, self._settings, self._writer = job, tokenizer, settings, writer
         self._report, self._state = report, state
-        self._eos = np.array([tokenizer.eos_id], settings["dtype"])
+        self._frame = Frame(settings["bos_id"], settings["eos_id"])
         self._first_tokens = writer.tokens
         self._first_share = share(job.inputs, state["mark"]) if state["mark"] else 0.0
         self._begun: bool = state.get("begun", False)  # whether the current document has tokens
@@ -172,8 +173,8 @@ class _Run:
             self._begun = self._begun and not begins
             ids, at = tokens[at : at + length], at + length
             ended = ends and (self._begun or length > 0)  # a document without tokens is skipped
-            if ended:
-                ids = np.concatenate((ids, self._eos))
+            begun = not self._begun and length > 0
+            ids = self._frame.around(ids, begins=begun, ends=ended).astype(self._settings["dtype"])
             if len(ids):
                 self._writer.add(ids, ends=ended)
                 self._begun = True
@@ -233,6 +234,7 @@ def _settings(job: Job, tokenizer: Tokenizer) -> dict[str, Any]:
         "tokenizer": tokenizer_identity(tokenizer),
         "vocab_size": tokenizer.vocab_size,
         "eos_id": tokenizer.eos_id,
+        "bos_id": Frame.of(tokenizer, job.add_bos).bos,
         "dtype": "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32",
         "shard_tokens": job.shard_tokens,
         "sources": [{"label": one.label, **one.source.identity} for one in job.inputs],
