@@ -63,6 +63,7 @@ ROOMS = {
     "plugins/titan-heads": "rewards, classes and embeddings compared to NumPy, TRL and transformers",
     "plugins/titan-muon": "Muon: equal to torch's on one device, the same on many",
     "plugins/titan-optimizers": "optimizers compared to torch's and torchao's, on shards as on whole weights",
+    "plugins/titan-ppo": "PPO compared to NumPy and TRL's lines; a run that learns, and resumes bit for bit",
     "plugins/titan-preference": "losses of pairs and of labelled answers compared to NumPy and TRL",
     "plugins/titan-proof": "proofs and bisections name seeded faults, and nothing in what is right",
     "plugins/titan-qwen3-next": "gated DeltaNet compared to its recurrence in NumPy and to transformers",

@@ -35,10 +35,12 @@ class Value(nn.Module):
         zeros_(self.hidden.bias)
         normal_(self.scale, 1.0, generator_for("scale"))
 
+    def values(self, out: Tensor, batch: Batch) -> Tensor:
+        return (self.hidden(batch["hidden"]) * self.scale).sum(-1).float()
+
     def forward(self, out: Tensor, batch: Batch) -> LossResult:
         drawn = batch["targets"] >= 0
-        values = (self.hidden(batch["hidden"]) * self.scale).sum(-1).float()
-        errors = torch.where(drawn, (values - self.goal).square(), 0.0)
+        errors = torch.where(drawn, (self.values(out, batch) - self.goal).square(), 0.0)
         metrics = {"value_error": errors.detach().sum()}
         return LossResult(errors.sum() - out.sum(), drawn.sum(), metrics)
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from tests.engine import critics
-from tests.engine.cases import Layout, my_batches, recipe, small, wholes
+from tests.engine.cases import Layout, my_batches, recipe, small, whole_batch, wholes
 from tests.engine.critics import Critic, Part, Weights, Without
 from tests.ranks import Ranks
 from tests.ranks.comparison import difference
-from titancli import Engine, TitanError, registry
+from titancli import Engine, Sample, TitanError, registry
 from titancli.converters import LoRA
 from titancli.engine.dry_run import dry_run
 from titancli.errors import PluginError
@@ -43,12 +43,16 @@ LAYOUTS: dict[str, tuple[int, Layout]] = {
 
 def gradients(layout: Layout) -> dict[str, torch.Tensor]:
     with Engine.build(recipe(layout, max_norm=1e9)) as engine:
+        one = whole_batch().split(2)[0]  # without gradients, and by samples, on all ranks the same
+        rows = [Sample(tokens.tolist(), [1.0] * len(tokens)) for tokens in one["tokens"]]
+        values = [engine.forward(one, return_values=True), *engine.forward(rows, return_values=True)]
         made = engine.forward_backward(my_batches(engine))
         assert engine.pending is not None
         weight = engine.pending.weight
         named = wholes((name, p.grad / weight) for name, p in engine.named_parameters() if p.grad is not None)
         found = {f"gradient {name}": tensor for name, tensor in named.items()}
         found |= {f"loss {name}": made[name].clone() for name in ("loss", "value_error")}
+        found |= {f"loss values {number}": each for number, each in enumerate(values)}
         found["norm"] = engine.optim_step()["grad_norm"].clone()
         for step in (1, 2):
             engine.forward_backward(my_batches(engine, step))
@@ -151,6 +155,13 @@ def test_they_have_a_role_and_count_as_parameters() -> None:
         assert engine.parameter_count - plain.parameter_count == 32 * 3 + 3 + 3
         assert {roles_of(engine.model)[name] for name in OWN} == {"output"}
         assert {name for name, _ in engine.weights()} == {name for name, _ in plain.weights()}
+
+
+def test_values_are_of_a_loss_that_has_them() -> None:
+    with Engine.build(recipe(small())) as engine:
+        with pytest.raises(TitanError, match="the loss CrossEntropy of the recipe has no values"):
+            engine.forward(my_batches(engine)[0], return_values=True)
+        engine.forward_backward(my_batches(engine))
 
 
 def test_a_snapshot_has_them() -> None:

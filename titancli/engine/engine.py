@@ -18,7 +18,7 @@ from titancli.distributed import process_group
 from titancli.engine import checkpoints, exchange, recipes, samples
 from titancli.engine.copies import Form, export, own_lock, snapshot
 from titancli.engine.core import EngineCore
-from titancli.engine.inputs import Given, Logits, LogProbs, checked
+from titancli.engine.inputs import Given, Logits, LogProbs, Values, checked
 from titancli.engine.opening import opened, take_over
 from titancli.engine.optimizer_state import set_rates
 from titancli.engine.samples import How, are_samples, as_list, refuse_how
@@ -160,12 +160,20 @@ class Engine(EngineCore):
     # ----------------------------------------------------------------------------------------- forward
 
     @overload
-    def forward(self, batch: Given, *, return_logits: bool = False, temperature: float = 1.0) -> Tensor: ...
+    def forward(
+        self,
+        batch: Given,
+        *,
+        return_logits: bool = False,
+        return_values: bool = False,
+        temperature: float = 1.0,
+    ) -> Tensor: ...
     @overload
     def forward(
         self,
         batch: Sequence[Sample],
         *,
+        return_values: bool = False,
         temperature: float = 1.0,
         budget: int | None = None,
         shared: bool = True,
@@ -175,6 +183,7 @@ class Engine(EngineCore):
         batch: Any,
         *,
         return_logits: bool = False,
+        return_values: bool = False,
         temperature: float = 1.0,
         budget: int | None = None,
         shared: bool = True,
@@ -185,21 +194,30 @@ class Engine(EngineCore):
 
         With `return_logits`, return the model's raw output, [B, S, V] in the compute dtype, for which the
         batch needs no targets; whole on every rank, which takes the corresponding memory. The result is the
-        same on all tp, cp and pp ranks.
+        same on all tp, cp and pp ranks. With `return_values`, return what the loss of the recipe computes for
+        each target instead (`titancli.protocols.LossDefaults.values`), such as the values of a critic.
 
         Raises:
-            TitanError: the batch lacks tokens or targets, or their shapes or dtypes are wrong.
+            TitanError: the batch lacks tokens or targets, or their shapes or dtypes are wrong; or the loss
+                has no values.
         """
         given, how = as_list(batch), How(budget, shared)
+
+        def loss_to_call() -> Any:
+            if return_values:
+                return Values(self.loss, temperature)
+            return Logits() if return_logits else LogProbs(temperature)
+
         if are_samples(given, how) and not return_logits:
-            return samples.forward(self, given, how, temperature)
+            return samples.forward(self, given, how, loss_to_call)
         refuse_how(how)
         with self._verb("forward") as call:
             with call.agreed():
-                loss = Logits() if return_logits else LogProbs(temperature)
+                loss = loss_to_call()
                 (own,), poison = self._checked_batches([given], loss)
                 call.given_batches([own])
                 call.given(f"with return_logits={return_logits} and temperature={temperature}")
+                call.given(f"with return_values={return_values}")
             with self._no_gradients("forward"), call.shared():
                 out: Tensor = self.runner.forward(own.to(self.device), loss)
             return out if poison is None else out + poison.to(out.dtype)

@@ -343,6 +343,27 @@ class LogProbs(LossDefaults):
         return out
 
 
+class Values(LogProbs):
+    """A placeholder loss that returns the values of a loss for each target, and 0 where there is none."""
+
+    def __init__(self, loss: Any, temperature: float) -> None:
+        """
+        Raises:
+            TitanError: the loss has none.
+        """
+        super().__init__(temperature)
+        if loss.values is None:
+            raise TitanError(
+                f"forward: the loss {name_of(loss)} of the recipe has no values",
+                hint="see titancli.protocols.LossDefaults.values",
+            )
+        self._values, self.output, self.outputs = loss.values, loss.output, loss.outputs
+
+    def __call__(self, out: Tensor, batch: Batch) -> Tensor:
+        found: Tensor = self._values(out, batch)
+        return torch.where(batch["targets"] >= 0, found.float(), 0.0)
+
+
 class Logits(LossDefaults):
     """A placeholder loss that returns the raw output of the model."""
 

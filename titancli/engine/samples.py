@@ -73,10 +73,12 @@ def refuse_how(how: How) -> None:
 # ---------------------------------------------------------------------------------------------- verbs
 
 
-def forward(engine: EngineCore, samples: Sequence[Sample], how: How, temperature: float) -> list[Tensor]:
-    """Return log-probabilities of samples; see `Engine.forward`."""
+def forward(
+    engine: EngineCore, samples: Sequence[Sample], how: How, loss_to_call: Callable[[], Any]
+) -> list[Tensor]:
+    """Return log-probabilities, or values, of samples; see `Engine.forward`."""
     with engine._verb("forward") as call:
-        packed, loss = _packed(engine, call, samples, lambda: LogProbs(temperature), how)
+        packed, loss = _packed(engine, call, samples, loss_to_call, how)
         with engine._no_gradients("forward"), call.shared():
             rows = _log_probs(engine, packed, loss)
             return _by_sample(engine, packed, how, rows)[0]

@@ -132,7 +132,7 @@ class Grpo:
                 yield key, f"{name} = {value} is not a multiple of {rule}"
 
     def needs_reference(self, recipe: Recipe) -> bool:
-        return recipe.loss.needs_reference
+        return recipe.loss.needs_reference or self.advantage.needs_reference
 
 
 @component("loop", "evaluate", target="titancli.loops.evaluate:build")

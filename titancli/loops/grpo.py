@@ -37,7 +37,7 @@ def build(
     generator = build_component(config.generator, engine=engine, tokenizer=tokenizer)
     scorer = Scorer(config.rewards, config.reward_timeout, config.reward_concurrency)
     advantage = build_component(config.advantage)
-    learner = Learner(config, engine, run)
+    learner = Learner(config, engine, run, advantage)
     evaluation = Evaluation(config, engine, data, tokenizer, generator, scorer, run.batch_shape[1])
     return partial(
         grpo, config, engine, data, generator, scorer, advantage, learner, evaluation, observers, run

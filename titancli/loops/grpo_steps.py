@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from itertools import islice
 from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
 
 from titancli.errors import RecipeError
 from titancli.loops.grpo_rollouts import ROUNDING, Rollouts, continued, counts, summed
@@ -15,12 +18,16 @@ from titancli.registry.component import build
 from titancli.rl.prompts import PromptSource, TokenizedPrompt
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from titancli.engine import Engine
     from titancli.loops import Grpo
     from titancli.loops.run import Run
-    from titancli.protocols import Generator
+    from titancli.protocols import Advantage, Generator
     from titancli.protocols.samples import Sample
     from titancli.rl.scoring import Scorer
+
+    OfTokens = Callable[[list[Sample], Callable[[Tensor], Tensor]], list[Sample]]
 
 
 def check_fits(config: Grpo, dp: int) -> None:
@@ -43,12 +50,14 @@ def check_fits(config: Grpo, dp: int) -> None:
 class Learner:
     """Makes of rollouts the samples of each update, and learns from them."""
 
-    def __init__(self, config: Grpo, engine: Engine, run: Run) -> None:
+    def __init__(self, config: Grpo, engine: Engine, run: Run, advantage: Advantage) -> None:
         self._updates, self._passes, self._engine = config.updates, config.passes, engine
+        self._of_tokens = advantage.of_tokens
         rows, length = run.batch_shape
         self._how: dict[str, Any] = {"budget": rows * length, "shared": False}
         needs = engine.loss.needs
-        self._reference = Reference(engine, run) if "reference_logprobs" in needs else None
+        referring = "reference_logprobs" in needs or config.advantage.needs_reference
+        self._reference = Reference(engine, run) if referring else None
         self._importance = "sampler_logprobs" in needs
 
     def minibatches(self, rollouts: Rollouts) -> Iterator[list[Sample]]:
@@ -56,8 +65,10 @@ class Learner:
         prompts = len(rollouts.rewards) // self._updates
         samples = (rollouts.samples(number * prompts, prompts) for number in range(self._updates))
         parts: Iterable[list[Sample]] = map(self._measured, samples)
-        if self._importance or self._passes > 1:  # with the weights that sampled, before they change
-            parts = list(parts)
+        if self._importance or self._passes > 1 or self._of_tokens is not None:
+            parts = list(parts)  # with the weights that sampled, before they change
+        if self._of_tokens is not None:
+            parts = self._rated(list(parts), self._of_tokens)
         for _ in range(self._passes):
             yield from parts
 
@@ -74,6 +85,26 @@ class Learner:
                 for one, own in zip(samples, found, strict=True)
             ]
         return samples
+
+    def _rated(self, parts: list[list[Sample]], of_tokens: OfTokens) -> list[list[Sample]]:
+        """Return the samples of each update with advantages for each token."""
+        valued = []
+        for samples in parts:
+            how = {**self._how, "temperature": self._engine.loss.temperature}
+            found = self._engine.forward(samples, return_values=True, **how)
+            valued += [
+                replace(one, extra={**one.extra, "old_values": own})
+                for one, own in zip(samples, found, strict=True)
+            ]
+        rated = iter(of_tokens(valued, self._over_ranks))
+        return [list(islice(rated, len(samples))) for samples in parts]
+
+    def _over_ranks(self, numbers: Tensor) -> Tensor:
+        if self._engine.dp_size == 1:
+            return numbers
+        total = numbers.to(self._engine.device)
+        dist.all_reduce(total, group=self._engine.mesh.dp_group)
+        return total.cpu()
 
     def step(self, samples: list[Sample]) -> dict[str, Any]:
         """Learn from samples, and return the metrics of the step. Collective."""

@@ -17,22 +17,25 @@ from titancli.parallel.wrapped import wrap
 
 
 def loss_parallel(module: nn.Module, mesh: Mesh, dtype: torch.dtype) -> None:
-    """Prepare a loss on meta, in place: its forward computes with whole parameters in a dtype."""
+    """Prepare a loss on meta, in place: its forward, and its `values`, compute with whole parameters in a
+    dtype."""
     if mesh.tp is not None:
         distribute(module, mesh.tp, {name: "replicate" for name, _ in module.named_parameters()})
     # FSDP2 sums over the ranks of cp, too.
-    wrap(module, "forward", partial(_on_whole, module, 1 / mesh.degrees.cp, dtype, module.forward))
+    for name in ("forward", "values"):
+        if callable(method := getattr(module, name, None)):
+            wrap(module, name, partial(_on_whole, module, 1 / mesh.degrees.cp, dtype, method))
 
 
 def _on_whole(
     loss: nn.Module, share: float, dtype: torch.dtype, forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    # Looked up at each call: FSDP2 puts other objects in their place.
+    # Looked up at each call: FSDP2 puts other objects in their place. One method may call the other.
     kept: list[tuple[dict[str, Any], str, nn.Parameter]] = [
         (module._parameters, name, parameter)
         for module in loss.modules()
         for name, parameter in module._parameters.items()
-        if parameter is not None
+        if isinstance(parameter, nn.Parameter)
     ]
     try:
         for parameters, name, parameter in kept:

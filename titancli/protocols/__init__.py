@@ -39,6 +39,7 @@ from titancli.protocols.model import (
 from titancli.protocols.rl import (
     Advantage,
     AdvantageBuilder,
+    AdvantageDefaults,
     Generator,
     GeneratorBuilder,
     GeneratorDefaults,
@@ -70,6 +71,7 @@ from titancli.protocols.transforms import (
 __all__ = [
     "Advantage",
     "AdvantageBuilder",
+    "AdvantageDefaults",
     "Cache",
     "CacheDefaults",
     "Callback",

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from titancli.protocols.data import Tokenizer
-    from titancli.protocols.samples import Completion, Prompt
+    from titancli.protocols.samples import Completion, Prompt, Sample
 
 
 class TaskDefaults(Protocol):
@@ -93,7 +93,18 @@ class RewardBuilder(Protocol):
     def __call__(self, config: Any) -> Reward: ...
 
 
-class Advantage(Protocol):
+class AdvantageDefaults(Protocol):
+    """Optional members of an advantage."""
+
+    of_tokens: Callable[[list[Sample], Callable[[Tensor], Tensor]], list[Sample]] | None = None
+    """For advantages per token: `of_tokens(samples, over_ranks)` returns this rank's samples of a sampling
+    step with their advantages, and what else the loss reads in `extra`. The samples have the advantages that
+    the call returned, and, of the weights that sampled them, `extra["old_values"]`, the values of the loss
+    (`LossDefaults.values`). `over_ranks` sums a float64 tensor on the CPU over all data-parallel ranks,
+    which all call it equally often, whether or not they have samples."""
+
+
+class Advantage(AdvantageDefaults, Protocol):
     def __call__(self, rewards: Tensor, counted: Tensor) -> Tensor:
         """Return the advantages, [G, N] float64, of the N samples of each of the G prompts of a step, over
         all ranks; 0 for those that do not count.

@@ -38,6 +38,11 @@ class LossDefaults(Protocol):
     gradient norm do not count as spikes, and the guard ([stability]) skips steps only if they are not
     finite."""
 
+    values: Callable[[Any, Batch], Tensor] | None = None
+    """For a loss with a value per token, as of a critic: `values(out, batch)` returns them, [B, S] fp32, from
+    what the call gets, but from no further members of the batch than `outputs` are. It is what
+    `Engine.forward(return_values=True)` returns."""
+
     def init_weights(self, generator_for: Callable[[str], torch.Generator]) -> None:
         """Set the initial values of its own parameters and buffers in place, as `Model.init_weights` does.
 

@@ -264,6 +264,13 @@ class RewardConfigDefaults:
     """Factor of its rewards."""
 
 
+class AdvantageConfigDefaults:
+    """Members of an advantage's config."""
+
+    needs_reference: bool = False
+    """Whether it reads log-probabilities under the model at the run's start."""
+
+
 CONFIGS: Mapping[str, type] = {
     "model": ModelConfigDefaults,
     "loss": LossConfigDefaults,
@@ -274,5 +281,6 @@ CONFIGS: Mapping[str, type] = {
     "loop": LoopConfigDefaults,
     "generator": GeneratorConfigDefaults,
     "reward": RewardConfigDefaults,
+    "advantage": AdvantageConfigDefaults,
 }
 """The optional members of configs, beside those of any config, by kind."""

@@ -21,6 +21,7 @@ COMMANDS = {
 }
 """Commands, with the plugin that provides each."""
 COMPONENTS = {
+    "advantage/gae": "titan-ppo",
     "callback/probe": "titan-proof",
     "converter/float8_linear": "titan-float8",
     "converter/neftune": "titan-optimizers",
@@ -48,6 +49,7 @@ COMPONENTS = {
     "loss/ipo": "titan-preference",
     "loss/kto": "titan-preference",
     "loss/orpo": "titan-preference",
+    "loss/ppo": "titan-ppo",
     "loss/reward": "titan-heads",
     "loss/simpo": "titan-preference",
     "model/flux": "titan-flux",

@@ -55,6 +55,10 @@ KINDS: dict[str, Kind] = {
         Kind("task", "the source of prompts", optional="TaskDefaults"),
         Kind("generator", "generates completions", optional="GeneratorDefaults"),
         Kind("reward", "scores a completion"),
-        Kind("advantage", "rates a completion relative to the others of its prompt"),
+        Kind(
+            "advantage",
+            "rates a completion relative to the others of its prompt",
+            optional="AdvantageDefaults",
+        ),
     )
 }
