@@ -26,7 +26,7 @@ from titancli.parallel.fsdp import around, share_parameters
 from titancli.parallel.pipeline import ends, part_of
 from titancli.planning.stand_in import on_a_cpu
 from titancli.recipe.schema import ActivationCheckpoint, Recipe
-from titancli.registry.component import build, build_offered, component_info
+from titancli.registry.component import build, component_info, takes
 
 
 class Blueprint:
@@ -49,9 +49,11 @@ class Blueprint:
                 converter.convert(self.model)
         self.ends = ends(self.model)
         """Names, for pipeline stages, of the modules before and after the blocks."""
-        if (loss := module_of(build_offered(recipe.loss, model=recipe.model))) is not None:
-            attach(self.model, loss)
-            self.size += sum(p.numel() for p in loss.parameters())
+        if takes(recipe.loss, "model"):  # without it, no parameters that depend on a size
+            loss = module_of(build(recipe.loss, model=recipe.model))
+            if loss is not None:
+                attach(self.model, loss)
+                self.size += sum(p.numel() for p in loss.parameters())
         first: dict[Any, int] = {}
         self.kinds = [
             first.setdefault(_likeness(block, number), number)
