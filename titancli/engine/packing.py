@@ -14,7 +14,9 @@ import xxhash
 from torch import Tensor
 
 from titancli.data.values import Limits
+from titancli.engine.routes import NO_RECORD, ROUTES, routes_of
 from titancli.errors import TitanError
+from titancli.protocols import Routing
 from titancli.protocols.batch import IGNORE, Batch
 from titancli.protocols.samples import Sample
 
@@ -22,7 +24,10 @@ STEP = 64
 """Row lengths are rounded up to a multiple of this, to limit the number of shapes."""
 COLUMNS = {"logprobs": "old_logprobs", "reference": "reference_logprobs"}
 """The names in a batch of a sample's log-probabilities."""
-OWN = ("tokens", "targets", "positions", "document_ids", "row", "weights", "advantages", *COLUMNS.values())
+OWN = (
+    *("tokens", "targets", "positions", "document_ids", ROUTES),
+    *("row", "weights", "advantages", *COLUMNS.values()),
+)
 """Names that `extra` cannot have: they have another meaning in a batch."""
 
 
@@ -36,7 +41,8 @@ class Checked:
     index: int
     tokens: Tensor
     columns: dict[str, Tensor]
-    """Columns by their names in a batch, fp32; `weights` is the mask."""
+    """Columns by their names in a batch, fp32; `weights` is the mask. `routes`, int16, are of tokens as
+    inputs."""
 
     @property
     def length(self) -> int:
@@ -48,17 +54,20 @@ class Checked:
         return bool(self.columns["weights"].any())
 
 
-def checked_samples(given: Any, vocab_size: int | None, room: int, why: str) -> list[Checked]:
+def checked_samples(
+    given: Any, vocab_size: int | None, routing: Routing | None, room: int, why: str
+) -> list[Checked]:
     """Check samples, and convert them to tensors.
 
     Args:
+        routing: the model's.
         room: maximum positions of a row.
         why: a hint on how to raise the limit.
 
     Raises:
         TitanError: an item is not a valid sample; names its index and the error.
     """
-    found = [_checked(index, sample, vocab_size) for index, sample in enumerate(given)]
+    found = [_checked(index, sample, vocab_size, routing) for index, sample in enumerate(given)]
     for one in found:
         if one.has_targets and one.length > room:
             raise TitanError(
@@ -74,7 +83,7 @@ def checked_samples(given: Any, vocab_size: int | None, room: int, why: str) -> 
     return found
 
 
-def _checked(index: int, sample: Any, vocab_size: int | None) -> Checked:
+def _checked(index: int, sample: Any, vocab_size: int | None, routing: Routing | None) -> Checked:
     if not isinstance(sample, Sample):
         raise TitanError(
             f"sample {index} is a {type(sample).__name__}, not a titancli.Sample",
@@ -107,6 +116,8 @@ def _checked(index: int, sample: Any, vocab_size: int | None) -> Checked:
     }
     read = mask != 0
     columns = {name: _numbers(index, name, value, len(tokens), read) for name, value in given.items()}
+    if sample.routes is not None:
+        columns[ROUTES] = routes_of(index, sample.routes, len(tokens), routing)
     return Checked(index, tokens, {"weights": mask, **columns})
 
 
@@ -161,11 +172,13 @@ def field_of(name: str) -> str:
 
 
 def checksum(samples: Sequence[Checked]) -> str:
-    """Return a checksum of tokens and targets. (Floats may differ by rounding.)"""
+    """Return a checksum of tokens, targets and routes. (Floats may differ by rounding.)"""
     state = xxhash.xxh3_64()
     for sample in samples:
         state.update(sample.tokens.numpy().data)
         state.update((sample.columns["weights"] != 0).numpy().data)
+        if ROUTES in sample.columns:
+            state.update(sample.columns[ROUTES].numpy().data)
     return state.hexdigest()
 
 
@@ -310,12 +323,19 @@ def _device_of(numbers: Sequence[Tensor | None]) -> torch.device | None:
     return next((one.device for one in numbers if one is not None), None)
 
 
-def pack(rows: Rows, shape: tuple[int, int, int], names: Sequence[str], lengths: Sequence[int]) -> Packed:
+def pack(
+    rows: Rows,
+    shape: tuple[int, int, int],
+    names: Sequence[str],
+    lengths: Sequence[int],
+    routing: Routing | None,
+) -> Packed:
     """Copy the samples of rows into micro-batches; padding has no targets.
 
     Args:
         shape: number of micro-batches, rows, length; see `Room.shape`.
         names: the names of the columns.
+        routing: the model's; needed if one of them is `routes`.
     """
     batches, size, length = shape
     count = batches * size
@@ -324,6 +344,8 @@ def pack(rows: Rows, shape: tuple[int, int, int], names: Sequence[str], lengths:
     ids["positions"] = torch.arange(length).repeat(count, 1)
     ids["document_ids"] = torch.zeros(count, length, dtype=torch.int32)
     columns = {name: torch.zeros(count, length, dtype=torch.float32) for name in names}
+    if ROUTES in columns and routing is not None:
+        columns[ROUTES] = torch.full((count, length, *routing[:2]), NO_RECORD, dtype=torch.int16)
     for document, (sample, row, start) in enumerate(rows.places, start=1):
         here = (row, slice(start, start + sample.length))
         follows = sample.tokens[1:]
@@ -332,7 +354,8 @@ def pack(rows: Rows, shape: tuple[int, int, int], names: Sequence[str], lengths:
         ids["positions"][here] = torch.arange(sample.length)
         ids["document_ids"][here] = document
         for name in names:
-            columns[name][here] = sample.columns[name][1:]
+            own = sample.columns[name]
+            columns[name][here] = own[:-1] if name == ROUTES else own[1:]
         # The padding of a row is a separate document.
         left = start + sample.length
         ids["positions"][row, left:] = torch.arange(length - left)

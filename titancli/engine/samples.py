@@ -146,7 +146,7 @@ def _packed(
         room = Room.of(
             how.budget, settings.budget, settings.seq_len, settings.limits, engine.runner.rows_multiple
         )
-        checked = checked_samples(samples, settings.limits.vocab_size, room.row, room.why)
+        checked = checked_samples(samples, settings.limits.vocab_size, part.routing, room.row, room.why)
         if not isinstance(loss, LogProbs):
             _check_loss(checked, loss)
         call.given(f"with {'shared samples' if how.shared else 'samples of each rank'}")
@@ -166,7 +166,7 @@ def _packed(
     shape = room.shape(max(one.rows for one in facts), max(one.longest for one in facts))
     with call.agreed():
         names = _names(facts, engine)
-        packed = pack(rows, shape, names, [len(one.tokens) for one in checked])
+        packed = pack(rows, shape, names, [len(one.tokens) for one in checked], part.routing)
         packed.batches[:], _ = checked_batches(packed.batches, part, loss, settings.limits, engine.device)
         call.given_batches(packed.batches, sum(tokens_of(part, batch) for batch in packed.batches))
         call.given(f"with the loss {name_of(loss)} at temperature {loss.temperature}")

@@ -74,6 +74,10 @@ class Grpo:
     """Optimizer steps per pass, each on its share of the prompts; clipping takes effect above 1."""
     passes: Annotated[int, Gt(0)] = 1
     """Passes over the completions of a sampling step."""
+    moe_replay: Literal["none", "rollout"] = "none"
+    """In a mixture of experts, whether tokens visit in training the experts that they visited when they were
+    sampled (arXiv 2510.11370): "rollout" records these, so that trainer and sampler compute with the same
+    ones. Routers still learn: scores of experts are their own."""
     mask_truncated: bool = False
     """Do not learn from completions that ran out of room; they count in their group's advantages."""
     resample_zero_std: Annotated[int, Ge(0)] = 0
@@ -119,6 +123,8 @@ class Grpo:
             yield "reward_timeout", f"{message} (comm.train_timeout_seconds = {waiting})"
         if self.prompts % self.updates:
             yield "updates", f"loop.prompts = {self.prompts} is not a multiple of it"
+        if self.moe_replay != "none":
+            yield from _replay_problems(recipe)
         steps = self.updates * self.passes
         if steps == 1:
             return
@@ -133,6 +139,14 @@ class Grpo:
 
     def needs_reference(self, recipe: Recipe) -> bool:
         return recipe.loss.needs_reference or self.advantage.needs_reference
+
+
+def _replay_problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    if getattr(recipe.model, "moe", None) is None:
+        name = component_info(recipe.model).name
+        yield "moe_replay", f"the model {name} has no mixture of experts here, whose routes it could replay"
+    if recipe.debug.moe_force_load_balance:
+        yield "moe_replay", "debug.moe_force_load_balance leaves routers no choice to replay: remove one"
 
 
 @component("loop", "evaluate", target="titancli.loops.evaluate:build")

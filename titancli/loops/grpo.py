@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from titancli.loops.grpo_failures import Failures
-from titancli.loops.grpo_rollouts import Stopwatch, collect
+from titancli.loops.grpo_rollouts import Stopwatch, collect, record_routes
 from titancli.loops.grpo_steps import Evaluation, Learner, check_fits
 from titancli.registry.component import build as build_component
 from titancli.rl.rollouts import Recorder
@@ -31,10 +31,12 @@ def build(
     """
     Raises:
         RecipeError: the prompts of a step cannot be dealt to the ranks evenly.
-        TitanError: the generator cannot sample from this engine.
+        TitanError: the generator cannot sample from this engine, or not record the routes to replay.
     """
     check_fits(config, engine.mesh.degrees.dp)
     generator = build_component(config.generator, engine=engine, tokenizer=tokenizer)
+    if config.moe_replay != "none":
+        record_routes(generator)
     scorer = Scorer(config.rewards, config.reward_timeout, config.reward_concurrency)
     advantage = build_component(config.advantage)
     learner = Learner(config, engine, run, advantage)

@@ -18,6 +18,7 @@ from titancli.errors import TitanError
 from titancli.observe.phases import phase
 from titancli.protocols.samples import Completion, Sample
 from titancli.rl.prompts import PromptSource, TokenizedPrompt
+from titancli.rl.rollouts import packed_routes
 
 if TYPE_CHECKING:
     from titancli.engine import Engine
@@ -84,6 +85,8 @@ def collect(
         asked = data.take(config.prompts)
         with phase("sample"):
             sampled = sample(generator, engine, asked, config.samples, seq_len, times * config.prompts)
+        if config.moe_replay != "none":
+            _check_routes(sampled, type(generator).__name__)
         clock.lap("sample_seconds", more=True)
         with phase("reward"):
             found = Rollouts(sampled, scorer.score(sampled.pairs), config)
@@ -173,6 +176,37 @@ def _check_log_probs(made: Completion, name: str) -> None:
             f"the generator {name} returned a log-probability of {float(wrong[0])}",
             hint="it must return those of the model at its temperature, without top-k or top-p",
         )
+
+
+def record_routes(generator: Generator) -> None:
+    """Have a generator record the experts that tokens visit.
+
+    Raises:
+        TitanError: it cannot.
+    """
+    if generator.record_routes is None:
+        raise TitanError(
+            f"loop.moe_replay: the generator {type(generator).__name__} cannot record which experts tokens "
+            "visit: it has no record_routes",
+            hint='set loop.moe_replay = "none", or loop.generator = "local"',
+        )
+    generator.record_routes()
+
+
+def _check_routes(sampled: Sampled, name: str) -> None:
+    """
+    Raises:
+        TitanError: a completion does not have the routes of its prompt and its tokens.
+    """
+    for asked, made in zip(sampled.asked, sampled.completions, strict=True):
+        for one in made:
+            tokens = len(asked.tokens) + len(one.tokens)
+            if one.routes is None or len(one.routes) not in (tokens - 1, tokens):
+                told = "no routes" if one.routes is None else f"routes of {len(one.routes)}"
+                raise TitanError(
+                    f"the generator {name} returned {told} for a prompt and a completion of {tokens} tokens",
+                    hint="with loop.moe_replay it must return those of all tokens; the last may be missing",
+                )
 
 
 # ------------------------------------------------------------------------------------------------ rollouts
@@ -294,6 +328,7 @@ class Rollouts:
                 "tokens": len(completion.tokens),
                 "ids": completion.tokens,
                 "logprobs": completion.logprobs,
+                **({} if completion.routes is None else {"routes": packed_routes(completion.routes)}),
                 "finish": completion.finish,
                 "reward": score.total,
                 "rewards": score.rewards,

@@ -76,7 +76,8 @@ class Learner:
         """With the log-probabilities of other models that the loss reads."""
         how = {**self._how, "temperature": self._engine.loss.temperature}
         if self._reference is not None:
-            found = self._reference.log_probs(samples, **how)
+            # Of routes of its own: it is what the reference would say, not what it would say as the sampler.
+            found = self._reference.log_probs([replace(one, routes=None) for one in samples], **how)
             samples = [replace(one, reference=own) for one, own in zip(samples, found, strict=True)]
         if self._importance:
             found = self._engine.forward(samples, **how)

@@ -35,6 +35,7 @@ from titancli.protocols.model import (
     ModelDefaults,
     ModuleDefaults,
     Role,
+    Routing,
 )
 from titancli.protocols.rl import (
     Advantage,
@@ -110,6 +111,7 @@ __all__ = [
     "Reward",
     "RewardBuilder",
     "Role",
+    "Routing",
     "RunHook",
     "RunHookDefaults",
     "Schedule",

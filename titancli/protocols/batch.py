@@ -31,6 +31,7 @@ class Batch(Mapping[str, "Tensor"]):
     | targets | [B, S] int64 | already shifted: `targets[b, t]` follows `tokens[b, t]`; -100 is no target |
     | positions | [B, S] int64 | position within the document |
     | document_ids | [B, S] int32, optional | attention stays inside one id |
+    | routes | [B, S, layers, top_k] integers, optional | experts to visit; -1 is the router's choice |
     | any other | [B, …] | a loss's own inputs |
 
     `unit` rows belong together (2 for preference pairs) and are never split.

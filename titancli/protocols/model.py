@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, cast
 
 from titancli.registry.defaults import ModelConfigDefaults
 
@@ -19,6 +19,17 @@ Role = Literal["matrix", "embedding", "output", "router", "modulation", "other"]
 experts; `embedding` makes hidden states of the input, `output` maps them to the output; `router` scores
 experts; `modulation` makes scales and shifts from a condition; `other` is everything else (norms, biases,
 convolutions, …)."""
+
+
+class Routing(NamedTuple):
+    """The experts that each token visits in a model, in numbers."""
+
+    layers: int
+    """Number of layers with experts, without those of multi-token prediction."""
+    top_k: int
+    """Experts that a token visits in each layer."""
+    num_experts: int
+    """Experts of each layer."""
 
 
 class ModelDefaults(Protocol):
@@ -39,6 +50,9 @@ class ModelDefaults(Protocol):
     roles: Mapping[str, Role] = {}
     """Maps patterns of parameter names (fnmatch) to roles that do not follow from the modules: for example a
     linear layer that is a router. See `titancli.models.roles.roles_of`."""
+    routing: Routing | None = None
+    """For a model whose `inputs` include `routes`, [B, S, layers, top_k] integers: the experts that tokens
+    visit in place of those that the routers would choose; -1: theirs. None: routes cannot be replayed."""
     new_cache: Callable[[], Cache] | None = None
     """For a model that can generate: returns an empty cache. `forward(tokens, cache=cache.extend(rows,
     counts, device))` appends tokens to these rows, and returns the logits of the last token of each, [R, V];

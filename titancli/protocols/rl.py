@@ -41,6 +41,9 @@ class GeneratorDefaults(Protocol):
     temperature: float = 1.0
     """The temperature of the log-probabilities of the last samples, which are those before top-k and top-p.
     Losses divide logits by it."""
+    record_routes: Callable[[], None] | None = None
+    """`record_routes()`: from then on each completion that is not greedy has its `routes`. None: it cannot
+    record them."""
 
 
 class Generator(GeneratorDefaults, Protocol):

@@ -41,6 +41,8 @@ class SamplingParams:
     """Stop tokens, in addition to those of the tokenizer and the model's generation_config.json."""
     seed: int = 0
     """Seed; a completion depends only on it, the prompt and the number of the completion."""
+    routes: bool = False
+    """Record the experts that each token visits, as `Completion.routes`."""
 
     def __post_init__(self) -> None:
         def whole(value: Any, least: int) -> bool:
@@ -59,6 +61,7 @@ class SamplingParams:
             ),
             ("stop_ids", _all(self.stop_ids, lambda one: whole(one, 0)), "a list of token ids"),
             ("seed", whole(self.seed, 0), "an integer of 0 or more"),
+            ("routes", isinstance(self.routes, bool), "true or false"),
         ):
             if not fits:
                 raise TitanError(f"sampling: {name} is {getattr(self, name)!r}", hint=f"it is {range_}")
@@ -97,6 +100,9 @@ class Completion:
     """Why it ended: an end marker (including `stop_ids`), a stop text, or the length limit."""
     version: int | None = None
     """The `Engine.version` of the weights that sampled it; None if unknown."""
+    routes: ndarray[Any, Any] | None = field(default=None, compare=False, repr=False)
+    """The experts that each token visited, [tokens, layers, top_k] uint8, or int16 for more than 256 experts:
+    of the prompt and the completion, except its last token, which no model has read. None: not recorded."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +125,10 @@ class Sample:
     """The advantage of all tokens, or of each."""
     reference: Numbers | None = None
     """Log-probabilities of the tokens, in nats, under a reference model."""
+    routes: Any = None
+    """The experts that tokens visit in place of those that the model's routers would choose, integers
+    [tokens, layers, top_k]. Unlike the others, the entry at t belongs to `tokens[t]` as an input. -1, and the
+    tokens after the last entry: the router's own choice. None: its own for all."""
     extra: Mapping[str, float | Numbers] = field(default_factory=dict)
     """Other values that a loss reads, by their names in the batch: one number for all tokens, or one for
     each."""
@@ -132,4 +142,5 @@ class Sample:
             mask=[*given, *([1.0] * drawn)],
             logprobs=[*given, *completion.logprobs],
             advantages=advantage,
+            routes=completion.routes,
         )

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from titancli.errors import TitanError
 from titancli.protocols.samples import Completion, SamplingParams
@@ -45,12 +46,19 @@ class Completing:
 
         Raises:
             TitanError: a prompt is not a list of ids, is empty, has an id that the model does not have, or
-                leaves no room in its context; or there are stop texts but no tokenizer.
+                leaves no room in its context; there are stop texts but no tokenizer; or routes are asked for
+                where there are none.
         """
         if params.stop and tokenizer is None:
             raise TitanError(
                 "sampling: texts to stop at (stop) need a tokenizer, and there is none",
                 hint="name one in the recipe, or give token ids (stop_ids)",
+            )
+        if params.routes and model.routing is None:
+            raise TitanError(
+                f"sampling: {type(model).__name__} has no routes to record: it has no layers of experts, of "
+                "titan's own and alike",
+                hint="leave `routes` of the SamplingParams false",
             )
         self.params, self._tokenizer, self._on_text = params, tokenizer, on_text
         self.prompts = [_ids(number, prompt) for number, prompt in enumerate(prompts)]
@@ -90,6 +98,7 @@ class Completing:
         tokenizer = self._tokenizer
         writers = [self._writer(self.prompts[row.prompt]) for row in self.rows]
         log_probs: list[list[float]] = [[] for _ in self.rows]
+        routes: list[list[Tensor]] | None = [[] for _ in self.rows] if self.params.routes else None
         made: list[Completion | None] = [None] * len(self.rows)
         told = 0
 
@@ -99,7 +108,8 @@ class Completing:
             if writer.token(token) and len(writer.tokens) < limit:
                 return True
             text, finish = writer.text(), writer.finish or "length"
-            made[number] = Completion(text, writer.tokens, log_probs[number], finish, version)
+            visited = None if routes is None else torch.cat(routes[number]).numpy()
+            made[number] = Completion(text, writer.tokens, log_probs[number], finish, version, visited)
             if on_done is not None:
                 ready = made[told : next((i for i in range(told, len(made)) if made[i] is None), len(made))]
                 told += len(ready)
@@ -116,6 +126,7 @@ class Completing:
             device=device,
             vocab_size=None if tokenizer is None else tokenizer.vocab_size,
             log_probs=log_probs,
+            routes=routes,
             batch_size=batch_size,
         )
         found = iter([one for one in made if one is not None])

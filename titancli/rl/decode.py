@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from titancli.errors import TitanError
+from titancli.models.blocks.moe import recorded
 from titancli.models.blocks.packed import packed
 from titancli.protocols import CacheDefaults
 from titancli.protocols.samples import SamplingParams
@@ -47,6 +48,7 @@ def decode(
     device: torch.device,
     vocab_size: int | None = None,
     log_probs: Sequence[list[float]] | None = None,
+    routes: Sequence[list[Tensor]] | None = None,
     batch_size: int = 256,
 ) -> None:
     """Continue prompts, each row until `on_token` ends it or its limit is reached.
@@ -60,6 +62,8 @@ def decode(
         vocab_size: ids from here on are never sampled; None: the model's.
         log_probs: for each row, the list to which the model's log-probabilities of its tokens, over all ids
             and at the temperature of `params`, are appended.
+        routes: for each row, the list to which the experts that its tokens visit are appended, [tokens,
+            layers, top_k] on the CPU: those of its prompt, then of each token that the model has read.
         batch_size: maximum number of rows continued together.
 
     Raises:
@@ -67,8 +71,10 @@ def decode(
             context than a row may need; or the model returns numbers that are not finite.
     """
     check(model, prompts, rows)
-    decoding = _Decoding(model, prompts, rows, device, batch_size)
-    with packed(model) if rows else nullcontext():
+    with ExitStack() as stack:
+        stack.enter_context(packed(model) if rows else nullcontext())
+        taken = None if routes is None else stack.enter_context(recorded(model))
+        decoding = _Decoding(model, prompts, rows, device, batch_size, routes, taken)
         _run(decoding, params, on_token, vocab_size, log_probs)
 
 
@@ -113,6 +119,8 @@ class _Read:
     """Logits of its last token, [V]."""
     waiting: deque[int]
     """Rows that will continue it and have not begun."""
+    routes: Tensor | None
+    """Those of its tokens, if they are recorded."""
     begun: list[_Running] = field(default_factory=list)
     """Rows whose first token is being sampled."""
 
@@ -127,7 +135,10 @@ class _Decoding:
         rows: Sequence[Row],
         device: torch.device,
         batch_size: int,
+        routes: Sequence[list[Tensor]] | None,
+        taken: Callable[[], Tensor] | None,
     ) -> None:
+        self._routes, self._taken = routes, taken
         self._model, self._prompts, self._rows = model, prompts, rows
         self._device, self._batch_size = device, batch_size
         self._cache = fill_in(model.new_cache(), CacheDefaults)
@@ -154,16 +165,25 @@ class _Decoding:
             call = self._cache.extend(places, counts, self._device)
             logits = self._model(torch.tensor([tokens], device=self._device), cache=call)
             parts.append(logits[: len(running)])
+            visited = [None] * len(counts) if self._taken is None else self._taken().split(counts)
+            for row, own in zip(running, visited, strict=False):
+                self._record(row, own)
             for at, number in enumerate(asked, start=len(running)):
-                self._read.append(_Read(places[at], logits[at], asked[number]))
+                self._read.append(_Read(places[at], logits[at], asked[number], visited[at]))
         room = self._batch_size - len(running)
         for read in self._read:
             count = min(room, len(read.waiting))
             read.begun = [self._begun(read.waiting.popleft()) for _ in range(count)]
+            for row in read.begun:
+                self._record(row, read.routes)
             room -= count
             parts.append(read.logits.expand(count, -1))
         logits = parts[0] if len(parts) == 1 else torch.cat(parts)
         return logits, [*running, *(row for read in self._read for row in read.begun)]
+
+    def _record(self, row: _Running, visited: Tensor | None) -> None:
+        if self._routes is not None and visited is not None:
+            self._routes[row.number].append(visited)
 
     def _to_read(self) -> dict[int, deque[int]]:
         """Return the prompts that there is room for, and the rows that will continue each."""

@@ -30,6 +30,10 @@ class LocalGenerator:
     def update(self, version: int) -> None:
         """Do nothing: its weights are the engine's."""
 
+    def record_routes(self) -> None:
+        """Have completions carry the experts that their tokens visit."""
+        self._params = replace(self._params, routes=True)
+
     def sample(
         self,
         prompts: Sequence[Sequence[int]],
@@ -45,7 +49,7 @@ class LocalGenerator:
         """
         found: list[list[Completion]] = self._engine.sample(
             prompts,
-            params=replace(self._params, temperature=0.0) if greedy else self._params,
+            params=replace(self._params, temperature=0.0, routes=False) if greedy else self._params,
             seeds=seeds,
             limits=limits,
             tokenizer=self._tokenizer,

@@ -5,17 +5,21 @@ A step that is repeated after a resume replaces its file.
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from titancli.errors import EnvironmentProblem
 from titancli.files import parse_json, read_bytes
 from titancli.observe.events import plain
 from titancli.runs import write_atomically
+
+if TYPE_CHECKING:
+    from numpy import ndarray
 
 FOLDER = "rollouts"
 
@@ -39,6 +43,29 @@ class Recorder:
             if self._healthy:
                 self._healthy = False
                 logger.warning("rollouts cannot be written (%s); the run continues without them", error)
+
+
+def packed_routes(routes: ndarray[Any, Any]) -> dict[str, Any]:
+    """Return `Completion.routes` as plain JSON: dtype, shape, and the bytes in base64."""
+    data = base64.b64encode(routes.tobytes()).decode()
+    return {"dtype": str(routes.dtype), "shape": list(routes.shape), "data": data}
+
+
+def unpacked_routes(entry: dict[str, Any]) -> ndarray[Any, Any]:
+    """Return the routes of a recorded sample, as they were in its completion.
+
+    Raises:
+        EnvironmentProblem: they were not written by titan.
+    """
+    import numpy as np
+
+    try:
+        if entry["dtype"] not in ("uint8", "int16"):
+            raise ValueError(f"dtype {entry['dtype']}")
+        data = np.frombuffer(base64.b64decode(entry["data"], validate=True), entry["dtype"])
+        return data.reshape(entry["shape"]).copy()
+    except (KeyError, TypeError, ValueError) as error:
+        raise EnvironmentProblem(f"a sample's routes cannot be read: {error}") from error
 
 
 def recorded(run_folder: Path) -> dict[int, Path]:

@@ -34,13 +34,21 @@ class Block(nn.Module):
         self.ffn_post_norm = made.get("ffn_post_norm")
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: LayerStep | None = None
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Tensor | None,
+        cache: LayerStep | None = None,
+        routes: Tensor | None = None,
     ) -> Tensor:
-        """Map [B, S, dim] to [B, S, dim]."""
+        """Map [B, S, dim] to [B, S, dim]; `routes` are those of its experts, see `MoE.forward`."""
         x, given = self.attention_branch(x, cos, sin, mask, cache)
-        for branch in (self.moe, self.feed_forward):
-            if branch is not None:
-                x = self._plus(x, branch(given), self.ffn_norm, self.ffn_post_norm)
+        if self.moe is not None:
+            out = self.moe(given) if routes is None else self.moe(given, routes)
+            x = self._plus(x, out, self.ffn_norm, self.ffn_post_norm)
+        if self.feed_forward is not None:
+            x = self._plus(x, self.feed_forward(given), self.ffn_norm, self.ffn_post_norm)
         return x
 
     def parts(self) -> list[tuple[nn.Module, str]]:

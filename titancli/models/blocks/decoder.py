@@ -18,11 +18,11 @@ from titancli.models.blocks.declared import declared
 from titancli.models.blocks.head import Output
 from titancli.models.blocks.init import normal_, ones_, trunc_normal_, zeros_
 from titancli.models.blocks.masks import document_masks
-from titancli.models.blocks.moe import Experts, moe_layers
+from titancli.models.blocks.moe import Experts, MoE, moe_layers
 from titancli.models.blocks.mtp import MTPBlock, further
 from titancli.models.blocks.norm import norm_of
 from titancli.models.blocks.rope import frequencies, rotation
-from titancli.protocols import shape
+from titancli.protocols import Routing, shape
 
 if TYPE_CHECKING:
     from titancli.distributed.local import RowCut
@@ -37,8 +37,8 @@ class Decoder(nn.Module):
 
     row_cut: RowCut | None = None
     """How rows are split over ranks; set by context parallelism."""
-    inputs = ("tokens", "positions", "document_ids")
-    sequence_dim: ClassVar = {"tokens": 1, "positions": 1}
+    inputs = ("tokens", "positions", "document_ids", "routes")
+    sequence_dim: ClassVar = {"tokens": 1, "positions": 1, "routes": 1}
     styles: ClassVar = {"tok_embeddings": "vocab", "output": "vocab"}
 
     def __init__(self, config: Sizes) -> None:
@@ -57,12 +57,18 @@ class Decoder(nn.Module):
         # Declared now: converters may add parameters later, and a pipeline stage has only some.
         self.tensor_plan, self.roles = declared(self, "styles"), declared(self, "roles")
         self._active = self._active_parameters()
+        routers = {name: block.moe for name, block in self._main.items() if _has_experts(block)}
+        self._routed = {name: number for number, name in enumerate(routers)}
+        """The blocks with experts, and where in `routes` their own are."""
+        kinds = {(layer.config.top_k, layer.config.num_experts) for layer in routers.values()}
+        self.routing = Routing(len(routers), *kinds.pop()) if len(kinds) == 1 else None
 
     def forward(
         self,
         tokens: Tensor,
         positions: Tensor | None = None,
         document_ids: Tensor | None = None,
+        routes: Tensor | None = None,
         *,
         batch: Batch | None = None,
         loss: Loss | None = None,
@@ -78,6 +84,7 @@ class Decoder(nn.Module):
             tokens: [B, S] int64.
             positions: [B, S] int64; None counts from 0 in every row.
             document_ids: [B, S]; None means that a row is one document.
+            routes: [B, S, layers, top_k]; see `titancli.protocols.ModelDefaults.routing`.
             batch: the batch that the loss is computed on.
             loss: computed inside the output module.
             cache: what `KVCache.extend` returned for the rows whose tokens these are, [1, N]; it knows their
@@ -99,9 +106,12 @@ class Decoder(nn.Module):
             hidden, *embedded = self._embedded(torch.cat((tokens, *ahead))).split(len(tokens))
         elif self.tok_embeddings is not None:
             hidden = self._embedded(tokens)
-        for block in self._main.values():
+        for name, block in self._main.items():
             attention: Any = block.attention
-            hidden = block(hidden, *angles[attention.angles], mask(attention.reach))
+            replayed = {}
+            if routes is not None and name in self._routed:
+                replayed = {"routes": routes[:, :, self._routed[name]]}
+            hidden = block(hidden, *angles[attention.angles], mask(attention.reach), **replayed)
         if self.norm is not None:
             hidden = self.norm(hidden)
         predicted = [hidden]
@@ -227,6 +237,10 @@ class Decoder(nn.Module):
         """Return the FLOPs of forward and backward for one token: 6 per active parameter, plus 12 · width
         per layer and token of the row for attention (PaLM, arXiv 2204.02311, appendix B)."""
         return 6.0 * self._active + sum(block.attention.flops(seq_len) for block in self.shape.blocks)
+
+
+def _has_experts(block: Any) -> bool:
+    return isinstance(getattr(block, "moe", None), MoE)
 
 
 def _scale(temperature: Any, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,13 +8,15 @@ replaces `Experts.over_experts` to send tokens to the ranks that hold their expe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
+from titancli.distributed.collectives import Group
 from titancli.models.blocks.grouped import grouped_linear
 from titancli.models.blocks.router import Router, Routes
 from titancli.registry.component import load_target
@@ -22,7 +24,7 @@ from titancli.registry.component import load_target
 if TYPE_CHECKING:
     from titancli.protocols import shape
 
-__all__ = ["Experts", "MoE", "Rearrange", "Router", "Routes", "moe_layers"]
+__all__ = ["Experts", "MoE", "Rearrange", "Router", "Routes", "moe_layers", "recorded"]
 
 
 class Experts(nn.Module):
@@ -124,6 +126,7 @@ class MoE(nn.Module):
         self.register_buffer("expert_bias", torch.zeros(config.num_experts) if balanced else None)
         self.holds_bias = config.freeze_expert_bias
         """Whether the bias is frozen."""
+        self._tensor_group: Group | None = None
         self._counts: Tensor | None = None
         self.load: Tensor | None = None
         """[E], `share_of` all tokens of the current call; None: of this forward pass only."""
@@ -133,15 +136,27 @@ class MoE(nn.Module):
         self.counting: Tensor | None = None
         """[E] int64: accumulates the tokens of each forward pass while tokens are being counted."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map [B, S, dim] to [B, S, dim]."""
+    def tensor_parallel(self, group: Group, style: str | None) -> None:
+        """Take this rank's part of the rows of given routes: its tokens are a part already."""
+        self._tensor_group = group
+
+    def forward(self, x: Tensor, given: Tensor | None = None) -> Tensor:
+        """Map [B, S, dim] to [B, S, dim].
+
+        Args:
+            given: routes to replay, [B, S, top_k] integers; see `Router.forward`.
+        """
         tokens = x.flatten(0, -2)
-        routes = self.router(tokens, self.expert_bias)
+        if given is not None:
+            if self._tensor_group is not None:
+                given = given.chunk(self._tensor_group.size, 1)[self._tensor_group.rank]
+            given = given.flatten(0, -2)
+        routes = self.router(tokens, self.expert_bias, given)
         if self.counting is not None:
             self.counting += routes.counts
         if routes.probabilities is not None or routes.logits is not None:
-            given = (routes.scores, routes.probabilities, routes.logits, routes.counts)
-            routes = routes._replace(scores=_RouterLosses.apply(*given, self))
+            parts = (routes.scores, routes.probabilities, routes.logits, routes.counts)
+            routes = routes._replace(scores=_RouterLosses.apply(*parts, self))
         self._count(routes)
         out = self._routed(tokens, routes).view_as(x)
         if self.shared_experts is None:
@@ -311,3 +326,27 @@ def moe_layers(model: nn.Module) -> dict[str, MoE]:
     else:
         return {}
     return {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
+
+
+@contextmanager
+def recorded(model: nn.Module) -> Iterator[Callable[[], Tensor]]:
+    """Record the experts that tokens visit in the block.
+
+    Yields:
+        A function that returns those of the forward pass since its last call, [N, layers, top_k] on the CPU:
+        uint8, or int16 for more than 256 experts.
+    """
+    found: list[Tensor] = []
+
+    def record(router: Router, given: Any, routes: Routes) -> None:
+        found.append(routes.experts.to(torch.uint8 if router.config.num_experts <= 256 else torch.int16))
+
+    def taken() -> Tensor:
+        experts = torch.stack(found, 1).cpu()
+        found.clear()
+        return experts
+
+    with ExitStack() as stack:
+        for layer in moe_layers(model).values():
+            stack.callback(layer.router.register_forward_hook(record).remove)
+        yield taken

@@ -41,12 +41,20 @@ class Router(nn.Module):
         self.gate = Gate(dim, config.num_experts, bias=config.gate_bias)
         self.force_load_balance = False
 
-    def forward(self, x: Tensor, expert_bias: Tensor | None) -> Routes:
-        """Route tokens [N, dim]; `expert_bias` [E] affects the choice but not the scores."""
+    def forward(self, x: Tensor, expert_bias: Tensor | None, routes: Tensor | None = None) -> Routes:
+        """Route tokens [N, dim].
+
+        Args:
+            expert_bias: [E]; affects the choice but not the scores.
+            routes: [N, top_k] integers; the experts to visit, where they are not -1. Scores are the router's.
+                Source: Rollout Routing Replay (arXiv 2510.11370).
+        """
         config = self.config
         logits = self.gate(x).float()
         scores = logits.softmax(-1) if config.score_func == "softmax" else logits.sigmoid()
         experts = self._choose(scores.detach(), expert_bias)
+        if routes is not None:
+            experts = torch.where(routes < 0, experts, routes.long())
         chosen = scores.gather(1, experts)
         if config.route_norm:
             chosen = chosen / chosen.sum(-1, keepdim=True).clamp(min=1e-20)
