@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from annotated_types import Gt, Lt
+from annotated_types import Ge, Gt, Lt
 
-from titancli.registry.component import component
+from titancli.registry.component import component, section
 
 if TYPE_CHECKING:
     from titancli.recipe.schema import Recipe
@@ -38,4 +38,53 @@ class ParamNorm:
     """The 2-norm of all trained weights, as the metric `param_norm` of each step."""
 
 
-COMPONENTS: list[type] = [EMA, ParamNorm]
+@section
+class WatchedMetric:
+    """The metric of `[validation]` that a callback compares."""
+
+    metric: str | None = None
+    """Metric, such as `"validation/books/loss"`; None: the loss of the only dataset of [validation]."""
+    mode: Literal["min", "max"] = "min"
+    """Whether less or more of it is better."""
+
+    def name_of(self, recipe: Recipe | None) -> str:
+        """Return the name of the metric."""
+        datasets = recipe.validation.datasets if recipe is not None else {}
+        return self.metric or f"validation/{next(iter(datasets), '')}/loss"
+
+    def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
+        names = list(recipe.validation.datasets)
+        if not names:
+            yield "", "nothing is evaluated: add a dataset, as in [validation.datasets.NAME]"
+        elif self.metric is None and len(names) > 1:
+            yield "", f'there are several datasets: set metric, such as "validation/{names[0]}/loss"'
+        elif not re.fullmatch(rf"validation/({'|'.join(map(re.escape, names))})/.+", self.name_of(recipe)):
+            yield (
+                "metric",
+                f"{self.metric!r} is no metric of an evaluation, such as validation/{names[0]}/loss",
+            )
+
+
+@component("callback", "best", target="titancli.callbacks.best:Best")
+class Best(WatchedMetric):
+    """Keep the checkpoint with the best evaluation as RUN/best, a link, whatever checkpoint.keep_latest_k."""
+
+    def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
+        yield from super().check(recipe)
+        if not recipe.checkpoint.enable:
+            yield "", "nothing is saved when checkpoint.enable is false"
+        if sum(isinstance(one, Best) for one in recipe.callbacks) > 1:
+            yield "", "one run has one best checkpoint: remove the others"
+
+
+@component("callback", "early_stop", target="titancli.callbacks.early_stop:EarlyStop")
+class EarlyStop(WatchedMetric):
+    """End the run when evaluations no longer improve."""
+
+    patience: Annotated[int, Gt(0)] = 3
+    """Evaluations without improvement, one after another, after which the run ends."""
+    min_delta: Annotated[float, Ge(0)] = 0.0
+    """Smallest change that counts as an improvement."""
+
+
+COMPONENTS: list[type] = [EMA, ParamNorm, Best, EarlyStop]

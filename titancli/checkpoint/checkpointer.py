@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch.distributed as dist
@@ -170,15 +172,43 @@ class Checkpointer:
             if self._main:
                 logger.warning("step %d was not copied into memory: %s", draft.step, error.message)
 
-    def save_apart(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
-        """Save tensors without a state under a separate name, synchronously; nothing is purged.
+    def save_apart(
+        self, path: Path, tensors: Mapping[str, Tensor], state: Mapping[str, Any] = MappingProxyType({})
+    ) -> None:
+        """Save tensors and a state under a separate name, synchronously; nothing is purged.
 
         Raises:
             TitanError: this save failed, or the one before it.
         """
         self.wait()
         self._meet()
-        run_save(pieces_of(tensors), self._draft(path, tensors, {}), self._group)
+        run_save(pieces_of(tensors), self._draft(path, tensors, state), self._group)
+
+    def save_named(self, link: Path, path: Path, tensors: Mapping[str, Tensor], state: Any) -> None:
+        """Save like `save_apart`, let a symbolic link point there, and delete what it pointed to before.
+
+        Raises:
+            EnvironmentProblem: the disk is full, or a name is taken by something else.
+            TitanError: this save failed, or the one before it.
+        """
+        self.save_apart(path, tensors, state)
+
+        def name() -> None:
+            new = link.with_name(f".{link.name}-{self._run_id}")
+            try:
+                new.unlink(missing_ok=True)
+                new.symlink_to(os.path.relpath(path, link.parent))
+                os.replace(new, link)
+            except OSError as error:
+                raise EnvironmentProblem(
+                    f"{link} cannot be made a link to {path}: {error.strerror}",
+                    hint="remove what has this name; the disk must take symbolic links",
+                ) from error
+            for old in path.parent.glob(f"step-*-{link.name}"):
+                if old != path:
+                    remove(old, self._run_id)
+
+        self.on_main(f"naming {link}", name)
 
     def on_main(self, doing: str, function: Callable[[], None]) -> None:
         """Run a function on rank 0, however long it takes, and raise its error on every rank."""

@@ -118,7 +118,7 @@ class Draft:
     @property
     def step(self) -> int:
         match = STEP_NAME.match(self.folder.name)
-        return int(match[1]) if match else 0
+        return int(match[1]) if match else int(self.state.get("engine", {}).get("step", 0))
 
     def open(self, needed: int) -> Path:
         """Create the hidden folder, with room for `needed` bytes."""

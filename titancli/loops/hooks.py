@@ -28,6 +28,10 @@ class RunHooks:
         """Add a hook, on every rank, before the first step."""
         self._hooks.append(fill_in(hook, RunHookDefaults))
 
+    def hear(self, moment: str) -> bool:
+        """Return whether any hook has a method for a moment."""
+        return any(hasattr(hook, moment) for hook in self._hooks)
+
     def call(self, moment: str, *given: Any) -> None:
         """Call the method of each hook that has it.
 

@@ -246,6 +246,22 @@ class Run:
         self.checkpoints.save_apart(path, {f"model.{key}": tensor for key, tensor in weights.items()})
         logger.info("weights only: exports/%s", path.name)
 
+    def save_named(self, name: str, engine: Engine, facts: Mapping[str, Any]) -> None:
+        """Save all that a resume needs as `exports/step-N-NAME`, with facts about it, and let the link `NAME`
+        in the run folder point there; what it pointed to before is deleted. No other save deletes it. Where
+        the run saves nothing, do nothing. Collective.
+
+        Raises:
+            EnvironmentProblem: the disk is full, or cannot be written.
+        """
+        if self.checkpoints is None or self.folder is None:
+            return
+        with phase("save"):
+            tensors, counters = engine.save_state()
+            state = {"engine": counters, "data": self.data.state, name: dict(facts)}
+            path = self.folder / "exports" / f"step-{engine.step}-{name}"
+            self.checkpoints.save_named(self.folder / name, path, tensors, state)
+
     def _settle(self) -> None:
         """Wait for the save that is under way, and tell of it if it failed."""
         try:

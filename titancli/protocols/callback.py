@@ -66,6 +66,11 @@ class RunHook(Protocol):
         """A step is done and its metrics are reported. Any verb of the engine can be called.
         `run.end_early("why")` on any rank lets it be the last one."""
 
+    def validated(self, step: int, metrics: Mapping[str, float]) -> None:
+        """`[validation]` was evaluated, after `step` steps: its metrics by name, `validation/NAME/loss`.
+        A run that is resumed at a step with an evaluation has it done once more. Collectives can be
+        called."""
+
     def checkpoint_saved(self, step: int, path: Path) -> None:
         """A checkpoint is complete."""
 

@@ -278,6 +278,8 @@ class Rank:
         if start.checkpoint is not None and not copied:
             run.saved_step = engine.step
         run.validation = open_validation(recipe, tokenizer, engine, observers)
+        if run.validation is not None and run.hooks.hear("validated"):
+            run.validation.told = partial(run.hooks.call, "validated")
         opened = Opened(
             start,
             self.folder,
