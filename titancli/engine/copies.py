@@ -118,9 +118,8 @@ def _export(engine: EngineCore, folder: Path, lock: str, form: Form, dtype: str 
             convert.to_hf(weights, folder, dtype=dtype, say=logger.debug)
 
     tensors, state = checkpoints.live_state(engine)
-    own = module_of(engine.loss) is not None and (
-        form == "peft" or engine.recipe.loss.hf_head(exchange.hf_form(engine).config_json()) is None
-    )
+    kept = engine.recipe.loss.hf_form(exchange.hf_form(engine), {}).of_loss if form == "hf" else ()
+    own = module_of(engine.loss) is not None and not kept
     if dist.get_rank() == 0 and own:
         logger.info("export: the parameters of the loss %s are left out", name_of(engine.loss))
     try:

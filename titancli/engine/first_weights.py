@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from titancli.checkpoint.exclude import Exclusion
 from titancli.checkpoint.format.manifest import is_checkpoint
-from titancli.checkpoint.hf.head import form_in, head_tensors
 from titancli.checkpoint.hf.kept import kept_of
-from titancli.checkpoint.hf.likeness import left_out, refuse_other_model
+from titancli.checkpoint.hf.likeness import CONFIG, left_out, read_config, refuse_other_model
 from titancli.checkpoint.start_from import StartFrom, start_from, still_needs_weights
 from titancli.distributed.process_group import patient_group
 from titancli.distributed.together import Ranks
@@ -206,11 +205,12 @@ def _load_base(
     shapes = {one.name: one.shape for one in known}
 
     def read() -> HFForm:
-        return form_in(folder, _readable(recipe, start, form), recipe.loss, shapes)
+        found = _readable(recipe, start, form)
+        return recipe.loss.hf_form(found, shapes, read_config(folder / CONFIG))
 
     readable = ranks.local(f"reading {folder}", read)
     kept: dict[str, bytes] = {}
-    held = head_tensors(readable)
+    held = readable.of_loss
     shapes = {name: shape for name, shape in shapes.items() if not of_loss(name) or name in held}
     if len(shapes) < len(known) and dist.get_rank() == 0:
         logger.info("%s has no parameters of the loss, which keep their initial values", folder)

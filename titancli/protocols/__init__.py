@@ -25,7 +25,7 @@ from titancli.protocols.data import (
     TokenizerBuilder,
     TokenizerDefaults,
 )
-from titancli.protocols.hf import HFBuilder, HFBuilderDefaults, HFForm, HFFormDefaults, HFHead
+from titancli.protocols.hf import HFBuilder, HFBuilderDefaults, HFForm, HFFormDefaults
 from titancli.protocols.model import (
     Cache,
     CacheDefaults,
@@ -91,7 +91,6 @@ __all__ = [
     "HFBuilderDefaults",
     "HFForm",
     "HFFormDefaults",
-    "HFHead",
     "LauncherBuilder",
     "Logger",
     "LoggerBuilder",

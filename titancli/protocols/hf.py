@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 if TYPE_CHECKING:
@@ -18,6 +17,8 @@ class HFFormDefaults(Protocol):
     `model_type`."""
     loader: str | None = None
     """The class that loads its folders; None: the library's for language models."""
+    of_loss: Collection[str] = ()
+    """The parameters of a loss that its folders have; see `hf_form` of `titancli.registry.defaults`."""
     prefix: str = ""
     """Start of the names of all tensors but the output layer's: folders of the base model alone, such as
     `LlamaModel`, have the names without it."""
@@ -35,6 +36,11 @@ class HFFormDefaults(Protocol):
     def known_as(self, hf_name: str) -> str:
         """Return the form's own name for a tensor that has another name in some folders."""
         return hf_name
+
+    def readout(self, tensors: Any) -> Any:
+        """Return the module that gives the numbers of a head, of which `tensors.read(name)` are the weights,
+        in place of a model's `output`, to be compared with those of the library; None: there is no head."""
+        return None
 
     def whole(self, hf_names: Collection[str]) -> dict[str, Any]:
         """Return further keys of `[model]`, with which a folder of these tensors is read without leaving out
@@ -70,22 +76,6 @@ class HFForm(HFFormDefaults, Protocol):
     def config_json(self) -> dict[str, Any]:
         """Return the `config.json` for transformers, without `dtype`, `bos_token_id`, `eos_token_id`."""
         ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class HFHead:
-    """The class of transformers that has a loss's head in place of the output layer: what `hf_head` of a
-    loss's config returns. Its folders hold the model's tensors without those of `output`."""
-
-    architecture: str
-    """The class, for `architectures` in config.json: `LlamaForSequenceClassification`."""
-    loader: str
-    """The class that loads its folders: `AutoModelForSequenceClassification`."""
-    tensors: Mapping[str, str] = field(default_factory=dict)
-    """Names in the folder of the loss's parameters, by their own: `{"loss.score.weight": "score.weight"}`.
-    With none it is the base model alone, whose names lack the form's `prefix`."""
-    config: Mapping[str, Any] = field(default_factory=dict)
-    """Further entries of config.json."""
 
 
 class HFBuilder(Protocol):

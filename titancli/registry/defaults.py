@@ -163,17 +163,18 @@ class LossConfigDefaults:
     needs_reference: bool = False
     """True if it compares the model with the one that the run began with, of which a copy is kept."""
 
-    def hf_head(self, config_json: Mapping[str, Any]) -> Any:
-        """Return the `titancli.protocols.HFHead` that folders of models trained with it have; None: they are
-        those of language models.
+    def hf_form(self, form: Any, shapes: Mapping[str, Any], config_json: Any = None) -> Any:
+        """Return the Hugging Face form of models that are trained with it: that of the language model, or one
+        with the loss's head in place of the output layer.
 
         Args:
-            config_json: the language model's.
+            shapes: of the model's parameters.
+            config_json: of a folder that is read, which may be a language model's; None: one is written.
 
         Raises:
-            TitanError: transformers has no such class for this model.
+            TitanError: there is no such form, or the folder has another head.
         """
-        return None
+        return form
 
 
 class DatasetConfigDefaults:

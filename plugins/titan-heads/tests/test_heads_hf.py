@@ -16,7 +16,6 @@ from titancli import TitanError
 from titancli.checkpoint.format.tensors import MemoryTensors
 from titancli.checkpoint.hf.compare import verdict
 from titancli.checkpoint.hf.folder import export_hf, read_hf
-from titancli.checkpoint.hf.head import with_head
 from titancli.checkpoint.hf.which import hf_form, parameter_shapes
 from titancli.models.blocks.state import named_state
 
@@ -33,7 +32,7 @@ def written(family: Family, variant: str, loss: Any, folder: Path) -> tuple[Any,
     """Export a small model with a head; return its config, its form, what was written and config.json."""
     config = family.variant(variant)
     tensors = dict(named_state(family.model(variant)))
-    form = with_head(hf_form(config), loss, parameter_shapes(config))
+    form = loss.hf_form(hf_form(config), parameter_shapes(config))
     if not isinstance(loss, Embedding):
         count = 1 if isinstance(loss, Reward) else len(CLASSES)
         draw = torch.Generator().manual_seed(5)
@@ -48,7 +47,7 @@ def test_transformers_loads_a_head_and_says_the_same(family: Family, name: str, 
     variant = next(iter(family.variants))
     if name != "embedding" and family.name in WITHOUT:
         with pytest.raises(TitanError, match="no class of this kind for the model_type"):
-            with_head(hf_form(family.variant(variant)), LOSSES[name], {})
+            LOSSES[name].hf_form(hf_form(family.variant(variant)), {})
         return
     config, form, tensors, written_json = written(family, variant, LOSSES[name], tmp_path / "out")
     lines, good = verdict(config, tensors, tmp_path / "out", None, form)

@@ -46,10 +46,10 @@ class Reward:
     pad_id: Annotated[int, Ge(0)] | None = None
     """`pad_token_id` of an exported folder; None: that of the folder that the run started from, if any."""
 
-    def hf_head(self, config_json: Mapping[str, Any]) -> Any:
-        from titan_heads.hf import classifier
+    def hf_form(self, form: Any, shapes: Any, config_json: Mapping[str, Any] | None = None) -> Any:
+        from titan_heads.hf import classifier, form_of
 
-        return classifier(config_json, ["reward"], "regression", self.pad_id)
+        return form_of(form, classifier(["reward"], "regression", self.pad_id), shapes, config_json)
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         for key, dataset in _datasets(recipe):
@@ -78,10 +78,12 @@ class Classification:
         """Return the number of logits."""
         return len(self.classes) or 1
 
-    def hf_head(self, config_json: Mapping[str, Any]) -> Any:
-        from titan_heads.hf import classifier
+    def hf_form(self, form: Any, shapes: Any, config_json: Mapping[str, Any] | None = None) -> Any:
+        from titan_heads.hf import classifier, form_of
 
-        return classifier(config_json, self.classes or ["value"], self.problem_type, self.pad_id)
+        return form_of(
+            form, classifier(self.classes or ["value"], self.problem_type, self.pad_id), shapes, config_json
+        )
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         if self.problem_type == "regression" and self.classes:
@@ -113,10 +115,10 @@ class Embedding:
     temperature: Annotated[float, Gt(0)] = 0.05
     """Divisor of the cosine similarities."""
 
-    def hf_head(self, config_json: Mapping[str, Any]) -> Any:
-        from titan_heads.hf import base_model
+    def hf_form(self, form: Any, shapes: Any, config_json: Mapping[str, Any] | None = None) -> Any:
+        from titan_heads.hf import BASE, form_of
 
-        return base_model(config_json)
+        return form_of(form, BASE, shapes, config_json)
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         rows = recipe.training.local_batch_size

@@ -13,7 +13,6 @@ from torch import Tensor
 from titancli.checkpoint.base import HFTensors, MergedReader
 from titancli.checkpoint.format.tensors import Tensors
 from titancli.checkpoint.hf.folder import cast_of
-from titancli.checkpoint.hf.head import Readout, WithHead
 from titancli.checkpoint.hf.libraries import library_of
 from titancli.checkpoint.hf.quantise import Quantise
 from titancli.checkpoint.hf.virtual import put
@@ -38,7 +37,7 @@ def refuse_incomparable(form: Any, quantised: Quantise | None = None) -> None:
     Raises:
         UsageError: transformers does not load the folders that the form writes, quantised this way.
     """
-    if quantised is not None and isinstance(form, WithHead):
+    if quantised is not None and form.loader is not None:
         raise UsageError("--verify does not compare a quantized model with a head: leave one of them out")
     if (library := library_of(form).name) != "transformers":
         raise UsageError(f"--verify compares with transformers, but this model belongs to {library}")
@@ -74,7 +73,7 @@ def verdict(
     """
     tokens = verify_tokens(model)
     theirs = load_in_transformers(hf_folder, loader=form.loader)
-    if isinstance(form, WithHead):
+    if form.readout(reader) is not None:
         return verdict_on(_head_differences(model, reader, theirs, form, tokens, dtype))
     if _quantisation(hf_folder) is not None:
         found = _quantised_logit_pairs(model, reader, theirs, hf_folder, tokens, dtype, exported)
@@ -142,7 +141,7 @@ def _export_logit_pairs(
 
 @torch.no_grad()
 def _head_differences(
-    model: Any, reader: Tensors, theirs: Any, form: WithHead, tokens: Tensor, dtype: torch.dtype | None
+    model: Any, reader: Tensors, theirs: Any, form: HFForm, tokens: Tensor, dtype: torch.dtype | None
 ) -> list[tuple[Tensor, Tensor]]:
     """Return pairs for `verdict_on` of the numbers of a head, for eight short rows, one by one: classifiers
     look for padding in several."""
@@ -154,7 +153,7 @@ def _head_differences(
 
     def ours(read: Tensors) -> Tensor:
         found = filled(model, read, rows.shape[-1])
-        found.output = Readout(form.head, read)
+        found.output = form.readout(read)
         return torch.cat([found.float().eval()(tokens=row) for row in rows])
 
     written = ours(rounded)

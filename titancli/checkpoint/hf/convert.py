@@ -22,7 +22,6 @@ from titancli.checkpoint.format.tensorfile import ITEM_SIZE, Entry
 from titancli.checkpoint.format.tensors import dtype_name
 from titancli.checkpoint.hf.compare import refuse_incomparable, verdict
 from titancli.checkpoint.hf.folder import HFReader, cast_of, export_hf, read_hf
-from titancli.checkpoint.hf.head import head_tensors, with_head
 from titancli.checkpoint.hf.kept import kept_of, not_kept, of_another_tokenizer
 from titancli.checkpoint.hf.libraries import library_of
 from titancli.checkpoint.hf.likeness import bind
@@ -75,14 +74,15 @@ def to_hf(
     refuse_used(dst)
     folder = find_checkpoint(src, say)
     model, tokenizer, loss = recipe_of(folder)
-    form = with_head(hf_form(model), loss, parameter_shapes(model))
+    form = hf_form(model)
+    if loss is not None:
+        form = loss.hf_form(form, parameter_shapes(model))
     how = None if quantise is None else quantisation(quantise, model, form)
     if verify:
         refuse_incomparable(form, how)
     cast = torch.bfloat16 if how is not None and dtype is None else dtype_of(dtype)
-    held = head_tensors(form)
-    reader = open_weights(folder, model, of_head=held, verify="size", reuse=True, say=say)
-    check_parameters(reader, model, folder, held)
+    reader = open_weights(folder, model, of_head=form.of_loss, verify="size", reuse=True, say=say)
+    check_parameters(reader, model, folder, form.of_loss)
     say(f"exporting {folder}")
     built = build(tokenizer) if tokenizer is not None else None
     eos_id, files = (None, {}) if built is None else (built.eos_id, built.files)
