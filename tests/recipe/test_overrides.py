@@ -7,6 +7,7 @@ import itertools
 import pytest
 
 from tests.recipe.conftest import BASE
+from titancli.errors import RecipeError
 
 CONVERTERS = (
     BASE
@@ -68,6 +69,20 @@ def test_of_two_values_for_a_key_the_last_wins(load) -> None:
     assert load(BASE, "optimizer={lr = 1.0}", "optimizer.lr=2.0").recipe.optimizer.lr == 2.0
     assert load(BASE, "optimizer.lr=2.0", "optimizer={lr = 1.0}").recipe.optimizer.lr == 1.0
     assert load(BASE, "optimizer=muon", "optimizer=adamw").data["optimizer"]["type"] == "titan/adamw"
+
+
+def test_a_component_named_after_a_table_is_the_one_that_is_used() -> None:
+    from titancli.recipe import load_recipe
+
+    tables = ['optimizer={type="adamw"}', "loss={type='sft'}"]
+    for overrides, found in (
+        ([*tables, "optimizer=muon", "loss=cross_entropy"], ("Muon", "CrossEntropy")),
+        (["optimizer=muon", "loss=cross_entropy", *tables], ("AdamW", "SFT")),
+    ):
+        recipe = load_recipe("llama3_debug", overrides).recipe
+        assert (type(recipe.optimizer).__name__, type(recipe.loss).__name__) == found
+    with pytest.raises(RecipeError, match="momentum"):
+        load_recipe("llama3_debug", ['optimizer={type="muon",momentum=0.9}', "optimizer=adamw"])
 
 
 def test_numbers_name_elements_of_arrays(load) -> None:

@@ -226,7 +226,10 @@ def read_overrides(arguments: Sequence[str], problems: Problems) -> Node:
     """
     found: list[tuple[KeyPath, Node]] = []
     for argument in arguments:
-        found += _read(argument, problems)
+        read = _read(argument, problems)
+        named = {(*path, "type") for path, node in read if isinstance(node.value, str)}
+        found = [one for one in found if one[0] not in named]  # loss={type="sft"} loss=dpo
+        found += read
     layer = Node({}, Origin("override"))
     for path, node in sorted(found, key=lambda pair: len(pair[0])):  # whole values first, then parts of them
         layer = merge(layer, _wrapped(path, node), problems, one_layer=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -50,12 +51,14 @@ def outputs(engine: Engine, samples: Sequence[Sample | Sequence[int]], *, rows: 
     for number, one in enumerate(tokens):
         if not one.numel():
             raise TitanError(f"sample {number} has no tokens")
+    # With mesh.tp each rank has a part of every row.
+    multiple = math.lcm(engine.settings.limits.multiple, engine.mesh.degrees.tp)
     found = []
     for first in range(0, len(tokens), rows):
         some = tokens[first : first + rows]
         loss.kept = []
         try:
-            engine.evaluate(loss.blank(_marked(some, rows, engine.settings.limits.multiple)))
+            engine.evaluate(loss.blank(_marked(some, rows, multiple)))
             found.append(torch.cat(loss.kept)[: len(some)].float().cpu())
         finally:
             loss.kept = None
