@@ -79,7 +79,7 @@ def modules(site: Path, *arguments: str) -> list[str]:
     [
         (("--help",), 265),
         (("list-components",), 310),
-        (("validate", "llama3_debug"), 425),
+        (("validate", "llama3_debug"), 430),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
 )

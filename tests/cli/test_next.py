@@ -49,7 +49,7 @@ def test_a_model_without_a_hugging_face_form_is_not_exported(capsys: pytest.Capt
     class Bare:
         __component__ = SimpleNamespace(hf=None)
 
-    recipe = SimpleNamespace(model=Bare(), converters=[])
+    recipe = SimpleNamespace(model=Bare(), converters=[], training=SimpleNamespace(epochs=None))
     assert [line[:9] for line in said(capsys, recipe)] == ["finished ", "continue:"]
 
 

@@ -469,7 +469,7 @@ def with_output(name: str) -> Any:
         (GOOD, AdamW(), "AdamW is a optimizer"),
         (GOOD, 3, "int is not a loss"),
         (GOOD, torch.nn.PReLU(), "the loss PReLU has the parameter weight, which no optimizer trains"),
-        (GOOD, with_output("logits"), "\"logits\"|'logits', not one of logprobs, model, projection"),
+        (GOOD, with_output("logits"), "\"logits\"|'logits', not one of logprobs, model, hidden, projection"),
         (GOOD, returns(lambda lp: lp.sum()), "returned a Tensor"),
         (GOOD, returns(lambda lp: LossResult(lp, 1)), r"must be a scalar tensor, not \[4, 16\]"),
         (GOOD, returns(lambda lp: LossResult(1.0, 1)), "scalar tensor, not float"),

@@ -334,9 +334,10 @@ def _say_next(folder: RunFolder, recipe: Recipe, request: LaunchRequest, ranks: 
     note(f"{ended} {f'at step {step}' if step is not None else 'before a step'}; run folder: {run}")
     if not saved and (step or outcome["why"] not in ("stopped", "interrupted")):
         return
-    epochs = recipe.training.epochs
-    length = f"training.steps={2 * step}" if epochs is None else f"training.epochs={2 * epochs:g}"
-    more = f" {length}" if outcome["why"] == "finished" else ""
+    more = ""
+    if outcome["why"] == "finished":
+        epochs = recipe.training.epochs
+        more = f" training.steps={2 * step}" if epochs is None else f" training.epochs={2 * epochs:g}"
     note(f"continue:  titan train {run} --resume{more}{flags}")
     if not saved or component_info(recipe.model).hf is None:
         return  # transformers has no such model
