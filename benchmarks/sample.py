@@ -1,8 +1,9 @@
-"""Greedy completions: titan's sampler beside transformers' `generate`.
+"""Greedy completions: titan's sampler beside transformers' `generate` and, if it is there, vLLM.
 
     python benchmarks/sample.py [--rounds N] [--only one batch ends long group] [--layers N] [--products]
+                                [--vllm FOLDER/bin/python]
 
-A Llama of 135 M parameters (SmolLM's sizes) with random values, fp32, one thread. Both have the same weights
+A Llama of 135 M parameters (SmolLM's sizes) with random values, fp32, one thread. All have the same weights
 and give the same tokens, which is checked:
 
 - `one`: one prompt of 32 tokens, 64 new tokens.
@@ -12,9 +13,10 @@ and give the same tokens, which is checked:
 - `long` (unkind): a prompt of 1024 tokens beside 15 of 8, 32 new tokens each.
 - `group`: 4 prompts of 256 tokens, 8 completions of each (greedy, so alike), 32 new tokens each.
 
-Prints one table: CPU-seconds of the process (`time.process_time`) on both sides, taken in turn within one
-run, and the ratio of the medians; with `--products` also the share of titan's time in operators that its
-matrix products take, by torch's profiler, which is slow where completions are many.
+Prints one table: CPU-seconds of the process (`time.process_time`) on all sides, taken in turn within one
+run, and the ratios of the medians to titan's; with `--products` also the share of titan's time in operators
+that its matrix products take, by torch's profiler, which is slow where completions are many. vLLM runs in a
+process of its own, in the environment that `vllm_environment.sh` makes, whose Python `--vllm` names.
 """
 
 from __future__ import annotations
@@ -22,13 +24,17 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM, StoppingCriteria
+from vllm_completions import Vllm
 
 from titancli.models import Llama3
 from titancli.models.blocks.decoder import Decoder, build
@@ -149,6 +155,45 @@ def share_of_products(call: Callable[[], Any]) -> float:
     return sum(by_name.get(name, 0.0) for name in names) / sum(by_name.values())
 
 
+Side = Callable[[Shape], tuple[list[list[int]], float]]
+"""The new tokens of each row, and the CPU-seconds that they took."""
+
+
+def table(known: dict[str, Shape], rounds: int, sides: dict[str, Side]) -> Iterator[str]:
+    """Print a row for each shape; yields its name afterwards."""
+    others = [side for side in sides if side != "titan"]
+    print(line("shape", *sides, *(f"{side}/titan" for side in others), "tokens/s"))
+    for name, shape in known.items():
+        found = [{side: call(shape) for side, call in sides.items()} for _ in range(rounds)]
+        seconds = {side: statistics.median(one[side][1] for one in found) for side in sides}
+        made, ours = found[-1]["titan"][0], seconds["titan"]
+        ratios = [f"{seconds[side] / ours:.2f}" for side in others]
+        times = [f"{one:.2f}s" for one in seconds.values()]
+        print(line(name, *times, *ratios, f"{sum(map(len, made)) / ours:.1f}"), flush=True)
+        for side in others:
+            if differ := sum(a != b for a, b in zip(made, found[-1][side][0], strict=True)):
+                print(f"  of {len(made)} completions {differ} differ from those of {side}", flush=True)
+        yield name
+
+
+def line(name: str, *cells: str) -> str:
+    """A line of the table."""
+    return f"{name:<8}" + "".join(f"{cell:>18}" for cell in cells)
+
+
+def timed(complete: Callable[..., list[list[int]]], *arguments: Any) -> tuple[list[list[int]], float]:
+    """The new tokens of each row, and the CPU-seconds that they took."""
+    start = time.process_time()
+    made = complete(*arguments)
+    return made, time.process_time() - start
+
+
+def with_vllm(vllm: Vllm, shape: Shape) -> tuple[list[list[int]], float]:
+    """The new tokens of each row, and the CPU-seconds that they took."""
+    made = vllm.complete(shape.prompts, shape.limits, shape.samples)
+    return made.tokens, made.cpu_seconds
+
+
 def main() -> None:
     """Print the table."""
     known = shapes()
@@ -157,28 +202,24 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=list(known), default=list(known))
     parser.add_argument("--layers", type=int, default=30)
     parser.add_argument("--products", action="store_true")
+    parser.add_argument("--vllm", metavar="PYTHON", help="the Python of vllm_environment.sh's environment")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     ours, theirs = models(asked.layers)
-    print(f"{'shape':<8}{'transformers':>14}{'titan':>10}{'ratio':>8}{'tokens/s':>10}")
-    for name in asked.only:
-        shape = known[name]
-        times: tuple[list[float], list[float]] = ([], [])
-        for _ in range(asked.rounds):
-            start = time.process_time()
-            expected = with_transformers(theirs, shape)
-            between = time.process_time()
-            made = with_titan(ours, shape)
-            times[0].append(between - start)
-            times[1].append(time.process_time() - between)
-        they, we = map(statistics.median, times)
-        speed = sum(map(len, made)) / we
-        print(f"{name:<8}{they:>13.2f}s{we:>9.2f}s{they / we:>8.2f}{speed:>10.1f}", flush=True)
-        if asked.products:
-            share = share_of_products(lambda shape=shape: with_titan(ours, shape))
-            print(f"  products are {share:.0%} of titan's time", flush=True)
-        if differ := sum(a != b for a, b in zip(made, expected, strict=True)):
-            print(f"  of {len(made)} completions {differ} differ")
+    sides: dict[str, Side] = {
+        "transformers": lambda shape: timed(with_transformers, theirs, shape),
+        "titan": lambda shape: timed(with_titan, ours, shape),
+    }
+    with ExitStack() as stack:
+        if asked.vllm:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()), "model")
+            theirs.save_pretrained(folder)
+            vllm = stack.enter_context(Vllm(asked.vllm, folder, together=32))
+            sides["vLLM"] = lambda shape: with_vllm(vllm, shape)
+        for name in table({name: known[name] for name in asked.only}, asked.rounds, sides):
+            if asked.products:
+                share = share_of_products(lambda shape=known[name]: with_titan(ours, shape))
+                print(f"  products are {share:.0%} of titan's time", flush=True)
 
 
 if __name__ == "__main__":
