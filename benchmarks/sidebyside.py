@@ -47,6 +47,13 @@ def serve(step: Callable[[], Numbers | None]) -> None:
         answer({**cost.numbers, **numbers, "memory": peak_rss() - before, "rss": peak_rss()})
 
 
+def turn(numbers: Numbers) -> None:
+    """Answer what a step cost, and wait for the next turn. For steps of somebody else, a run or a trainer,
+    who calls this after each; after the last one nothing waits."""
+    answer(numbers)
+    sys.stdin.readline()
+
+
 class Cost:
     """CPU-seconds of this process, all threads, and seconds on the clock."""
 

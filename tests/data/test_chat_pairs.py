@@ -112,6 +112,24 @@ def test_a_bad_pair_is_told_with_file_line_and_reason(
         list(make(Preference(path=path, repeat=False, strict=True), seq_len=32, rows=2))
 
 
+@pytest.mark.parametrize("indexed", [False, True])
+def test_rows_are_padded_to_the_longest_of_a_batch_on_demand(tmp_path: Path, indexed: bool) -> None:
+    said_ = [3, 50, 2, 60, 1, 120]
+    pairs = [{"prompt": "q", "chosen": "a" * n, "rejected": "b"} for n in said_]
+    path = lines(tmp_path / "pairs.jsonl", pairs)
+    options = {"path": path, "repeat": False, "shuffle": False, "length_index": indexed}
+    whole = list(make(Preference(**options), seq_len=150, rows=2))
+    cut = list(make(Preference(**options, padding="longest"), seq_len=150, rows=2))
+    assert [batch["tokens"].shape[1] for batch in cut] == [64, 128, 64, 128, 64, 150]
+    for ours, theirs in zip(cut, whole, strict=True):
+        width = ours["tokens"].shape[1]
+        assert all((ours[name] == theirs[name][:, :width]).all() for name in theirs)
+        assert (theirs["targets"][:, width:] == IGNORE).all()
+    # The last batch of a rank that has nothing left.
+    batches = list(make(Preference(**options, padding="longest"), seq_len=150, rows=4, dp_rank=1, dp_size=2))
+    assert [batch["tokens"].shape[1] for batch in batches] == [128, 64]
+
+
 def test_an_odd_number_of_rows_is_refused() -> None:
     with pytest.raises(RecipeError, match="a pair consists of two rows"):
         make(Preference(path="titan:sums_pairs"), rows=3)

@@ -335,6 +335,8 @@ class RowsOfExamples:
     trailing_newline: bool = False
     """Also train on the line break that a chat template puts after the assistant's end marker (ChatML:
     `<|im_end|>\\n`); false: the end marker is the last target of a turn."""
+    padding: Literal["seq_len", "longest"] = "seq_len"
+    """Length of the rows of a batch: training.seq_len, or that of the longest of them, in multiples of 64."""
     length_index: bool = False
     """Measure all rows once, before the first step, and keep their lengths in titan's cache, so that each
     rank and each worker process prepares only its own rows. The metric `cut_rows` is omitted."""
@@ -348,6 +350,8 @@ class RowsOfExamples:
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield from hub_keys(self)
+        if self.padding == "longest" and (recipe.mesh.pp != 1 or recipe.mesh.ep != 1):
+            yield "padding", 'pipelines and expert parallelism need rows of one length: use "seq_len"'
 
 
 @component("dataset", "chat", target="titancli.data.chat:build")

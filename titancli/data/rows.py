@@ -21,10 +21,13 @@ from titancli.data.lengths import BAD, row_lengths
 from titancli.data.packing import STATE_VERSION, refuse_other_data, tokenizer_identity
 from titancli.errors import EnvironmentProblem
 from titancli.protocols import Tokenizer
-from titancli.protocols.batch import Batch
+from titancli.protocols.batch import IGNORE, Batch
 
 GROUP = 128
 """Examples that may share rows."""
+
+STEP = 64
+"""Rows that are padded to the longest of a batch are as long as a multiple of this."""
 
 Row = dict[str, np.ndarray]
 """Arrays by tensor name, each for one row of a batch."""
@@ -130,6 +133,7 @@ class RowDataset:
         group: int = GROUP,
         templated: bool = True,
         length_index: bool = False,
+        longest: bool = False,
     ) -> None:
         """Create the dataset.
 
@@ -138,6 +142,7 @@ class RowDataset:
             group: number of examples that may share rows.
             templated: whether rows depend on the chat template.
             length_index: measure all examples once, before the first batch; they must be `IndexedExamples`.
+            longest: pad the rows of a batch to the longest of them, not to seq_len.
         """
         self._examples, self._maker = examples, maker
         self._rows, self._dp_rank, self._dp_size = rows, dp_rank, dp_size
@@ -149,7 +154,7 @@ class RowDataset:
             "seq_len": seq_len,
             **settings,
         }
-        self._group = group
+        self._group, self._pads_to_longest = group, longest
         self._length_index = length_index
         self._lengths: np.ndarray | None = None
         self._position = Position()
@@ -169,7 +174,7 @@ class RowDataset:
             mine = [make() for make in taken[first : first + self._rows]]
             mine += [self._maker.filler() for _ in range(self._rows - len(mine))]
             tensors = {name: torch.from_numpy(np.stack([row[name] for row in mine])) for name in mine[0]}
-            yield Batch(tensors, unit=self._maker.unit)
+            yield Batch(without_padding(tensors) if self._pads_to_longest else tensors, unit=self._maker.unit)
 
     def skip(self, rows: int) -> int | None:
         """Skip this many global rows without making them; return how many were skipped, or None without
@@ -312,3 +317,13 @@ class RowDataset:
         self._consumed = state["rows"]
         self._position = Position(state["epoch"], state["group"], state["used"])
         self._ahead = None
+
+
+def without_padding(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Cut off the columns after the last target of all rows, but for a multiple of `STEP`."""
+    there = (tensors["targets"] != IGNORE).any(0).nonzero()
+    width = -(-(int(there[-1]) + 1) // STEP) * STEP if len(there) else STEP
+    return {
+        name: tensor[:, :width].contiguous() if tensor.ndim > 1 else tensor
+        for name, tensor in tensors.items()
+    }

@@ -173,7 +173,7 @@ def test_answers_and_mismatched_answers_are_those_of_trl(tmp_path: Path) -> None
     config = Unpaired(path=write(tmp_path, ROWS), repeat=False, shuffle=False, trailing_newline=True)
     tokenizer = build(HFTokenizer(path=folder))
     [batch] = list(make(config, tokenizer=tokenizer, seq_len=64, rows=len(ROWS)))
-    [other] = mismatched([batch], Ranks(), 0)
+    [other] = mismatched([batch], Ranks(), 0, batch["tokens"].shape[1])
 
     args = SimpleNamespace(dataset_num_proc=None, max_length=None, per_device_train_batch_size=len(ROWS))
     theirs = PreTrainedTokenizerFast.from_pretrained(folder)
@@ -203,7 +203,7 @@ def test_a_prompt_gets_the_answer_to_another_one_if_there_is_one(tmp_path: Path)
         return [bytes(i for i in targets if i < 256).decode() for _, targets in rows_of(some)]
 
     assert said_in(batch) == ["yes 0", "no 0", "yes 1", "no 1", "yes 2", "no 2"]
-    [other] = mismatched([batch], Ranks(), 0)
+    [other] = mismatched([batch], Ranks(), 0, batch["tokens"].shape[1])
     assert said_in(other) == ["no 2", "no 2", "no 0", "no 0", "no 1", "no 1"]
     prompts = [answer.prompt.tolist() for answer in answers_of(batch) if answer is not None]
     assert [answer.prompt.tolist() for answer in answers_of(other) if answer is not None] == prompts
@@ -220,12 +220,12 @@ def test_an_answer_that_does_not_fit_behind_another_prompt_is_cut(tmp_path: Path
     ]
     config = Unpaired(path=write(tmp_path, rows), repeat=False, shuffle=False)
     [batch] = list(make(config, seq_len=29, rows=2))
-    [other] = mismatched([batch], Ranks(), 0)
+    [other] = mismatched([batch], Ranks(), 0, batch["tokens"].shape[1])
     [(tokens, targets), _] = rows_of(other)
     assert len(tokens) == 30  # as many as a row holds
     assert targets == [98] * 3
     alone = Batch({name: tensor[:1] for name, tensor in batch.items()})
-    [nothing] = mismatched([alone], Ranks(), 0)
+    [nothing] = mismatched([alone], Ranks(), 0, 29)
     assert (nothing["targets"] == IGNORE).all()
 
 

@@ -90,6 +90,16 @@ def test_a_run_learns_and_resumes_byte_for_byte(
     assert read_digests(kto / "parts") == read_digests(kto / "whole")
 
 
+def test_rows_padded_to_the_longest_are_the_same_run(
+    train: Callable[..., Finished],  # noqa: F811
+    kto: Path,
+) -> None:
+    assert train("kto.toml", "training.seq_len=200", "--run-dir", "whole").code == 0
+    done = train("kto.toml", "training.seq_len=200", "dataset.padding=longest", "--run-dir", "cut")
+    assert done.code == 0, done.err
+    assert losses(kto / "cut") == pytest.approx(losses(kto / "whole"), rel=3e-6)
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize("loss", ["kto", "apo_zero_unpaired"])
 def test_ranks_make_the_run_of_one_also_where_one_has_no_answers(
@@ -101,20 +111,23 @@ def test_ranks_make_the_run_of_one_also_where_one_has_no_answers(
     """20 answers in steps of 8: the second rank has none of the last 4 if each has 4 rows."""
     pairs = [{"prompt": f"what is {n}", "chosen": f"{n}", "rejected": f"not {n}"} for n in range(10)]
     (kto / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
-    line = ("kto.toml", "dataset.path=pairs.jsonl", "dataset.repeat=false", f"loss.type={loss}")
+    data = ("dataset.path=pairs.jsonl", "dataset.repeat=false")
+    line = ("kto.toml", *data, f"loss.type={loss}", "training.seq_len=128")
     assert train(*line, "--run-dir", "one").code == 0
-    one = losses(kto / "one")
-    assert list(one) == [1, 2, 3]
+    assert list(losses(kto / "one")) == [1, 2, 3]
     layouts = {"fsdp": (), "ddp": ("mesh.dp_replicate=2",), "tp": ("mesh.tp=2",), "pp": ("mesh.pp=2",)}
+    cut = "dataset.padding=longest"
+    layouts |= {"cut": (cut,), "cut, tp": (cut, "mesh.tp=2"), "cut, cp": (cut, "mesh.cp=2")}
     for name, layout in layouts.items():
         model = ("model.n_layers=2",) if name == "pp" else ()
+        alone = "one"
         if model:
-            assert train(*line, *model, "--run-dir", "one-pp").code == 0
-            one = losses(kto / "one-pp")
+            alone = "one-pp"
+            assert train(*line, *model, "--run-dir", alone).code == 0
         done = train_on(2, *line, *layout, *model, "--run-dir", name)
         assert done.code == 0, done.err
-        assert losses(kto / name) == pytest.approx(one, rel=3e-6)
-        ours, theirs = (metrics(kto / run) for run in (name, "one-pp" if model else "one"))
+        assert losses(kto / name) == pytest.approx(losses(kto / alone), rel=3e-6)
+        ours, theirs = (metrics(kto / run) for run in (name, alone))
         for told, expected in zip(ours, theirs, strict=True):
             for key in {"kl", "reward_accuracy", "reward_desirable", "reward_undesirable"} & expected.keys():
                 assert told[key] == pytest.approx(expected[key], rel=1e-4, abs=2e-6), key
@@ -145,6 +158,7 @@ def test_what_does_not_fit_is_refused_by_name(
         ('validation.datasets.v={type="chat", path="titan:sums"}',): "validation.datasets.v: kto needs",
         ("loss.desirable_weight=0.0", "loss.undesirable_weight=0.0"): "must be above 0",
         ("training.local_batch_size=1", "training.global_batch_size=1"): "a step has only one",
+        ("dataset.padding=longest", "mesh.pp=2", "--nproc", "2"): "need rows of one length",
         ("dataset.trailing_newline=true",): "is not known to add a line break",
     }.items():
         done = train("kto.toml", *line, "--run-dir", f"r{abs(hash(line))}")
@@ -181,7 +195,7 @@ def on_ranks(counts: list[int], loss: Any, fails: bool = False) -> Any:
     made = replace(recipe(Layout(mesh={"dp_shard": len(counts)})), loss=loss, loop=KtoLoop())
     made = replace(made, dataset=Unpaired(path="titan:sums_pairs", pairs=True))
     with Engine.build(made) as engine:
-        compared = Compared(engine, Other(engine))  # type: ignore[arg-type]
+        compared = Compared(engine, Other(engine), 8)  # type: ignore[arg-type]
         count = counts[engine.mesh.dp_rank]
         try:
             batches = compared([answers(4)] * count if fails else [answers(count)])

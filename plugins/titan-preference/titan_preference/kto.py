@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from titancli.loops.run import Run
     from titancli.observe.observers import Observers
 
+STEP = 64
+"""Rows are as long as a multiple of this where they are not padded to seq_len."""
+
 
 def build(
     config: KtoLoop, *, engine: Engine, data: Loader, tokenizer: Any, observers: Observers, run: Run
@@ -40,7 +43,7 @@ def build(
             "the loss kto compares the answers of a step with each other, and a step has only one",
             hint="set training.global_batch_size to at least 2, or more: it is the sample of an estimate",
         )
-    compared = Compared(engine, Reference(engine, run))
+    compared = Compared(engine, Reference(engine, run), run.batch_shape[1])
     if run.validation is not None:
         run.validation.prepare = lambda batch: compared([batch])[0]
     return partial(kto, engine, data, observers, run, compared)
@@ -65,8 +68,8 @@ class Compared:
     """Adds to the batches of a step what the loss compares with: `reference_row_logprobs` [B], and `kl` [B],
     the same number for all rows."""
 
-    def __init__(self, engine: Engine, reference: Reference) -> None:
-        self._engine, self._reference = engine, reference
+    def __init__(self, engine: Engine, reference: Reference, seq_len: int) -> None:
+        self._engine, self._reference, self._seq_len = engine, reference, seq_len
         self._ranks = Ranks(engine.mesh.dp_group)
 
     def __call__(self, batches: Sequence[Batch]) -> list[Batch]:
@@ -92,7 +95,7 @@ class Compared:
     def _kl(self, batches: Sequence[Batch]) -> float:
         """Return the estimate for a step: the mean log-ratio of mismatched answers, at least 0."""
         total, number = 0.0, 0
-        for batch in mismatched(batches, self._ranks, self._engine.mesh.dp_rank):
+        for batch in mismatched(batches, self._ranks, self._engine.mesh.dp_rank, self._seq_len):
             batch = batch.to(self._engine.device)
             with phase("kl"):
                 ratios = self._engine.forward(batch).sum(1)
@@ -130,8 +133,8 @@ def answers_of(batch: Batch) -> list[Answer | None]:
     return found
 
 
-def mismatched(batches: Sequence[Batch], ranks: Ranks, rank: int) -> list[Batch]:
-    """Return batches of the same shapes in which prompts are followed by the answers to other prompts.
+def mismatched(batches: Sequence[Batch], ranks: Ranks, rank: int, seq_len: int) -> list[Batch]:
+    """Return batches of as many rows in which prompts are followed by the answers to other prompts.
 
     The answers of a step are in the order of the data: by micro-batch, and in it by rank. Each prompt gets
     the answer before its own, and the first one the last, as in TRL; the nearest one to another prompt, if
@@ -140,6 +143,7 @@ def mismatched(batches: Sequence[Batch], ranks: Ranks, rank: int) -> list[Batch]
     Args:
         ranks: the data-parallel ranks; collective.
         rank: which one this is.
+        seq_len: the most tokens of a row.
     """
     own = [answers_of(batch) for batch in batches]
     everyones = [found for _, found in sorted(ranks.gather((rank, own)), key=lambda one: one[0])]
@@ -155,9 +159,10 @@ def mismatched(batches: Sequence[Batch], ranks: Ranks, rank: int) -> list[Batch]
     rows: dict[tuple[int, int], Conversation] = {}
     for place, (dp, micro, row) in enumerate(order):
         if dp == rank and (other := others[place]) is not None:
-            rows[micro, row] = joined(step[place].prompt, step[other], batches[micro]["tokens"].shape[1])
+            rows[micro, row] = joined(step[place].prompt, step[other], seq_len)
     return [
-        _batch_of(batch, [rows.get((i, row)) for row in range(batch.rows)]) for i, batch in enumerate(batches)
+        _batch_of(batch, [rows.get((i, row)) for row in range(batch.rows)], seq_len)
+        for i, batch in enumerate(batches)
     ]
 
 
@@ -178,6 +183,10 @@ def joined(prompt: np.ndarray, answer: Answer, seq_len: int) -> Conversation:
     return Conversation(tokens, trained)
 
 
-def _batch_of(batch: Batch, rows: Sequence[Conversation | None]) -> Batch:
-    made = [row_of([row] if row is not None else [], batch["tokens"].shape[1], 0) for row in rows]
+def _batch_of(batch: Batch, rows: Sequence[Conversation | None], seq_len: int) -> Batch:
+    """Return rows, padded to seq_len if those of the batch are."""
+    if batch["tokens"].shape[1] < seq_len:
+        longest = max((len(row.tokens) - 1 for row in rows if row is not None), default=1)
+        seq_len = min(seq_len, -(-longest // STEP) * STEP)
+    made = [row_of([row] if row is not None else [], seq_len, 0) for row in rows]
     return Batch({name: torch.from_numpy(np.stack([row[name] for row in made])) for name in made[0]})
