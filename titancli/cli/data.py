@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from titancli.cli.completion import RecipeOrOverride
 from titancli.cli.output import note, print_json, table
 from titancli.errors import EXIT_ENVIRONMENT, EXIT_OK, UsageError
 from titancli.terminal import printable
@@ -22,20 +23,43 @@ NOTE_SECONDS = 30.0
 """Seconds between two lines of progress."""
 
 
-@click.command("show", short_help="Show the contents of token shards.")
-@click.argument("out", type=FOLDER)
+@click.command("show", short_help="Show token shards, or rows as a model sees them.")
+@click.argument("out", type=FOLDER, metavar="OUT|FILE")
 @click.option("--document", type=click.IntRange(0), metavar="N", help="Print the tokens of document N.")
 @click.option("--tokenizer", metavar="DIR", help="Decode them with this tokenizer.")
-@click.option("--recipe", metavar="RECIPE", help="Decode them with the tokenizer of a recipe.")
+@click.option(
+    "--recipe",
+    type=RecipeOrOverride(),
+    metavar="RECIPE",
+    help="Decode them with its tokenizer; make rows of FILE as it does.",
+)
+@click.option("-n", "count", type=click.IntRange(1), default=3, show_default=True, help="Rows of FILE.")
 @JSON
-def show(out: Path, document: int | None, tokenizer: str | None, recipe: str | None, as_json: bool) -> None:
+def show(
+    out: Path,
+    document: int | None,
+    tokenizer: str | None,
+    recipe: str | None,
+    count: int,
+    as_json: bool,
+) -> None:
     """Show the token shards in OUT: their tokenizer, sources, counts and a histogram of document lengths.
 
     With --document, print one document instead, counted from 0: its text, if its tokenizer is given, else its
     ids.
-    """
-    from titancli.data.shards import read_index
 
+    For any other FILE or folder, with --recipe: its first rows, as the recipe's dataset makes them and the
+    model sees them: where each document ends, and which tokens are targets.
+    """
+    from titancli.data.shards import INDEX, read_index
+
+    if recipe is not None and document is None and not (out / INDEX).is_file():
+        if as_json or tokenizer is not None:
+            raise UsageError("rows of a file are shown as text, with the tokenizer of the recipe")
+        from titancli.cli.show_rows import show_rows
+
+        show_rows(out, recipe, count)
+        return
     if document is None and (tokenizer is not None or recipe is not None):
         raise UsageError("--tokenizer and --recipe decode a document: add --document N")
     index = read_index(out)

@@ -34,6 +34,11 @@ class ByteTokenizer(TokenizerDefaults):
         """Return the text; end markers are dropped, and invalid bytes become U+FFFD."""
         return bytes(i for i in ids if 0 <= i < 256).decode(errors="replace")
 
+    def decode_special(self, ids: list[int]) -> str:
+        """Return the text with end markers as `<256>`."""
+        pieces = (bytes([i]) if i < 256 else b"<%d>" % i for i in ids if i >= 0)
+        return b"".join(pieces).decode(errors="replace")
+
     def chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = False) -> list[int]:
         """Return the ids of a conversation: each message is its role, a newline, its content, and 256.
 

@@ -63,6 +63,10 @@ class HFTokenizer:
         """Return the text without special tokens."""
         return self._tokenizer.decode(ids, skip_special_tokens=True)
 
+    def decode_special(self, ids: list[int]) -> str:
+        """Return the text with special tokens by their names."""
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
+
     def token_id(self, token: str) -> int | None:
         """Return the id of a token by its name, including special ones; None if there is none."""
         found: int | None = self._tokenizer.token_to_id(token)

@@ -34,6 +34,10 @@ class TokenizerDefaults(Protocol):
         """Return the id of a token by its name, special ones included; None: there is none."""
         return None
 
+    def decode_special(self, ids: list[int]) -> str | None:
+        """Return the text with special tokens by their names; None: only `decode` is available."""
+        return None
+
     def encode_arrays(self, texts: list[str]) -> list[np.ndarray] | None:
         """Return the result of `encode_batch` as arrays; None: only `encode_batch` is available."""
         return None
