@@ -27,7 +27,11 @@ FAMILIES = (
     *("grpo_digit", "dpo_debug"),
 )
 """Every block, loop and loss of the others is in one of these."""
-NO_ROWS = {"titan-flux/flow_matching": "a dry run has rows of tokens, no images"}
+NO_ROWS = {
+    "titan-flux/flow_matching": "a dry run has rows of tokens, no images",
+    "titan-heads/classification": "a dry run has no labels",
+    "titan-heads/embedding": "a dry run has no pairs of texts",
+}
 
 
 def every(kind: str) -> dict[str, Any]:

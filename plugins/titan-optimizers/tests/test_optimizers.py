@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from tests.engine.cases import Layout, small
 from titan_optimizers import Adafactor, AdamW8bit, ByName, Group, Lion, Neftune
-from titan_optimizers.eight_bit import _nearest, _values, block_of
+from titan_optimizers.eight_bit import _nearest, block_of, numbers, values_of
 from titan_testing import check_plugin, run_cli
 from titancli import TitanError
-from titancli.errors import EnvironmentProblem
 from titancli.models import Qwen3
 from titancli.models.sections import MoE
 from titancli.optimizers import AdamW
@@ -95,10 +94,17 @@ def test_eight_bits_step_as_torchao_does() -> None:
     assert 1e-5 < distance(found, exact) < 1e-3
 
 
+def test_codes_are_those_of_torchao() -> None:
+    from torchao.optim.quant_utils import create_dynamic_map
+
+    for signed in (True, False):
+        assert numbers(signed) == pytest.approx(create_dynamic_map(signed), rel=1e-6, abs=1e-12)
+
+
 def test_a_value_gets_the_nearest_code() -> None:
     x = torch.cat((torch.linspace(-1, 1, 4001), torch.tensor([-1.0, 0.0, 1.0, 1e-9])))
     for signed in (True, False):
-        values = _values(signed, torch.device("cpu"))
+        values = values_of(signed, torch.device("cpu"))
         own = x if signed else x.abs()
         nearest = (own[:, None] - values).abs().min(1).values
         torch.testing.assert_close((values[_nearest(own, values).int()] - own).abs(), nearest)
@@ -204,13 +210,27 @@ def test_rows_that_blocks_do_not_fill_are_refused() -> None:
             _checked(whole, "w")
 
 
-def test_eight_bits_without_torchao_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    _values.cache_clear()
-    monkeypatch.setitem(__import__("sys").modules, "torchao.optim.quant_utils", None)
-    with pytest.raises(EnvironmentProblem, match="needs torchao") as error:
-        ours(AdamW8bit(), parameters())
-    assert "pip install" in str(error.value.hint)
-    _values.cache_clear()
+@pytest.mark.parametrize("which", ["lion", "adafactor", "adamw_8bit"])
+def test_gradients_are_divided_and_steps_skipped_on_the_device(which: str) -> None:
+    plain, scaled = parameters(), parameters()
+    one, other = ours(OPTIMIZERS[which], plain), ours(OPTIMIZERS[which], scaled)
+    generator = torch.Generator().manual_seed(1)
+    bad: Any = other
+    for step in range(4):
+        for a, b in zip(plain, scaled, strict=True):
+            a.grad = torch.randn(a.shape, generator=generator)
+            b.grad = a.grad * 4.0
+        if step == 2:  # skipped by one, not done by the other
+            for b in scaled:
+                b.grad = torch.full_like(b, torch.nan)
+        bad.grad_scale, bad.found_inf = torch.tensor(4.0), torch.tensor(float(step == 2))
+        other.step()
+        if step != 2:
+            one.step()
+    for a, b in zip(plain, scaled, strict=True):
+        assert torch.equal(a, b)
+        for name, value in one.state[a].items():
+            assert torch.equal(value, other.state[b][name]), name
 
 
 # ---------------------------------------------------------------------------------------------- by name

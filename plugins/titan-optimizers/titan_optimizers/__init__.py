@@ -107,10 +107,14 @@ class ByName:
     LoRA+ (arXiv 2402.12354) is `match = ["*.lora_b"]` with `lr_factor = 16`.
     """
 
-    groups: Annotated[list[Group], MinLen(1)]
-    """The groups; all other parameters are stepped as the optimizer says."""
+    groups: list[Group] = field(default_factory=list)
+    """The groups, at least one; all other parameters are stepped as the optimizer says."""
     optimizer: Annotated[Component, Slot("optimizer")] = field(default_factory=lambda: _adamw())
     """The optimizer."""
+
+    def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
+        if not self.groups:
+            yield "groups", "no parameters have rates of their own: add one, or use the optimizer itself"
 
     @property
     def lr(self) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,58 +12,61 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from titan_optimizers import Adafactor
-from titan_optimizers.elementwise import local
+from titan_optimizers.elementwise import Skipping, counted, kept, local
 from titancli.protocols import Role
 
 
-class AdafactorOptimizer(torch.optim.Optimizer):
+class AdafactorOptimizer(Skipping):
     """See `titan_optimizers.Adafactor`.
 
     The update is that of `torch.optim.Adafactor`, except that the mean of a matrix's second moments, which
     torch takes to be at least 1e-7, may be as small as those of small gradients are.
     """
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, local(parameter.grad).float(), group)
-        return loss
-
-    def _update(self, parameter: nn.Parameter, grad: Tensor, group: dict[str, Any]) -> None:
-        state, weight = self.state[parameter], local(parameter)
+    def _update(
+        self,
+        parameter: nn.Parameter,
+        weight: Tensor,
+        grad: Tensor,
+        wrong: Tensor | None,
+        group: dict[str, Any],
+    ) -> None:
+        state, count = self.state[parameter], parameter.numel()
         if not state:
             self._begin(parameter, state)
-        state["step"] += 1
-        step, count = float(state["step"]), parameter.numel()
+        step = counted(state, wrong)
+        if wrong is not None:  # no gradient that is not finite takes part in sums
+            grad = torch.where(wrong > 0, 0.0, grad)
+            step = step.clamp(min=1.0)
         decay = step ** group["beta2_decay"]
         tiny = torch.finfo(torch.float32).eps ** 2
         rms = (_summed(weight.float().square().sum(), parameter, range(parameter.ndim)) / count).sqrt()
-        size = rms.clamp(min=group["eps"]) * min(group["lr"], 1 / math.sqrt(step))
-        weight.mul_(1 - group["lr"] * group["weight_decay"])
+        size = rms.clamp(min=group["eps"]) * step.rsqrt().clamp(max=group["lr"])
         if "variance" in state:
-            variance = local(state["variance"]).lerp_(grad.square(), decay)
-            estimate = variance.clamp(min=tiny)
+            old = [local(state["variance"])]
+            new = [old[0].lerp(grad.square(), decay)]
+            estimate = new[0].clamp(min=tiny)
         else:
             squares, n_rows, n_columns = grad.square(), parameter.shape[-2], parameter.shape[-1]
             last, before = parameter.ndim - 1, parameter.ndim - 2
-            rows, columns = local(state["row_var"]), local(state["col_var"])
-            rows.lerp_(_summed(squares.sum(-1, keepdim=True), parameter, [last]) / n_columns, decay)
-            columns.lerp_(_summed(squares.sum(-2, keepdim=True), parameter, [before]) / n_rows, decay)
-            mean = _summed(rows.sum(-2, keepdim=True), parameter, [before]) / n_rows
-            estimate = (rows @ columns).div_(mean.clamp(min=tiny)).clamp_(min=tiny)
+            old = [local(state["row_var"]), local(state["col_var"])]
+            means = [
+                _summed(squares.sum(-1, keepdim=True), parameter, [last]) / n_columns,
+                _summed(squares.sum(-2, keepdim=True), parameter, [before]) / n_rows,
+            ]
+            new = [one.lerp(mean, decay) for one, mean in zip(old, means, strict=True)]
+            mean = _summed(new[0].sum(-2, keepdim=True), parameter, [before]) / n_rows
+            estimate = (new[0] @ new[1]).div_(mean.clamp(min=tiny)).clamp_(min=tiny)
         update = estimate.rsqrt_().mul_(grad)
         norm = _summed(update.square().sum(), parameter, range(parameter.ndim)).sqrt()
         denominator = (norm / (math.sqrt(count) * group["clip"])).clamp(min=1.0)
-        weight.sub_(update.mul_(size / denominator))
+        decayed = weight * (1 - group["lr"] * group["weight_decay"])
+        kept(weight, decayed.sub_(update.mul_(size / denominator)), wrong)
+        for one, value in zip(old, new, strict=True):
+            kept(one, value, wrong)
 
     def _begin(self, parameter: nn.Parameter, state: dict[str, Any]) -> None:
-        state["step"] = torch.zeros((), dtype=torch.float32)
+        state["step"] = torch.zeros((), dtype=torch.float32, device=local(parameter).device)
         if parameter.ndim < 2:
             state["variance"] = torch.zeros_like(parameter)
             return

@@ -1,7 +1,8 @@
 """AdamW with moments of 8 bits.
 
-A moment is an index into 256 values, times the largest absolute value of its block. torchao has the map and
-the rounding; blocks are parts of a row here, and not of a flattened shard, so that every layout has the same.
+A moment is an index into 256 values, times the largest absolute value of its block, as in torchao and
+bitsandbytes; but blocks are parts of a row here, and not of a flattened shard, so that every layout has the
+same.
 """
 
 from __future__ import annotations
@@ -16,9 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from titan_optimizers import AdamW8bit
-from titan_optimizers.elementwise import Elementwise, local
+from titan_optimizers.elementwise import Skipping, counted, kept, local
 from titancli import TitanError
-from titancli.errors import EnvironmentProblem
 from titancli.protocols import Role
 
 BLOCK, LEAST = 256, 32
@@ -44,7 +44,7 @@ def block_of(shape: tuple[int, ...]) -> int | None:
     return size
 
 
-class AdamW8bitOptimizer(Elementwise):
+class AdamW8bitOptimizer(Skipping):
     """See `titan_optimizers.AdamW8bit`.
 
     Args:
@@ -54,25 +54,38 @@ class AdamW8bitOptimizer(Elementwise):
     def __init__(self, params: Any, defaults: dict[str, Any], names: Mapping[nn.Parameter, str]) -> None:
         super().__init__(params, defaults)
         self._block = {parameter: _checked(parameter, name) for parameter, name in names.items()}
+        # Of this optimizer alone: those of a dry run have no values.
+        self._values = cache(values_of)
 
-    def _update(self, parameter: nn.Parameter, weight: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+    def _update(
+        self,
+        parameter: nn.Parameter,
+        weight: Tensor,
+        grad: Tensor,
+        wrong: Tensor | None,
+        group: dict[str, Any],
+    ) -> None:
         state, block = self.state[parameter], self._block[parameter]
         if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["step"] = torch.zeros((), dtype=torch.float32, device=weight.device)
             for name in ("exp_avg", "exp_avg_sq"):
                 state.update(_begun(parameter, name, block))
-        state["step"] += 1
-        step, (beta1, beta2) = float(state["step"]), group["betas"]
-        size, correction = group["lr"] / (1 - beta1**step), 1 - beta2**step
+        step, (beta1, beta2) = counted(state, wrong).double(), group["betas"]
+        size, correction = (group["lr"] / (1 - beta1**step)).float(), (1 - beta2**step).float()
+        if not weight.numel():
+            return  # sharded over more ranks than it has rows
 
-        def updated(weight: Tensor, grad: Tensor, first: Tensor, second: Tensor) -> None:
-            first.lerp_(grad, 1 - beta1)
-            second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-            weight.mul_(1 - group["lr"] * group["weight_decay"])
-            weight.addcdiv_(first, (second / correction).sqrt_().add_(group["eps"]), value=-size)
+        def updated(weight: Tensor, grad: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, ...]:
+            first = first.lerp(grad, 1 - beta1)
+            second = (second * beta2).addcmul_(grad, grad, value=1 - beta2)
+            denominator = (second / correction).sqrt_().add_(group["eps"])
+            decayed = weight * (1 - group["lr"] * group["weight_decay"])
+            return decayed.sub_((first * size).div_(denominator)), first, second
 
         if block is None:
-            updated(weight, grad, local(state["exp_avg"]), local(state["exp_avg_sq"]))
+            old = (weight, local(state["exp_avg"]), local(state["exp_avg_sq"]))
+            for tensor, new in zip(old, updated(weight, grad, *old[1:]), strict=True):
+                kept(tensor, new, wrong)
             return
         kinds = ("exp_avg", True), ("exp_avg_sq", False)
         codes = [local(state[name]).view(-1, block) for name, _ in kinds]
@@ -82,13 +95,16 @@ class AdamW8bitOptimizer(Elementwise):
         for start in range(0, len(flat), rows):
             part = slice(start, start + rows)
             moments = [
-                _values(signed, weight.device)[code[part].int()] * scale[part, None]
+                self._values(signed, weight.device)[code[part].int()] * scale[part, None]
                 for code, scale, (_, signed) in zip(codes, scales, kinds, strict=True)
             ]
-            updated(flat[part], grads[part], *moments)
+            new, *moments = updated(flat[part], grads[part], *moments)
+            kept(flat[part], new, wrong)
             for moment, code, scale, (_, signed) in zip(moments, codes, scales, kinds, strict=True):
-                scale[part] = moment.abs().amax(-1).clip(EMPTY)
-                code[part] = _nearest(moment / scale[part, None], _values(signed, weight.device))
+                largest = moment.abs().amax(-1).clip(EMPTY)
+                nearest = _nearest(moment / largest[:, None], self._values(signed, weight.device))
+                kept(scale[part], largest, wrong)
+                kept(code[part], nearest, wrong)
         if not weight.is_contiguous():  # reshape made a copy
             weight.copy_(flat.view(weight.shape))
 
@@ -103,9 +119,7 @@ def build(
 
     Raises:
         TitanError: tensor parallelism leaves parts of rows that no blocks fill.
-        EnvironmentProblem: torchao is not installed.
     """
-    _values(True, torch.device("cpu"))  # before the first step
     shared = {
         "lr": config.lr,
         "betas": (config.beta1, config.beta2),
@@ -132,8 +146,7 @@ def _begun(parameter: nn.Parameter, name: str, block: int | None) -> dict[str, T
     if block is None:
         return {name: torch.zeros_like(parameter)}
     own = local(parameter)
-    signed = name == "exp_avg"
-    zero = int(_values(signed, torch.device("cpu")).abs().argmin())
+    zero = numbers(name == "exp_avg").index(0)
     codes = torch.full(own.shape, zero, dtype=torch.uint8, device=own.device)
     scales = torch.full((*own.shape[:-1], own.shape[-1] // block), EMPTY, device=own.device)
     whole = (*parameter.shape[:-1], parameter.shape[-1] // block)
@@ -159,15 +172,23 @@ def _like(parameter: nn.Parameter, own: Tensor, shape: tuple[int, ...]) -> Tenso
 
 
 @cache
-def _values(signed: bool, device: torch.device) -> Tensor:
-    """Return the 256 values of a code, in order, fp32."""
-    try:
-        from torchao.optim.quant_utils import create_dynamic_map
-    except ImportError as error:
-        raise EnvironmentProblem(
-            "the optimizer adamw_8bit needs torchao", hint='pip install "torchao>=0.17,<0.19"'
-        ) from error
-    return torch.tensor(create_dynamic_map(signed), device=device)
+def numbers(signed: bool) -> list[float]:
+    """Return the 256 values of a code, in order: dynamic tree quantization (arXiv 1511.04561).
+
+    Below 1 there are seven decades, the largest with most values: middles of as many equal parts of it. With
+    a sign, each has half as many, and both signs.
+    """
+    found = [0.0, 1.0]
+    for decade in range(7):
+        count = 2**decade if signed else 2 ** (decade + 1)
+        middles = [10.0 ** (decade - 6) * (0.1 + 0.9 * (part + 0.5) / count) for part in range(count)]
+        found += [*middles, *(-value for value in middles if signed)]
+    return sorted(found)
+
+
+def values_of(signed: bool, device: torch.device) -> Tensor:
+    """Return the same, fp32 on a device."""
+    return torch.tensor(numbers(signed), device=device)
 
 
 def _nearest(x: Tensor, values: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Optimizers that update each element by itself: shards of DTensors are updated as they are."""
+"""Optimizers that skip steps on the device, and Lion, which updates each element by itself."""
 
 from __future__ import annotations
 
@@ -18,8 +18,33 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-class Elementwise(torch.optim.Optimizer):
-    """An optimizer with one function for all elements of a shard."""
+def kept(old: Tensor, new: Tensor, wrong: Tensor | None) -> None:
+    """Write new values in place of old ones, unless `wrong` is 1.0: the step is then skipped."""
+    old.copy_(new if wrong is None else torch.where(wrong > 0, old, new))
+
+
+def counted(state: dict[str, Any], wrong: Tensor | None) -> Tensor:
+    """Return the number of a parameter's steps, with this one unless it is skipped: a scalar on its device,
+    which only the device reads."""
+    state["step"] += 1.0 if wrong is None else 1.0 - wrong
+    step: Tensor = state["step"]
+    return step
+
+
+class Skipping(torch.optim.Optimizer):
+    """An optimizer that updates one parameter after another, and skips steps on the device.
+
+    As with torch's fused steps, gradients are divided by `grad_scale`, and the step is skipped where
+    `found_inf` is 1.0; both are device scalars or None.
+    """
+
+    _step_supports_amp_scaling = True
+    """torch's marker for an optimizer that honors them."""
+
+    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        super().__init__(params, defaults)
+        self.grad_scale: Tensor | None = None
+        self.found_inf: Tensor | None = None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -30,24 +55,45 @@ class Elementwise(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._update(parameter, local(parameter), local(parameter.grad).float(), group)
+                    own = local(parameter)
+                    scale, wrong = (
+                        None if given is None else given.to(own.device, non_blocking=own.is_cuda)
+                        for given in (self.grad_scale, self.found_inf)
+                    )
+                    grad = local(parameter.grad).float()
+                    self._update(parameter, own, grad if scale is None else grad / scale, wrong, group)
         return loss
 
-    def _update(self, parameter: nn.Parameter, weight: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+    def _update(
+        self,
+        parameter: nn.Parameter,
+        weight: Tensor,
+        grad: Tensor,
+        wrong: Tensor | None,
+        group: dict[str, Any],
+    ) -> None:
         raise NotImplementedError
 
 
-class LionOptimizer(Elementwise):
+class LionOptimizer(Skipping):
     """See `titan_optimizers.Lion`; its algorithm 2 has the update."""
 
-    def _update(self, parameter: nn.Parameter, weight: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+    def _update(
+        self,
+        parameter: nn.Parameter,
+        weight: Tensor,
+        grad: Tensor,
+        wrong: Tensor | None,
+        group: dict[str, Any],
+    ) -> None:
         state = self.state[parameter]
         if not state:
             state["exp_avg"] = torch.zeros_like(parameter)
         momentum, (beta1, beta2) = local(state["exp_avg"]), group["betas"]
         update = momentum.lerp(grad, 1 - beta1).sign_()
-        weight.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
-        momentum.lerp_(grad, 1 - beta2)
+        decayed = weight * (1 - group["lr"] * group["weight_decay"])
+        kept(weight, decayed.sub_(update, alpha=group["lr"]), wrong)
+        kept(momentum, momentum.lerp(grad, 1 - beta2), wrong)
 
 
 def build_lion(
