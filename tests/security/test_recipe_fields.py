@@ -24,6 +24,7 @@ CLASSES: dict[str, tuple[list[str], str]] = {
     "text": (
         [],
         """
+        callback/titan/best.metric callback/titan/early_stop.metric
         description tokenizer/titan/hf.eos dataset/titan/*.fim.* dataset/titan*.name dataset/titan*.revision
         dataset/titan*.split dataset/titan/*.text dataset/titan*.fields dataset/titan*.roles
         logger/titan-trackio/* logger/titan-wandb/* task/titan/prompts.name

@@ -73,6 +73,8 @@ NEEDS = {
 }
 BESIDE = {
     "titan-distil/distil": '[loss]\ntype = "distil"\n',
+    "titan/best": 'validation.datasets.x = {type = "python_stdlib"}\ncheckpoint.enable = true\n',
+    "titan/early_stop": 'validation.datasets.x = {type = "python_stdlib"}\n',
     "titan/lora": 'weights = "./w"\n',
     "titan-distil/distil_on_policy": 'loss = {type = "titan-distil/distil"}\n',
     "titan/evaluate": 'validation.datasets.x = {type = "python_stdlib"}\n',
