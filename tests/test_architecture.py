@@ -73,6 +73,20 @@ def lazy_imports() -> dict[str, set[str]]:
     }
 
 
+def test_the_core_grows_by_decision_alone():
+    """What is optional is a plugin (docs/plugins.md). A feature that needs more of the core raises this."""
+    most, lines = 69_500, sum(len(path.read_text().splitlines()) for path in FILES.values())
+    assert lines <= most, (
+        f"titancli/ has {lines:,} lines: make some of it a plugin, delete, or raise {most:,}"
+    )
+
+
+def test_no_file_is_longer_than_500_lines():
+    long = {path.name: len(path.read_text().splitlines()) for path in FILES.values()}
+    assert {name for name, lines in long.items() if lines > 500} <= {"engine.py"}
+    assert long["engine.py"] <= 600
+
+
 def test_modules_are_imported_by_name_only_where_a_table_says_which():
     """Elsewhere it would hide an import from the tests of floors and circles."""
     registry = {"titancli.registry.component", "titancli.cli.grammar"}  # targets of components; commands
