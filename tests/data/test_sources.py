@@ -157,7 +157,9 @@ def test_a_damaged_file_of_rows_is_refused_by_name_or_skipped_and_counted(
 
 
 @pytest.mark.parametrize(
-    "data", [b"caf\xe9", gzip.compress(b"x" * 999)[:-12], gzip.compress(b"caf\xe9"), b"\x1f\x8b"]
+    "data",
+    [b"caf\xe9", gzip.compress(b"x" * 999)[:-12], gzip.compress(b"caf\xe9"), b"\x1f\x8b"],
+    ids=["no UTF-8", "truncated", "no UTF-8, packed", "a beginning"],
 )
 def test_a_damaged_text_is_refused_by_name_or_skipped_and_counted(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "a.txt").write_text("a text of several words, and more")
