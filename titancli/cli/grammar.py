@@ -87,7 +87,7 @@ data = Lazy(
     help="Tokenize text into shards for training; show and verify them.",
     places={
         "tokenize": Place("Tokenize text into shards for training.", "tokenize"),
-        "show": Place("Show the contents of token shards.", "data", "show"),
+        "show": Place("Show token shards, or rows as a model sees them.", "data", "show"),
         "verify": Place(
             "Read every byte of token shards, or of the data of a run or recipe.", "data", "verify"
         ),
