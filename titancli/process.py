@@ -59,6 +59,14 @@ def quiet() -> None:
         warnings.filterwarnings("ignore", category=category, module=r"(torch|transformers|datasets)\b")
 
 
+def torch_without_gpus() -> None:
+    """Have torch, if it is not imported yet, see no GPU: a plugin that asks what the GPU can do would take
+    memory of one that others train on."""
+    quiet()
+    if "torch" not in sys.modules:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 @contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
     """Set environment variables of this process, and so of all that it starts, whatever launcher does."""

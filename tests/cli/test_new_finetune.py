@@ -172,6 +172,18 @@ def test_the_batch_is_the_largest_that_fits_by_plan(
     assert tomllib.loads(Path("mine.toml").read_text())["training"]["local_batch_size"] == rows_at_once
 
 
+def test_text_that_is_not_named_yet_is_sized_too(
+    titan: Titan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_tokenizer(tmp_path / "hf")
+    (tmp_path / "hf/config.json").write_text(json.dumps(LLAMA | BIG))
+    done = titan("recipe", "new", "mine.toml", "--from-hf", "hf", "--gpu", "B200")
+    assert done.code == 0 and "fits with" in done.err and "set dataset.paths" in done.err
+    made = tomllib.loads(Path("mine.toml").read_text())
+    assert made["training"]["local_batch_size"] > 1 and made["dataset"]["paths"] == ["text/*.txt"]
+
+
 def test_the_gpus_of_the_machine_are_known_by_their_makers_names(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = ["GPU 0: NVIDIA H200 (UUID: GPU-1)", "GPU 1: NVIDIA GeForce RTX 4090 (UUID: GPU-2)"]
     monkeypatch.setattr(devices, "_listed", lambda: lines)

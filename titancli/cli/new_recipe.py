@@ -107,7 +107,7 @@ def _finetune(
     device, here = device_here()
     device = device if gpu is None else DEVICES[gpu]
     said = "no GPU is known here: it has the smallest batch; --gpu NAME finds the largest that fits"
-    if device is not None and task.data is not None:
+    if device is not None:
         found = size(
             lambda overrides: as_toml(changed(made, overrides)),
             task.rows,
@@ -118,9 +118,9 @@ def _finetune(
         )
         made, said = changed(made, found.overrides), found.said
     write_new(file, as_toml(made))
-    if task.data is None:
-        said = "set dataset.paths to your text, and then the learning rate and the number of epochs"
     note(f"{file}: {said}")
+    if task.data is None:
+        note("set dataset.paths to your text, and then the learning rate and the number of epochs")
     note(next_step(file))
     return EXIT_OK
 

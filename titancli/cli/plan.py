@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from typing import Any
 
 import click
@@ -13,7 +11,7 @@ from titancli.cli.completion import RecipeOrOverride
 from titancli.cli.output import print_json
 from titancli.errors import UsageError
 from titancli.observe.peaks import DEVICES
-from titancli.process import quiet
+from titancli.process import torch_without_gpus
 from titancli.recipe import Loaded, load_recipe
 from titancli.run.fit import check_world
 
@@ -90,10 +88,7 @@ def _document(loaded: Loaded, world: int, gpu: str) -> dict[str, Any]:
     """
     degrees, _ = check_world(loaded, world)
     # These bring torch, which an error in the layout does not wait for.
-    quiet()
-    if "torch" not in sys.modules:
-        # A plugin that asks what the GPU can do would take memory of one that others train on.
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    torch_without_gpus()
     from titancli.planning.advice import as_data as verdict_data
     from titancli.planning.estimate import as_data, estimate
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +9,9 @@ from tempfile import TemporaryDirectory
 
 from titancli.launchers.devices import visible_gpu_models
 from titancli.observe.peaks import DEVICES, Device
-from titancli.process import quiet
+from titancli.process import torch_without_gpus
 from titancli.recipe.load import Loaded, load_recipe
+from titancli.recipe.schema import Recipe
 from titancli.run.fit import check_world
 
 MOST_ROWS = 16
@@ -52,16 +51,9 @@ def size(
         rows_of_step: rows of a step over all ranks, if the recipe says.
         adapters: whether the weights are frozen, and may be stored in bfloat16.
     """
-    quiet()
-    if "torch" not in sys.modules:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a plan needs no GPU, and takes no memory of one
+    torch_without_gpus()
     from titancli.planning.advice import remedy
     from titancli.planning.estimate import Estimate, estimate
-
-    def planned(overrides: list[str], like: Estimate | None) -> tuple[Loaded, Estimate | None]:
-        loaded = _loaded(text(overrides))
-        degrees, _ = check_world(loaded, world)
-        return loaded, estimate(loaded.recipe, degrees, device, like=None if like is None else like.work)
 
     where = f"{world} × {device.name}"
     whole = rows_of_step or MOST_ROWS * world
@@ -69,21 +61,24 @@ def size(
     if not counts:
         batch = [f"training.local_batch_size={rows}", f"training.global_batch_size={rows * world}"]
         return Size(batch, f"{where}: a step has {rows * world} rows, {rows} on each; not planned")
-    last: Estimate | None = None
+    tried: list[tuple[list[str], Recipe, Estimate]] = []
     for more in ([], ["training.dtype=bfloat16"]) if adapters else ([],):
-        last = None  # another dtype is another model to measure
+        like = None  # another dtype is another model to measure
         for count in counts:
             batch = [*more, f"training.local_batch_size={count}"]
-            loaded, found = planned(batch, last)
+            loaded = _loaded(text(batch))
+            degrees, _ = check_world(loaded, world)
+            found = estimate(loaded.recipe, degrees, device, like=like)
             if found is None:
                 return Size([], f"{where}: no estimate for this model; it has the smallest batch")
             if found.fits:
                 return Size(batch, f"{where}: fits with {' '.join(batch)}: {_gib(found.worst.total)}")
-            last = found
-    assert last is not None
-    change = remedy(loaded.recipe, last)
+            tried.append((batch, loaded.recipe, found))
+            like = found.work
+    batch, recipe, found = tried[-1]
+    change = remedy(recipe, found)
     if change is None:
-        needs = f"{where}: it does not fit, on each GPU it needs {_gib(last.worst.total)}"
+        needs = f"{where}: it does not fit, on each GPU it needs {_gib(found.worst.total)}"
         return Size(batch, needs if adapters else f"{needs}; adapters need less: --lora")
     batch = [*batch, *change.overrides]
     return Size(batch, f"{where}: fits with {' '.join(batch)}: {_gib(change.peak)}")
