@@ -24,6 +24,7 @@ there = pytest.mark.skipif(not PYTHON, reason=f"needs the Python of an environme
 
 
 @there
+@pytest.mark.needs("lscpu", install="apt install util-linux")  # by which vLLM knows the cores
 @pytest.mark.parametrize("tied", [False, True])
 def test_tokens_and_log_probabilities_are_those_of_vllm(tied: bool, tmp_path: Path) -> None:
     """Prompts of unequal length, more than are continued together, on both sides."""
