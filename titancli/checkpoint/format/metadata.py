@@ -203,7 +203,7 @@ class Metadata:
                 if found != (group.dtype, group.shape):
                     raise ValueError(f"{name!r} has two dtypes or shapes")
                 self._groups[name] = (*self._groups.get(name, ()), group)
-        self.tensors = {name: tensors[name] for name in sorted(tensors, key=_by_numbers)}
+        self.tensors = {name: tensors[name] for name in sorted(tensors, key=by_numbers)}
         self._parts: dict[int, _Part] = {}
         self._found: dict[Any, list[Cell]] = {}
         self._crossed: dict[Any, bool] = {}
@@ -324,7 +324,7 @@ def _writers(cells: Mapping[str, Iterable[Cell]]) -> set[int]:
     return {cell.rank for found in cells.values() for cell in found}
 
 
-def _by_numbers(name: str) -> list[tuple[int, str]]:
+def by_numbers(name: str) -> list[tuple[int, str]]:
     """Return a sort key that puts layer 10 after layer 9."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split(".")]
 

@@ -15,6 +15,7 @@ import xxhash
 from torch import Tensor
 
 from titancli.checkpoint.format.disk import write_file
+from titancli.checkpoint.format.metadata import by_numbers
 from titancli.checkpoint.format.newfolder import new_folder
 from titancli.checkpoint.format.stream import Job, Progress, no_progress, write_files
 from titancli.checkpoint.format.tensorfile import ITEM_SIZE, PACKED_BITS, Entry, read_header
@@ -105,7 +106,7 @@ def _jobs(source: Tensors, form: HFForm, dtype: torch.dtype | None, quantise: Qu
     """Return what is read and what is written from it, by running the form on tensors without data."""
     jobs = []
     owners: dict[str, str] = {}
-    for name in sorted(source.names(), key=_natural):
+    for name in sorted(source.names(), key=by_numbers):
         empty = torch.empty(source.shape(name), dtype=cast_of(source.dtype(name), dtype), device="meta")
         entries = []
         for hf_name, tensor in _out(form, quantise, name, empty):
@@ -124,11 +125,6 @@ def _made(source: Tensors, form: HFForm, quantise: Quantise | None, name: str) -
 def _out(form: HFForm, quantise: Quantise | None, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
     found = form.to_hf(name, tensor)
     return found if quantise is None else quantise.out(found)
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
-    """Return a sort key that puts layer 10 after layer 9."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 
 
 def cast_of(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
@@ -253,7 +249,7 @@ class HFReader:
         sources = {name: self.form.sources(name) for name in shapes}
         wanted = {hf_name for hf_names in sources.values() for hf_name in hf_names}
         self._refuse_quantised(wanted)
-        unread = [n for n in sorted(self._places.keys() - wanted, key=_natural) if not self.form.ignored(n)]
+        unread = [n for n in sorted(self._places.keys() - wanted, key=by_numbers) if not self.form.ignored(n)]
         wrong = []
         for name, hf_names in sources.items():
             if self._places.keys() >= set(hf_names):
@@ -265,7 +261,7 @@ class HFReader:
                 if made != list(shapes[name]):
                     there = " + ".join(str(list(meta.shape)) for meta in metas)
                     wrong.append(f"{' + '.join(hf_names)} is {there}, {name} is {list(shapes[name])}")
-        missing = sorted(wanted - self._places.keys(), key=_natural)
+        missing = sorted(wanted - self._places.keys(), key=by_numbers)
         found = name_lists({"it lacks": missing, "the model lacks": unread, "shapes differ": wrong})
         if found:
             why = self.form.why_missing
