@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, wraps
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,9 @@ from titancli.errors import TitanError
 
 SEQUENCE = 1
 """The dimension of [B, S, dim] that is cut between the blocks."""
+Slot = tuple[dict[str, Any], str, Any]
+"""A parameter, with the dict of a module that has it, and its name there."""
+T = TypeVar("T")
 
 
 # ------------------------------------------------------------------------------------------------ parameters
@@ -50,25 +53,44 @@ def _local_of(kind: Any, linears: bool) -> type[nn.Module]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         inside = self.modules() if linears else ()
         owners = [self, *(module for module in inside if isinstance(module, nn.Linear))]
-        kept: list[tuple[dict[str, Any], str, DTensor]] = [
-            (owner._parameters, name, parameter)
-            for owner in owners
-            for name, parameter in owner._parameters.items()
-            if isinstance(parameter, DTensor)
-        ]
+        kept = slots(owners, lambda parameter: isinstance(parameter, DTensor))
         if not kept:  # they are local already: see on_local_parameters
             return kind.forward(self, *args, **kwargs)
-        try:
-            for parameters, name, parameter in kept:
-                # No nn.Parameter, but what autograd leads from here to the DTensor.
-                parameters[name] = local(parameter)
-            return kind.forward(self, *args, **kwargs)
-        finally:
-            for parameters, name, parameter in kept:
-                parameters[name] = parameter
+        return call_with(kept, local, kind.forward, self, *args, **kwargs)
 
     named = {"__module__": kind.__module__, "__doc__": kind.__doc__}
     return type(kind.__name__, (kind,), {**named, "forward": forward})
+
+
+def slots(modules: Iterable[nn.Module], wanted: Callable[[Any], bool]) -> list[Slot]:
+    """Return where modules have the parameters that are wanted, as they are now: FSDP2 puts other objects in
+    their place between two calls."""
+    return [
+        (module._parameters, name, parameter)
+        for module in modules
+        for name, parameter in module._parameters.items()
+        if wanted(parameter)
+    ]
+
+
+def call_with(
+    kept: Sequence[Slot],
+    value: Callable[[Any], Any],
+    function: Callable[..., T],
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> T:
+    """Call a function that finds `value(parameter)` in place of each parameter; afterwards, or after an
+    error, they are back."""
+    try:
+        for parameters, name, parameter in kept:
+            # No nn.Parameter, but what autograd leads from here to the parameter.
+            parameters[name] = value(parameter)
+        return function(*args, **kwargs)
+    finally:
+        for parameters, name, parameter in kept:
+            parameters[name] = parameter
 
 
 # ------------------------------------------------------------------------------------------------------ rows

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from titancli.distributed.local import call_with, slots
 from titancli.distributed.mesh import Mesh
 from titancli.parallel.tensor import distribute
 from titancli.parallel.wrapped import wrap
@@ -30,28 +31,17 @@ def loss_parallel(module: nn.Module, mesh: Mesh, dtype: torch.dtype) -> None:
 def _on_whole(
     loss: nn.Module, share: float, dtype: torch.dtype, forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    # Looked up at each call: FSDP2 puts other objects in their place. One method may call the other.
-    kept: list[tuple[dict[str, Any], str, nn.Parameter]] = [
-        (module._parameters, name, parameter)
-        for module in loss.modules()
-        for name, parameter in module._parameters.items()
-        if isinstance(parameter, nn.Parameter)
-    ]
-    try:
-        for parameters, name, parameter in kept:
-            parameters[name] = _computed_with(parameter, share, dtype)
-        return forward(*args, **kwargs)
-    finally:
-        for parameters, name, parameter in kept:
-            parameters[name] = parameter
+    def is_own(parameter: Any) -> bool:  # no longer so where one method calls the other
+        return isinstance(parameter, nn.Parameter)
 
+    def computed_with(parameter: Tensor) -> Tensor:
+        if isinstance(parameter, DTensor):
+            parameter = parameter.to_local(grad_placements=[Replicate()])
+        if parameter.is_floating_point():
+            parameter = parameter.to(dtype)
+        return parameter if share == 1.0 else _Shared.apply(parameter, share)
 
-def _computed_with(parameter: Tensor, share: float, dtype: torch.dtype) -> Tensor:
-    if isinstance(parameter, DTensor):
-        parameter = parameter.to_local(grad_placements=[Replicate()])
-    if parameter.is_floating_point():
-        parameter = parameter.to(dtype)
-    return parameter if share == 1.0 else _Shared.apply(parameter, share)
+    return call_with(slots(loss.modules(), is_own), computed_with, forward, *args, **kwargs)
 
 
 class _Shared(torch.autograd.Function):

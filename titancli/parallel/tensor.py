@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.nn.functional import embedding, linear, rms_norm
 
 from titancli.distributed.collectives import Group, gather, reduce_scatter
-from titancli.distributed.local import SEQUENCE, local
+from titancli.distributed.local import SEQUENCE, call_with, local, slots
 from titancli.errors import TitanError
 from titancli.parallel.wrapped import wrap
 
@@ -52,21 +52,10 @@ def on_local_parameters(block: nn.Module, mesh: DeviceMesh) -> None:
 def _with_local_parameters(
     block: nn.Module, mesh: DeviceMesh, forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    # Looked up at each call: FSDP2 puts other objects in their place. Experts lie on another mesh.
-    cut: list[tuple[nn.Module, str, Any]] = [
-        (module, name, parameter)
-        for module in block.modules()
-        for name, parameter in module._parameters.items()
-        if isinstance(parameter, DTensor) and parameter.device_mesh == mesh
-    ]
-    try:
-        for module, name, parameter in cut:
-            # No nn.Parameter, but what autograd leads from here to the DTensor.
-            module._parameters[name] = local(parameter)  # type: ignore[assignment]
-        return forward(*args, **kwargs)
-    finally:
-        for module, name, parameter in cut:
-            module._parameters[name] = parameter
+    def is_cut(parameter: Any) -> bool:  # experts lie on another mesh
+        return isinstance(parameter, DTensor) and parameter.device_mesh == mesh
+
+    return call_with(slots(block.modules(), is_cut), local, forward, *args, **kwargs)
 
 
 def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
