@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -43,7 +43,7 @@ from titancli.errors import PluginError, Problem, RecipeError, TitanError
 from titancli.layout.degrees import Degrees
 from titancli.models.blocks.kernels import prefer_fast_kernels
 from titancli.models.blocks.moe import moe_layers
-from titancli.models.loss import attach, module_of, without_loss
+from titancli.models.loss import attach, without_loss
 from titancli.models.roles import roles_of
 from titancli.optimizers.nothing import Nothing
 from titancli.optimizers.schedule import schedule_of
@@ -86,62 +86,73 @@ def build_engine(
         fill: replaces `first_weights`; a dry run allocates no memory.
     """
     check_torch()
-    training = recipe.training
     degrees = recipe.degrees(dist.get_world_size())
     refuse_unfit(recipe, degrees)
     refuse_on_device(recipe, device)
     with groups_wait_as_the_default_one():
         mesh = Mesh(degrees, device)
-    model = on_meta(recipe)
-    flops, count = model.flops_per_token(training.seq_len), sum(p.numel() for p in model.parameters())
-    converters = converted(model, recipe, degrees)
-    loss = loss_of(recipe.loss, recipe.model)
-    if (module := module_of(loss)) is not None:  # after converters, which neither freeze nor change it
-        attach(model, module)
-        count += sum(p.numel() for p in module.parameters())
-    known = roles_of(model)
-    roles = {name: known[name] for name, parameter in model.named_parameters() if parameter.requires_grad}
-    own_losses = router_losses(model)
-    parts, placement = parallelized(model, recipe, mesh, device)
-    own = RouterLosses(parts, mesh.token_groups, own_losses)
-    runner = runner_of(recipe, parts, placement, mesh, own, device)
-    first, awaited = FirstWeights(), awaited_checkpoint(recipe, checkpoint)
-    form = build_hf(recipe.model)
+    model, roles = sharded_model(recipe, mesh, device)
+    parts, converters, placement = model.parts, model.converters, model.placement
+    first, awaited, form = FirstWeights(), awaited_checkpoint(recipe, checkpoint), build_hf(recipe.model)
     if fill is not None:
         fill(parts)
     else:
         first = first_weights(recipe, parts, converters, device, mesh, placement, form, awaited)
     optimizer, hooks = None, Hooks()
     if not frozen:
-        optimizer, guard = trainer_of(recipe, parts, roles, device)
-        report_frozen(recipe)
-        unbalanced = fill is None and begins_unbalanced(form, recipe, start_from(recipe))
-        balancing = Balancing(parts, mesh.token_groups, device, begins_unbalanced=unbalanced)
-        if unbalanced and awaited is None:  # otherwise reported when the checkpoint is loaded
+        balancing = Balancing(
+            parts,
+            mesh.token_groups,
+            device,
+            begins_unbalanced=fill is None and begins_unbalanced(form, recipe, start_from(recipe)),
+        )
+        optimizer, hooks = trainer_of(recipe, model, roles, balancing, device)
+        if awaited is None:  # otherwise called when the checkpoint is loaded
             balancing.weights_loaded()
-        every, compiled = recipe.stability.recheck_every, recipe.compile.enable
-        rechecks = Rechecks(every, parts, placement, device, compiled=compiled)
-        hooks = Hooks([rechecks, balancing, Renewal(parts, converters)], last=guard)
     return made(
-        parts=parts,
-        runner=runner,
         mesh=mesh,
         device=device,
-        placement=placement,
-        loss=loss,
         optimizer=optimizer,
         hooks=hooks,
         settings=_settings(recipe, degrees, row_cut_of(parts[0], degrees)),
-        converters=converters,
         hf_form=form,
-        flops_per_token=flops,
-        parameter_count=count,
-        config=plain_config(recipe, degrees, device, count),
+        config=plain_config(recipe, degrees, device, model.parameter_count),
         uncut=lambda: _uncut(recipe),
         recipe=recipe,
         unusable=None if awaited is None else Unusable(f"{awaited} is not loaded yet", "weights"),
+        **model._asdict(),
         **first._asdict(),
     )
+
+
+class ShardedModel(NamedTuple):
+    """A model and its loss on this rank, as members of `titancli.engine.core.EngineCore`."""
+
+    parts: list[Any]
+    placement: Placement | None
+    runner: Runner
+    converters: list[Any]
+    loss: Any
+    flops_per_token: float
+    parameter_count: int
+
+
+def sharded_model(recipe: Recipe, mesh: Mesh, device: torch.device) -> tuple[ShardedModel, dict[str, Role]]:
+    """Build this rank's parts of the model and its loss, without values; and return the roles of all trained
+    parameters of the whole model."""
+    model = on_meta(recipe)
+    flops = model.flops_per_token(recipe.training.seq_len)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    converters = converted(model, recipe, mesh.degrees)
+    loss = loss_of(recipe.loss, recipe.model)
+    count += attach(model, loss)  # after converters, which neither freeze nor change it
+    known = roles_of(model)
+    roles = {name: known[name] for name, parameter in model.named_parameters() if parameter.requires_grad}
+    own_losses = router_losses(model)
+    parts, placement = parallelized(model, recipe, mesh, device)
+    own = RouterLosses(parts, mesh.token_groups, own_losses)
+    runner = runner_of(recipe, parts, placement, mesh, own, device)
+    return ShardedModel(parts, placement, runner, converters, loss, flops, count), roles
 
 
 def _uncut(recipe: Recipe) -> Any:
@@ -229,18 +240,22 @@ def parallelized(
 
 
 def trainer_of(
-    recipe: Recipe, parts: list[Any], roles: Mapping[str, Role], device: torch.device
-) -> tuple[torch.optim.Optimizer, Guard]:
-    """Build the optimizer of this rank's parts, and the guard that skips steps.
+    recipe: Recipe, model: ShardedModel, roles: Mapping[str, Role], balancing: Balancing, device: torch.device
+) -> tuple[torch.optim.Optimizer, Hooks]:
+    """Build the optimizer of this rank's parts, and the engine's hooks of a step.
 
     Args:
         roles: as for `optimizer_of`.
     """
-    trained = [named for part in parts for named in part.named_parameters() if named[1].requires_grad]
+    trained = [named for part in model.parts for named in part.named_parameters() if named[1].requires_grad]
     optimizer = optimizer_of(recipe, trained, roles)
     keep_peaks(optimizer, recipe.optimizer.lr)
     remember(optimizer)
-    return optimizer, Guard(recipe.stability, device)
+    report_frozen(recipe)
+    every, compiled = recipe.stability.recheck_every, recipe.compile.enable
+    rechecks = Rechecks(every, model.parts, model.placement, device, compiled=compiled)
+    own = [rechecks, balancing, Renewal(model.parts, model.converters)]
+    return optimizer, Hooks(own, last=Guard(recipe.stability, device))
 
 
 def optimizer_of(

@@ -40,15 +40,18 @@ def loss_in(model: Any) -> nn.Module | None:
     return found if isinstance(found, nn.Module) else None
 
 
-def attach(model: Any, module: nn.Module) -> None:
-    """Make a loss on meta a child of a model.
+def attach(model: Any, loss: Any) -> int:
+    """Make a loss with parameters, on meta, a child of a model; return their number, 0 for other losses.
 
     Raises:
         PluginError: the loss cannot be trained so, or the model has something else of this name.
     """
+    if (module := module_of(loss)) is None:
+        return 0
     if fault := _fault(module) or _taken(model):
         raise PluginError(f"the loss {type(module).__name__} has parameters, but {fault[0]}", hint=fault[1])
     setattr(model, LOSS, module.to("meta", next(model.parameters()).dtype))
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _fault(module: Any) -> tuple[str, str] | None:

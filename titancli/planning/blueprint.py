@@ -21,12 +21,12 @@ from titancli.distributed.local import local
 from titancli.distributed.mesh import MeshOfNobody
 from titancli.layout.degrees import Degrees
 from titancli.models.blocks.moe import moe_layers
-from titancli.models.loss import LOSS, attach, loss_in, module_of
+from titancli.models.loss import LOSS, attach, loss_in
 from titancli.parallel.fsdp import around, share_parameters
 from titancli.parallel.pipeline import ends, part_of
 from titancli.planning.stand_in import on_a_cpu
 from titancli.recipe.schema import ActivationCheckpoint, Recipe
-from titancli.registry.component import build, component_info, takes
+from titancli.registry.component import build, build_offered, component_info
 
 
 class Blueprint:
@@ -49,11 +49,7 @@ class Blueprint:
                 converter.convert(self.model)
         self.ends = ends(self.model)
         """Names, for pipeline stages, of the modules before and after the blocks."""
-        if takes(recipe.loss, "model"):  # without it, no parameters that depend on a size
-            loss = module_of(build(recipe.loss, model=recipe.model))
-            if loss is not None:
-                attach(self.model, loss)
-                self.size += sum(p.numel() for p in loss.parameters())
+        self.size += attach(self.model, build_offered(recipe.loss, model=recipe.model))
         first: dict[Any, int] = {}
         self.kinds = [
             first.setdefault(_likeness(block, number), number)
