@@ -122,6 +122,8 @@ def test_a_run_without_the_metric_is_refused(train: Train) -> None:
     assert done.code == 3 and "one run has one best checkpoint" in done.err
     done = train("tiny.toml", *EVALUATED, BEST, "checkpoint.enable=false")
     assert done.code == 3 and "nothing is saved" in done.err
+    done = train("tiny.toml", *EVALUATED, 'callbacks=["best", {type="ema", name="best"}]')
+    assert done.code == 3 and "an average of the same name" in done.err
     lacking = 'callbacks=[{type="best", metric="validation/v/lots"}]'
     done = train("tiny.toml", *EVALUATED, lacking, "--run-dir", "r")
     assert done.code == 3 and "there is no metric 'validation/v/lots'" in done.err
@@ -135,6 +137,19 @@ def test_a_damaged_one_does_not_stop_a_run(train: Train, here: Path) -> None:
     assert done.code == 0, done.err
     assert "the best checkpoint so far is damaged" in done.err
     assert kept(here / "r")["step"] > 6
+
+
+def test_one_whose_save_was_killed_is_made_again(train: Train, here: Path) -> None:
+    """After the checkpoint was complete, and before the link pointed there."""
+    killed = (*EVALUATED, 'callbacks=[{type="best"}]', "--run-dir", "r", "training.steps=4")
+    assert train("tiny.toml", *killed).code == 0
+    saved, saved_by = kept(here / "r"), read_manifest(here / "r/best").run_id
+    (here / "r/best").unlink()
+    (here / f"r/.best-{saved_by}").symlink_to("nowhere")
+    done = train("r", "--resume", "training.steps=6")
+    assert done.code == 0, done.err
+    found = evaluations(here / "r")
+    assert saved["step"] == 4 and kept(here / "r")["value"] == min(found[step] for step in (4, 5, 6))
 
 
 def test_a_name_that_is_taken_is_not_replaced(train: Train, here: Path) -> None:

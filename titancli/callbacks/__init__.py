@@ -75,6 +75,8 @@ class Best(WatchedMetric):
             yield "", "nothing is saved when checkpoint.enable is false"
         if sum(isinstance(one, Best) for one in recipe.callbacks) > 1:
             yield "", "one run has one best checkpoint: remove the others"
+        if any(isinstance(one, EMA) and one.name == "best" for one in recipe.callbacks):
+            yield "", "an average of the same name would be saved as exports/step-N-best: set another name"
 
 
 @component("callback", "early_stop", target="titancli.callbacks.early_stop:EarlyStop")
