@@ -13,7 +13,8 @@ import torch.distributed as dist
 from tests.ranks import Ranks
 from titancli.errors import EnvironmentProblem, TitanError
 from titancli.loops.grpo_rollouts import Rollouts, Sampled, sample
-from titancli.protocols.samples import Completion, Prompt
+from titancli.loops.grpo_steps import Learner
+from titancli.protocols.samples import Completion, Prompt, Sample
 from titancli.rl.prompts import TokenizedPrompt
 from titancli.rl.rollouts import Recorder, read, recorded
 from titancli.rl.scoring import Score
@@ -92,6 +93,22 @@ def rated() -> str:
 def test_an_advantage_that_is_wrong_for_one_rank_is_refused_on_all(ranks: Ranks) -> None:
     found = ranks(2, rated)
     assert all("returned a number that is not finite" in words for words in found), found
+
+
+def test_advantages_of_tokens_are_of_all_samples() -> None:
+    engine: Any = SimpleNamespace(
+        loss=SimpleNamespace(needs=(), temperature=1.0),
+        forward=lambda samples, **_: [[0.0] * len(one.tokens) for one in samples],
+    )
+    config: Any = SimpleNamespace(updates=1, passes=1, advantage=SimpleNamespace(needs_reference=False))
+    step: Any = SimpleNamespace(rewards=[0.0], samples=lambda first, count: [Sample([1, 2], [0, 1])] * 3)
+    run: Any = SimpleNamespace(batch_shape=(1, 8))
+    whole: Any = SimpleNamespace(of_tokens=lambda samples, over_ranks: samples)
+    (rated,) = Learner(config, engine, run, whole).minibatches(step)
+    assert [one.extra["old_values"] for one in rated] == [[0.0, 0.0]] * 3
+    fewer: Any = SimpleNamespace(of_tokens=lambda samples, over_ranks: samples[1:])
+    with pytest.raises(TitanError, match="the advantage SimpleNamespace returned 2 samples for 3"):
+        list(Learner(config, engine, run, fewer).minibatches(step))
 
 
 def test_an_advantage_that_works_in_place_leaves_the_rewards_alone() -> None:

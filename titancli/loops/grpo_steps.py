@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from titancli.errors import RecipeError
+from titancli.errors import RecipeError, TitanError
 from titancli.loops.grpo_rollouts import ROUNDING, Rollouts, continued, counts, summed
 from titancli.loops.reference import Reference
 from titancli.observe.phases import phase
@@ -52,7 +52,7 @@ class Learner:
 
     def __init__(self, config: Grpo, engine: Engine, run: Run, advantage: Advantage) -> None:
         self._updates, self._passes, self._engine = config.updates, config.passes, engine
-        self._of_tokens = advantage.of_tokens
+        self._advantage = advantage
         rows, length = run.batch_shape
         self._how: dict[str, Any] = {"budget": rows * length, "shared": False}
         needs = engine.loss.needs
@@ -65,10 +65,11 @@ class Learner:
         prompts = len(rollouts.rewards) // self._updates
         samples = (rollouts.samples(number * prompts, prompts) for number in range(self._updates))
         parts: Iterable[list[Sample]] = map(self._measured, samples)
-        if self._importance or self._passes > 1 or self._of_tokens is not None:
-            parts = list(parts)  # with the weights that sampled, before they change
-        if self._of_tokens is not None:
-            parts = self._rated(list(parts), self._of_tokens)
+        # With the weights that sampled, before they change:
+        if self._advantage.of_tokens is not None:
+            parts = self._rated(list(parts), self._advantage.of_tokens)
+        elif self._importance or self._passes > 1:
+            parts = list(parts)
         for _ in range(self._passes):
             yield from parts
 
@@ -88,7 +89,11 @@ class Learner:
         return samples
 
     def _rated(self, parts: list[list[Sample]], of_tokens: OfTokens) -> list[list[Sample]]:
-        """Return the samples of each update with advantages for each token."""
+        """Return the samples of each update with advantages for each token.
+
+        Raises:
+            TitanError: the advantage returned another number of samples.
+        """
         valued = []
         for samples in parts:
             how = {**self._how, "temperature": self._engine.loss.temperature}
@@ -97,13 +102,20 @@ class Learner:
                 replace(one, extra={**one.extra, "old_values": own})
                 for one, own in zip(samples, found, strict=True)
             ]
-        rated = iter(of_tokens(valued, self._over_ranks))
-        return [list(islice(rated, len(samples))) for samples in parts]
+        rated = of_tokens(valued, self._over_ranks)
+        if len(rated) != len(valued):
+            name = type(self._advantage).__name__
+            raise TitanError(
+                f"the advantage {name} returned {len(rated)} samples for {len(valued)}",
+                hint="of_tokens must return those that it is given, in the same order",
+            )
+        left = iter(rated)
+        return [list(islice(left, len(samples))) for samples in parts]
 
     def _over_ranks(self, numbers: Tensor) -> Tensor:
         if self._engine.dp_size == 1:
             return numbers
-        total = numbers.to(self._engine.device)
+        total = numbers.to(self._engine.device, copy=True)
         dist.all_reduce(total, group=self._engine.mesh.dp_group)
         return total.cpu()
 
