@@ -161,6 +161,8 @@ def test_values_are_of_a_loss_that_has_them() -> None:
     with Engine.build(recipe(small())) as engine:
         with pytest.raises(TitanError, match="the loss CrossEntropy of the recipe has no values"):
             engine.forward(my_batches(engine)[0], return_values=True)
+        with pytest.raises(TitanError, match="logits or values, not both"):
+            engine.forward(my_batches(engine)[0], return_values=True, return_logits=True)
         engine.forward_backward(my_batches(engine))
 
 

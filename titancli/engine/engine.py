@@ -199,11 +199,13 @@ class Engine(EngineCore):
 
         Raises:
             TitanError: the batch lacks tokens or targets, or their shapes or dtypes are wrong; or the loss
-                has no values.
+                has no values, or logits are asked for beside them.
         """
         given, how = as_list(batch), How(budget, shared)
 
         def loss_to_call() -> Any:
+            if return_logits and return_values:
+                raise TitanError("forward returns logits or values, not both", hint="call it twice")
             if return_values:
                 return Values(self.loss, temperature)
             return Logits() if return_logits else LogProbs(temperature)
