@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from tests.engine.cases import Layout, my_batches, recipe, small, whole_batch, w
 from tests.engine.critics import Critic, Part, Weights, Without
 from tests.ranks import Ranks
 from tests.ranks.comparison import difference
+from tests.ranks.layouts import EIGHT
 from titancli import Engine, Sample, TitanError, registry
 from titancli.converters import LoRA
 from titancli.engine.dry_run import dry_run
@@ -74,6 +76,24 @@ def test_every_layout_trains_them_alike(ranks: Ranks, alone: dict[str, torch.Ten
     found = difference(ranks(count, gradients, layout), alone)
     assert max(found.loss, found.norm, found.gradient) < 3e-6, found
     assert found.weight < 3e-5, found  # Adam divides small gradients by small ones
+
+
+def among_experts(**mesh: int) -> Layout:
+    return Layout(mesh=mesh, config=EIGHT, loss=Critic())
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "mesh",
+    [dict(dp_shard=2, ep=2), dict(tp=2, ep=2), dict(cp=2, ep=2), dict(dp_shard=2, tp=2, ep=4)],
+    ids=str,
+)
+def test_beside_experts_every_layout_trains_them_alike(ranks: Ranks, mesh: dict[str, int]) -> None:
+    count = math.prod(size for name, size in mesh.items() if name != "ep")
+    expected = ranks(1, gradients, among_experts())[0]
+    found = difference(ranks(count, gradients, among_experts(**mesh)), expected)
+    assert max(found.loss, found.norm, found.gradient) < 5e-6, found
+    assert found.weight < 5e-5, found
 
 
 def saved_and_gone_on(layout: Layout, folder: Path) -> dict[str, torch.Tensor]:
