@@ -78,16 +78,14 @@ class Together(torch.optim.Optimizer):
         self.found_inf: torch.Tensor | None = None
 
     def _share(self) -> None:
-        """Give each part its slice of the groups, and the shared state."""
-        at = 0
+        """Give each part the groups that hold its parameters, and the shared state."""
         for part in self.parts:
-            end = at + len(part.param_groups)
-            part.param_groups = self.param_groups[at:end]
+            own = {parameter for group in part.param_groups for parameter in group["params"]}
+            part.param_groups = [group for group in self.param_groups if own.issuperset(group["params"])]
             part.state = self.state
-            at = end
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # load_state_dict ends here, with new groups and a new state
+        super().__setstate__(state)  # load_state_dict and by_name end here, with other groups
         self._share()
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.engine.cases import Layout, small
+from titan_muon import Muon
 from titan_optimizers import Adafactor, AdamW8bit, ByName, Group, Lion, Neftune
 from titan_optimizers.eight_bit import _nearest, block_of, numbers, values_of
 from titan_testing import check_plugin, run_cli
@@ -140,9 +141,13 @@ OPTIMIZERS: dict[str, Any] = {
     "adafactor": Adafactor(),
     "adamw_8bit": AdamW8bit(lr=1e-3, eps=1e-4),
     "by_name": ByName(groups=[Group(match=["layers.*"], lr_factor=2.0)], optimizer=AdamW(lr=1e-3, eps=1e-4)),
+    "of_muon": ByName(
+        groups=[Group(match=["layers.*"], lr_factor=2.0)],
+        optimizer=Muon(lr=1e-3, fallback=AdamW(lr=1e-3, eps=1e-4)),
+    ),
 }
-CLOSE = {"lion": 2e-3, "adafactor": 2e-4, "adamw_8bit": 2e-4, "by_name": 1e-5}
-"""Of weights after three steps. Signs and codes turn the rounding of gradients into steps of their own."""
+CLOSE = {"lion": 2e-3, "adafactor": 2e-4, "adamw_8bit": 2e-4, "by_name": 1e-5, "of_muon": 2e-3}
+"""Of weights after three steps. Signs, codes and bfloat16 turn the rounding of gradients into steps of their own."""
 
 
 @pytest.mark.ranks
@@ -256,6 +261,17 @@ def test_groups_have_their_rates() -> None:
     assert (config.lr, config.weight_decay) == (1e-3, 0.1)
     with pytest.raises(TitanError, match=r"groups.0.match: 'q\*' matches no parameter"):
         ours(ByName(groups=[Group(match=["q*"])]), values)
+
+
+def test_groups_of_muon_and_its_fallback_have_their_rates(caplog: pytest.LogCaptureFixture) -> None:
+    """Muon is an optimizer of two, each of which steps on groups of its own."""
+    muon = Muon(lr=1e-2, fallback=AdamW(lr=1e-3))
+    first = optimizer_cases.trained(small(), muon, 0)
+    still = ByName(groups=[Group(match=["layers.0.*"], lr_factor=0.0, weight_decay=0.0)], optimizer=muon)
+    for name, found in optimizer_cases.trained(small(), still, 2).items():
+        if not name.startswith("optimizer."):
+            assert torch.equal(found, first[name]) == ("layers.0." in name), name
+    assert "has changed since it was built" not in caplog.text
 
 
 def test_lora_plus_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

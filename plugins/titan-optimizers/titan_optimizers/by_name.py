@@ -40,7 +40,8 @@ def build(
         for which, parameters in parts.items():
             part = {**whole, "params": parameters}
             divided.append(part if which is None else _changed(part, config.groups[which]))
-    optimizer.param_groups[:] = divided
+    # As load_state_dict does: an optimizer of several, such as muon, gives each of them its groups anew.
+    optimizer.__setstate__({"state": optimizer.state, "param_groups": divided})
     return optimizer
 
 
