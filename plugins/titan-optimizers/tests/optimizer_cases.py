@@ -6,11 +6,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from torch.distributed.tensor import DTensor
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.engine import cases
 from titancli import Engine
+from titancli.registry.component import build
 
 
 def trained(
@@ -32,6 +36,24 @@ def trained(
             engine.save(save)
         tensors, _ = engine.save_state()
         return {n: t.full_tensor() if isinstance(t, DTensor) else t.clone() for n, t in tensors.items()}
+
+
+def places(optimizer: Any) -> set[str]:
+    """Return the devices of an optimizer's state for parameters in another place than their mesh."""
+    mesh = init_device_mesh("cpu", (1,))
+    named = {
+        f"layers.{n}": nn.Parameter(distribute_tensor(torch.ones(shape), mesh, [Shard(0)]))
+        for n, shape in enumerate([(64, 96), (7,)])
+    }
+    roles = dict.fromkeys(named, "matrix")
+    stepped = build(optimizer, named_parameters=list(named.items()), roles=roles)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DeviceMesh, "device_type", "meta")
+        for parameter in named.values():
+            parameter.grad = torch.ones_like(parameter)
+        stepped.step()
+    values = [value for state in stepped.state.values() for value in state.values()]
+    return {(value.to_local() if isinstance(value, DTensor) else value).device.type for value in values}
 
 
 def losses(layout: cases.Layout, converters: list[Any], first: int, last: int) -> list[float]:

@@ -23,6 +23,16 @@ from titancli.registry.component import build
 
 SHAPES = [(64, 96), (7,), (3, 16, 8), (16, 4096)]
 WIDE: dict[str, Any] = {"dim": 64, "hidden_dim": 128, "n_layers": 2}
+LOW: dict[str, Any] = {
+    "dim": 2048,
+    "hidden_dim": 3,
+    "n_heads": 2,
+    "n_kv_heads": 1,
+    "head_dim": 2,
+    "n_layers": 1,
+    "vocab_size": 64,
+}
+"""Matrices of 2 and 3 rows, which 4 ranks share: the last have none."""
 
 
 def parameters(shapes: list[tuple[int, ...]] = SHAPES) -> list[nn.Parameter]:
@@ -132,6 +142,7 @@ LAYOUTS: dict[str, tuple[int, Layout]] = {
     "FSDP2": (2, Layout({"dp_shard": 2}, model=WIDE)),
     "TP2": (2, Layout({"tp": 2}, model=WIDE)),
     "FSDP2xTP2": (4, Layout({"dp_shard": 2, "tp": 2}, model=WIDE)),
+    "FSDP4, few rows": (4, Layout({"dp_shard": 4}, model=LOW)),
     "DDP2": (2, Layout({"dp_replicate": 2}, model=WIDE)),
     "PP2": (2, Layout({"pp": 2}, model=WIDE)),
     "EP2": (2, Layout({"dp_shard": 2, "ep": 2}, config=EXPERTS)),
@@ -147,7 +158,7 @@ OPTIMIZERS: dict[str, Any] = {
     ),
 }
 CLOSE = {"lion": 2e-3, "adafactor": 2e-4, "adamw_8bit": 2e-4, "by_name": 1e-5, "of_muon": 2e-3}
-"""Of weights after three steps. Signs, codes and bfloat16 turn the rounding of gradients into steps of their own."""
+"""Of weights after three steps. Signs, codes and bfloat16 make steps of the rounding of gradients."""
 
 
 @pytest.mark.ranks
@@ -179,11 +190,11 @@ def test_a_resumed_run_is_bitwise_the_one_that_did_not_stop(ranks: Any, tmp_path
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("which", OPTIMIZERS)
-@pytest.mark.parametrize("name", ["TP2", "FSDP2xTP2"])
+@pytest.mark.parametrize("name", ["TP2", "FSDP2xTP2", "FSDP4, few rows"])
 def test_state_is_resharded_bit_for_bit(ranks: Any, tmp_path: Path, which: str, name: str) -> None:
     (world, layout), optimizer = LAYOUTS[name], OPTIMIZERS[which]
     saved = ranks(world, _save, layout, optimizer, tmp_path / "many")[0]
-    alone = ranks(1, _load, Layout(model=WIDE), optimizer, tmp_path / "many")[0]
+    alone = ranks(1, _load, Layout(model=layout.model), optimizer, tmp_path / "many")[0]
     assert alone.keys() == saved.keys()
     for key in saved:
         assert torch.equal(alone[key], saved[key]), key
@@ -199,6 +210,13 @@ def _go_on(layout: Layout, optimizer: Any, folder: Path) -> dict[str, Tensor]:
 
 def _load(layout: Layout, optimizer: Any, folder: Path) -> dict[str, Tensor]:
     return optimizer_cases.trained(layout, optimizer, 2, load=folder)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("which", OPTIMIZERS)
+def test_state_is_where_offloaded_parameters_are(ranks: Any, which: str) -> None:
+    """Which is not where their mesh is."""
+    assert ranks(1, optimizer_cases.places, OPTIMIZERS[which])[0] == {"cpu"}
 
 
 def test_rows_that_blocks_do_not_fill_are_refused() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from titan_optimizers import Adafactor
-from titan_optimizers.elementwise import Skipping, counted, kept, local
+from titan_optimizers.elementwise import Skipping, Update, counted, kept, local, sharded
 from titancli.protocols import Role
 
 
@@ -23,14 +23,8 @@ class AdafactorOptimizer(Skipping):
     torch takes to be at least 1e-7, may be as small as those of small gradients are.
     """
 
-    def _update(
-        self,
-        parameter: nn.Parameter,
-        weight: Tensor,
-        grad: Tensor,
-        wrong: Tensor | None,
-        group: dict[str, Any],
-    ) -> None:
+    def update(self, at: Update) -> None:
+        parameter, weight, grad, wrong, group = at
         state, count = self.state[parameter], parameter.numel()
         if not state:
             self._begin(parameter, state)
@@ -71,28 +65,17 @@ class AdafactorOptimizer(Skipping):
             state["variance"] = torch.zeros_like(parameter)
             return
         for name, dim in (("row_var", parameter.ndim - 1), ("col_var", parameter.ndim - 2)):
-            shape = list(local(parameter).shape)
-            shape[dim] = 1
+            shape, whole = list(local(parameter).shape), list(parameter.shape)
+            shape[dim] = whole[dim] = 1
+            given = parameter.placements if isinstance(parameter, DTensor) else ()
+            places = [Replicate() if _cuts(one, dim) else one for one in given]
             own = torch.zeros(shape, device=local(parameter).device)
-            if isinstance(parameter, DTensor):
-                whole = list(parameter.shape)
-                whole[dim] = 1
-                places = [Replicate() if _cuts(one, dim) else one for one in parameter.placements]
-                own = DTensor.from_local(
-                    own,
-                    parameter.device_mesh,
-                    places,
-                    run_check=False,
-                    shape=torch.Size(whole),
-                    stride=torch.empty(whole, device="meta").stride(),
-                )
-            state[name] = own
+            state[name] = sharded(own, parameter, whole, places)
 
 
 def _cuts(placement: Placement, dim: int) -> bool:
-    return (
-        getattr(placement, "dim", None) == dim
-    )  # strided shards too, as FSDP2 makes after tensor parallelism
+    # Strided shards too, as FSDP2 makes after tensor parallelism.
+    return getattr(placement, "dim", None) == dim
 
 
 def _summed(own: Tensor, parameter: Tensor, dims: Any) -> Tensor:

@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from titan_optimizers import AdamW8bit
-from titan_optimizers.elementwise import Skipping, counted, kept, local
+from titan_optimizers.elementwise import Skipping, Update, counted, kept, local, sharded
 from titancli import TitanError
 from titancli.protocols import Role
 
@@ -57,14 +56,8 @@ class AdamW8bitOptimizer(Skipping):
         # Of this optimizer alone: those of a dry run have no values.
         self._values = cache(values_of)
 
-    def _update(
-        self,
-        parameter: nn.Parameter,
-        weight: Tensor,
-        grad: Tensor,
-        wrong: Tensor | None,
-        group: dict[str, Any],
-    ) -> None:
+    def update(self, at: Update) -> None:
+        parameter, weight, grad, wrong, group = at
         state, block = self.state[parameter], self._block[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=weight.device)
@@ -151,24 +144,9 @@ def _begun(parameter: nn.Parameter, name: str, block: int | None) -> dict[str, T
     scales = torch.full((*own.shape[:-1], own.shape[-1] // block), EMPTY, device=own.device)
     whole = (*parameter.shape[:-1], parameter.shape[-1] // block)
     return {
-        name: _like(parameter, codes, tuple(parameter.shape)),
-        f"{name}_scale": _like(parameter, scales, whole),
+        name: sharded(codes, parameter, parameter.shape),
+        f"{name}_scale": sharded(scales, parameter, whole),
     }
-
-
-def _like(parameter: nn.Parameter, own: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return this rank's shard as a tensor of `shape` that is sharded as the parameter is."""
-    if not isinstance(parameter, DTensor):
-        return own
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(
-        own,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=torch.Size(shape),
-        stride=stride,
-    )
 
 
 @cache

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from titan_optimizers import Lion
 from titancli.protocols import Role
@@ -16,6 +18,23 @@ from titancli.protocols import Role
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a tensor; the tensor itself, if it is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def sharded(
+    own: Tensor, parameter: Tensor, shape: Sequence[int], placements: Sequence[Placement] | None = None
+) -> Tensor:
+    """Return this rank's shard as a tensor of `shape` on the ranks of a parameter; the shard itself, if the
+    parameter is not sharded.
+
+    Args:
+        placements: how it is sharded; None: as the parameter is.
+    """
+    if not isinstance(parameter, DTensor):
+        return own
+    meta = TensorMeta(torch.Size(shape), torch.empty(shape, device="meta").stride(), own.dtype)
+    spec = DTensorSpec(parameter.device_mesh, tuple(placements or parameter.placements), meta)
+    # DTensor.from_local would move state to the GPU whose parameters are offloaded to the CPU.
+    return DTensor(own, spec, requires_grad=False)
 
 
 def kept(old: Tensor, new: Tensor, wrong: Tensor | None) -> None:
@@ -31,7 +50,20 @@ def counted(state: dict[str, Any], wrong: Tensor | None) -> Tensor:
     return step
 
 
-class Skipping(torch.optim.Optimizer):
+class Update(NamedTuple):
+    """What the update of one parameter depends on, beside its state."""
+
+    parameter: nn.Parameter
+    weight: Tensor
+    """This rank's shard of the parameter."""
+    grad: Tensor
+    """Its gradient, fp32."""
+    wrong: Tensor | None
+    """1.0 where the step is skipped, else 0.0."""
+    group: dict[str, Any]
+
+
+class Skipping(torch.optim.Optimizer, ABC):
     """An optimizer that updates one parameter after another, and skips steps on the device.
 
     As with torch's fused steps, gradients are divided by `grad_scale`, and the step is skipped where
@@ -48,10 +80,7 @@ class Skipping(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -61,31 +90,20 @@ class Skipping(torch.optim.Optimizer):
                         for given in (self.grad_scale, self.found_inf)
                     )
                     grad = local(parameter.grad).float()
-                    self._update(parameter, own, grad if scale is None else grad / scale, wrong, group)
+                    grad = grad if scale is None else grad / scale
+                    self.update(Update(parameter, own, grad, wrong, group))
         return loss
 
-    def _update(
-        self,
-        parameter: nn.Parameter,
-        weight: Tensor,
-        grad: Tensor,
-        wrong: Tensor | None,
-        group: dict[str, Any],
-    ) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def update(self, at: Update) -> None:
+        """Change a parameter and its state in place."""
 
 
 class LionOptimizer(Skipping):
     """See `titan_optimizers.Lion`; its algorithm 2 has the update."""
 
-    def _update(
-        self,
-        parameter: nn.Parameter,
-        weight: Tensor,
-        grad: Tensor,
-        wrong: Tensor | None,
-        group: dict[str, Any],
-    ) -> None:
+    def update(self, at: Update) -> None:
+        parameter, weight, grad, wrong, group = at
         state = self.state[parameter]
         if not state:
             state["exp_avg"] = torch.zeros_like(parameter)
