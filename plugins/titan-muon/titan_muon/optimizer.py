@@ -89,10 +89,7 @@ class Together(torch.optim.Optimizer):
         self._share()
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         for part in self.parts:
             if self._step_supports_amp_scaling:
                 part.grad_scale, part.found_inf = self.grad_scale, self.found_inf

@@ -42,10 +42,7 @@ class ShardedMuon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             # The largest first, so that matrices that are processed together cost about the same.
