@@ -1,4 +1,5 @@
-"""Direct preference optimisation: the loop, from top to bottom."""
+"""Direct preference optimisation: the loop of pretraining, on batches that have the reference's
+log-probabilities."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
+from titancli.loops.pretrain import pretrain
 from titancli.loops.reference import Reference
 from titancli.protocols.batch import Batch
 
@@ -25,22 +27,7 @@ def build(
     reference = Referenced(engine, run)
     if run.validation is not None:
         run.validation.prepare = reference
-    return partial(dpo, engine, data, observers, run, reference)
-
-
-def dpo(engine: Engine, data: Loader, observers: Observers, run: Run, reference: Referenced) -> None:
-    """Train until the last step, the end of the data, or a signal; save on the way and at the end."""
-    while run.goes_on(engine.step):
-        batches = [reference(batch) for batch in run.take(data, engine.settings.accumulation)]
-        if not batches:
-            break
-        metrics = engine.forward_backward(batches)
-        metrics |= engine.optim_step() | {"data_wait": run.data_wait}
-        observers.step_end(engine.step, metrics)
-        run.step_done(engine.step)
-        if run.checkpoint_due(engine.step):
-            run.save(engine, data)
-    run.finish(engine, data)
+    return partial(pretrain, engine, data, observers, run, lambda batches: [*map(reference, batches)])
 
 
 class Referenced:

@@ -1,4 +1,4 @@
-"""Pretraining: the loop, from top to bottom."""
+"""The loop of pretraining, and of whatever else learns from batches of data, from top to bottom."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from titancli.engine import Engine
     from titancli.loops.run import Run
     from titancli.observe.observers import Observers
+    from titancli.protocols.batch import Batch
 
 
 def build(
@@ -19,13 +20,23 @@ def build(
     return partial(pretrain, engine, data, observers, run)
 
 
-def pretrain(engine: Engine, data: Loader, observers: Observers, run: Run) -> None:
-    """Train until the last step, the end of the data, or a signal; save on the way and at the end."""
+def pretrain(
+    engine: Engine,
+    data: Loader,
+    observers: Observers,
+    run: Run,
+    prepare: Callable[[list[Batch]], list[Batch]] | None = None,
+) -> None:
+    """Train until the last step, the end of the data, or a signal; save on the way and at the end.
+
+    Args:
+        prepare: adds to the batches of a step what the loss reads beside the data. Collective.
+    """
     while run.goes_on(engine.step):
         batches = run.take(data, engine.settings.accumulation)
         if not batches:
             break
-        metrics = engine.forward_backward(batches)
+        metrics = engine.forward_backward(batches if prepare is None else prepare(batches))
         metrics |= engine.optim_step() | {"data_wait": run.data_wait}
         observers.step_end(engine.step, metrics)
         run.step_done(engine.step)

@@ -1,4 +1,4 @@
-"""Distillation: the loop, from top to bottom."""
+"""Distillation: the loop of pretraining, on batches that have what the teacher says of them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from titan_distil.store import Stored
 from titan_distil.teacher import Teacher
 from titancli import TitanError
+from titancli.loops.pretrain import pretrain
 
 if TYPE_CHECKING:
     from typing import Any
@@ -36,16 +37,6 @@ def build(
 
 
 def distil(engine: Engine, data: Loader, observers: Observers, run: Run, teacher: Teacher | Stored) -> None:
-    """Train until the last step, the end of the data, or a signal; save on the way and at the end."""
-    while run.goes_on(engine.step):
-        batches = [teacher(batch) for batch in run.take(data, engine.settings.accumulation)]
-        if not batches:
-            break
-        metrics = engine.forward_backward(batches)
-        metrics |= engine.optim_step() | {"data_wait": run.data_wait}
-        observers.step_end(engine.step, metrics)
-        run.step_done(engine.step)
-        if run.checkpoint_due(engine.step):
-            run.save(engine, data)
-    run.finish(engine, data)
+    """Train as `pretrain` does, and close the teacher."""
+    pretrain(engine, data, observers, run, lambda batches: [*map(teacher, batches)])
     teacher.close()

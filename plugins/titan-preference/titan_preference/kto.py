@@ -1,4 +1,5 @@
-"""Kahneman-Tversky optimization (KTO, arXiv 2402.01306): the loop, from top to bottom.
+"""Kahneman-Tversky optimization (KTO, arXiv 2402.01306): the loop of pretraining, on batches that have
+what their answers are compared with.
 
 The loss compares what an answer gains over the reference with the KL divergence of the model from it. That
 is estimated, as in the paper's section 4.1, from mismatched answers: each prompt of a step followed by the
@@ -17,6 +18,7 @@ import torch
 from titancli import IGNORE, Batch, TitanError, phase
 from titancli.data.fitting import Conversation, row_of
 from titancli.distributed.together import Ranks
+from titancli.loops.pretrain import pretrain
 from titancli.loops.reference import Reference
 
 if TYPE_CHECKING:
@@ -46,22 +48,7 @@ def build(
     compared = Compared(engine, Reference(engine, run), run.batch_shape[1])
     if run.validation is not None:
         run.validation.prepare = lambda batch: compared([batch])[0]
-    return partial(kto, engine, data, observers, run, compared)
-
-
-def kto(engine: Engine, data: Loader, observers: Observers, run: Run, compared: Compared) -> None:
-    """Train until the last step, the end of the data, or a signal; save on the way and at the end."""
-    while run.goes_on(engine.step):
-        batches = run.take(data, engine.settings.accumulation)
-        if not batches:
-            break
-        metrics = engine.forward_backward(compared(batches))
-        metrics |= engine.optim_step() | {"data_wait": run.data_wait}
-        observers.step_end(engine.step, metrics)
-        run.step_done(engine.step)
-        if run.checkpoint_due(engine.step):
-            run.save(engine, data)
-    run.finish(engine, data)
+    return partial(pretrain, engine, data, observers, run, compared)
 
 
 class Compared:
