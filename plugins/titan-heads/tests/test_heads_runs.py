@@ -138,9 +138,11 @@ def test_a_reward_model_with_adapters_exports_whole_and_rates_completions(
         assert score == pytest.approx(outputs(engine, [engine.tokenizer.chat(talk)]).item(), abs=1e-6)
     with pytest.raises(TitanError, match="more than 64 of the reward model's rows"):
         rate(Prompt("x" * 80), answer)
+    assert train(*OF_REWARD, "training.steps=1", "checkpoint.enable=false", "--run-dir", "kept").code == 0
     for checkpoint, why in (
         ("plain", "is not of a reward model"),
-        ("gone", "neither a checkpoint nor a run"),
+        ("gone", "gone is neither a checkpoint with a recipe nor a run that has a good one"),
+        ("kept", "kept is neither a checkpoint with a recipe nor a run that has a good one"),
     ):
         with pytest.raises(TitanError, match=why):
             build(RewardModel(checkpoint=here / checkpoint))

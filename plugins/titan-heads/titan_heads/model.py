@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +23,8 @@ from titancli.recipe import load_recipe
 if TYPE_CHECKING:
     from titan_heads import RewardModel as Config
     from titancli.protocols.samples import Completion, Prompt
+
+logger = logging.getLogger(__name__)
 
 
 def outputs(engine: Engine, samples: Sequence[Sample | Sequence[int]], *, rows: int = 8) -> Tensor:
@@ -83,15 +87,16 @@ class RewardModel:
     def __init__(self, config: Config) -> None:
         """
         Raises:
-            RecipeError: the checkpoint is not of a reward model.
+            RecipeError: the checkpoint is not of a reward model, or the run has none.
             EnvironmentProblem: it is damaged.
         """
-        folder = config.checkpoint
-        if not (folder / LOCK).is_file() or not (folder / "manifest.json").is_file():
-            folder = newest_good(folder / "checkpoints") or folder
-        if not (folder / LOCK).is_file():
+        folder: Path | None = config.checkpoint
+        if not (config.checkpoint / "manifest.json").is_file():
+            folder = newest_good(config.checkpoint / "checkpoints", rejected=logger.warning)
+        if folder is None or not (folder / LOCK).is_file():
             raise RecipeError(
-                f"loop.rewards: {folder} is neither a checkpoint nor a run",
+                f"loop.rewards: {config.checkpoint} is neither a checkpoint with a recipe nor a run that has "
+                "a good one",
                 hint="give the run of a reward model, or RUN/checkpoints/step-N",
             )
         recipe = load_recipe(folder / LOCK, runnable=False).recipe
