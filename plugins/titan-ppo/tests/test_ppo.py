@@ -7,6 +7,7 @@ masked functions that it calls.
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 
 from titan_ppo import Gae, Ppo
 from titan_ppo.advantages import gae
-from titancli import Batch, Sample, build
+from titancli import Batch, Sample, TitanError, build
 from titancli.models import Llama3
 from titancli.registry.component import build_offered
 
@@ -65,7 +66,8 @@ def by_definition(rewards: Any, values: Any, gamma: float, lam: float) -> Any:
 def trl_lines(
     numbers: dict[str, torch.Tensor], scores: list[float], config: Gae
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Advantages and returns as in `PPOTrainer.train`, section 4 to 6."""
+    """Advantages and returns as in `PPOTrainer.train`, section 4 to 6, for answers that fill their rows:
+    after others there is one more position, which has the score, and a value."""
     padding_mask = ~numbers["there"]
     values = torch.masked_fill(numbers["values"], padding_mask, 0)
     logprobs = torch.masked_fill(numbers["logprobs"], padding_mask, 1.0)
@@ -153,6 +155,18 @@ def test_tokens_between_turns_are_passed_over() -> None:
     expected = by_definition(np.array([0.0, 0.0, 2.0]), np.array([1.0, 3.0, 4.0]), 0.9, 0.8)
     assert np.allclose(found.advantages, [0, expected[0], 0, 0, *expected[1:]])
     assert gae(np.zeros((0, 0)), np.zeros((0, 0)), 1.0, 1.0).shape == (0, 0)
+
+
+def test_completions_without_tokens_have_no_advantages() -> None:
+    empty = Sample(
+        [1, 2], [0, 0], advantages=1.0, logprobs=[0, 0], reference=[0, 0], extra={"old_values": [5, 6]}
+    )
+    (alone,) = build(Gae(kl_coef=0.1)).of_tokens([empty], lambda x: x)
+    assert not np.any(alone.advantages) and not np.any(alone.extra["returns"])
+    other = samples_of(drawn(values=2.0, logprobs=1.0, reference=1.0), [1.0, 0.0, -2.0, 0.5, 3.0])
+    expected = build(Gae()).of_tokens(other, lambda x: x)
+    for one, found in zip(expected, build(Gae()).of_tokens([*other, empty], lambda x: x), strict=False):
+        assert np.array_equal(one.advantages, found.advantages)
 
 
 # ------------------------------------------------------------------------------------------------- loss
@@ -251,6 +265,11 @@ def test_a_batch_without_targets_adds_nothing() -> None:
     result = loss(out, batch)
     result.sum.backward()
     assert result.sum == 0 and result.weight == 0 and not loss.value.weight.grad.any()
+
+
+def test_a_model_without_a_width_is_refused() -> None:
+    with pytest.raises(TitanError, match="config has no `dim`"):
+        build_offered(Ppo(), model=SimpleNamespace(dim=None))
 
 
 def test_it_is_sampled_at_the_generators_temperature() -> None:

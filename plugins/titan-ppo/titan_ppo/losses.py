@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from titancli import Batch, LossResult
+from titancli.errors import RecipeError
 from titancli.losses import Grpo
 from titancli.losses.policy import Grpo as Objective
 from titancli.losses.policy import Samples
@@ -16,16 +18,6 @@ from titancli.models.blocks.init import zeros_
 
 if TYPE_CHECKING:
     from titan_ppo import Ppo as Config
-
-OF_POLICY = (
-    "kl_coef",
-    "entropy_coef",
-    "temperature",
-    "importance",
-    "importance_max",
-    "clip_low",
-    "clip_high",
-)
 
 
 class Ppo(nn.Module):
@@ -39,10 +31,16 @@ class Ppo(nn.Module):
     steady = False
 
     def __init__(self, config: Config, *, model: Any) -> None:
+        """
+        Raises:
+            RecipeError: the model's config does not say how wide hidden states are.
+        """
         super().__init__()
+        if model.dim is None:
+            raise RecipeError("loss: the model's config has no `dim`, the width of its hidden states")
         self.config = config
-        of_policy = {name: getattr(config, name) for name in OF_POLICY}
-        self._policy = Objective(Grpo(**of_policy, length_norm="token"))
+        shared = {one.name: getattr(config, one.name) for one in fields(Grpo) if hasattr(config, one.name)}
+        self._policy = Objective(Grpo(**shared, length_norm="token"))
         self.needs: Mapping[str, Literal["B", "BS"]] = {
             **self._policy.needs,
             "old_values": "BS",
