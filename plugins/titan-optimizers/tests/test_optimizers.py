@@ -215,7 +215,7 @@ def _load(layout: Layout, optimizer: Any, folder: Path) -> dict[str, Tensor]:
 @pytest.mark.ranks
 @pytest.mark.parametrize("which", OPTIMIZERS)
 def test_state_is_where_offloaded_parameters_are(ranks: Any, which: str) -> None:
-    """Which is not where their mesh is."""
+    """State of parameters that are elsewhere than their mesh stays with them."""
     assert ranks(1, optimizer_cases.places, OPTIMIZERS[which])[0] == {"cpu"}
 
 
