@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import heads_cases
 import numpy as np
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch.nn import functional
 
 from titan_heads import Classification, Embedding, Reward
 from titan_heads import losses as code
+from titan_testing import Example, check_plugin
 from titancli import IGNORE, Batch, TitanError
 from titancli.registry.component import completed
 
@@ -29,6 +32,22 @@ def made(config: Any) -> Any:
     with torch.no_grad():
         loss.score.weight.copy_(torch.randn(loss.score.weight.shape, generator=torch.manual_seed(1)))
     return completed("loss", loss)
+
+
+def example(name: str, rows: int) -> Example:
+    batch = heads_cases.rows_of(name).split(rows)[0]
+    hidden = torch.randn(*batch["tokens"].shape, 64, generator=torch.manual_seed(2))
+    return Example(batch, out=hidden)
+
+
+def test_the_plugin_is_sound() -> None:
+    names = {"reward": "reward", "classification": "classes", "embedding": "embedding"}
+    check_plugin(
+        "titan-heads",
+        configs={"loss/classification": {"classes": ["a", "b", "c"]}},
+        examples={f"loss/{name}": partial(example, case) for name, case in names.items()},
+        skip={"loss/embedding": ["accumulation"]},  # negatives are those of a micro-batch
+    )
 
 
 def marked(lengths: list[int]) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 
 from titan_ppo import Gae, Ppo
 from titan_ppo.advantages import gae
+from titan_testing import Example, check_plugin
 from titancli import Batch, Sample, TitanError, build
 from titancli.models import Llama3
 from titancli.registry.component import build_offered
@@ -265,6 +266,18 @@ def test_a_batch_without_targets_adds_nothing() -> None:
     result = loss(out, batch)
     result.sum.backward()
     assert result.sum == 0 and result.weight == 0 and not loss.value.weight.grad.any()
+
+
+def test_the_plugin_is_sound() -> None:
+    def example(rows: int) -> Example:
+        generator = torch.Generator().manual_seed(0)
+        names = ("old_logprobs", "advantages", "old_values", "returns", "entropy")
+        batch = {name: torch.rand(rows, WIDTH, generator=generator) for name in names}
+        batch["hidden"] = torch.randn(rows, WIDTH, 64, generator=generator)  # of the kit's model
+        batch["targets"] = torch.ones(rows, WIDTH, dtype=torch.int64)
+        return Example(Batch(batch), out=-torch.rand(rows, WIDTH, generator=generator))
+
+    check_plugin("titan-ppo", examples={"loss/ppo": example})
 
 
 def test_a_model_without_a_width_is_refused() -> None:

@@ -16,6 +16,7 @@ from tests.data.helpers import global_rows, make
 from tests.data.test_trl_pairs import ASK, CHATML, said, tokenizer_folder
 from titan_preference import ApoZeroUnpaired, Kto, Unpaired
 from titan_preference.kto import another, answers_of, mismatched
+from titan_testing import check_plugin
 from titancli import IGNORE, Batch, build
 from titancli.data import HFTokenizer
 from titancli.distributed.together import Ranks
@@ -36,6 +37,11 @@ def nothing_reported():
     collector.drain()
     yield
     collector.drain()
+
+
+def test_the_plugin_is_sound() -> None:
+    """The losses of KTO alone train in no loop but their own."""
+    check_plugin("titan-preference", skip=dict.fromkeys(("loss/kto", "loss/apo_zero_unpaired"), ("engine",)))
 
 
 def problem(kl: float) -> tuple[torch.Tensor, Batch]:

@@ -59,12 +59,21 @@ def target_faults(kind: str, target: Any) -> Iterator[str]:
         return
     given = list(inspect.signature(protocol.__call__).parameters.values())[2:]  # without self and config
     try:
-        inspect.signature(target).bind(None, **{parameter.name: None for parameter in given})
+        inspect.signature(target).bind(None, **{one.name: None for one in given}, **offered(kind, target))
     except TypeError as error:
         names = ", ".join(["config", *(["*", *(p.name for p in given)] if given else [])])
         yield f"its target cannot be called as build({names}): {error}"
     except ValueError:  # written in C, without a signature
         return
+
+
+def offered(kind: str, target: Callable[..., Any]) -> dict[str, Any]:
+    """Return what a run gives to targets that take it: to a loss's the model's config."""
+    if kind != "loss" or "model" not in inspect.signature(target).parameters:
+        return {}
+    from titan_testing.behaviour.engines import small_model
+
+    return {"model": small_model()}
 
 
 def built_faults(
@@ -77,7 +86,8 @@ def built_faults(
 
     try:
         with torch.device("meta" if kind == "model" else "cpu"):
-            built = target(config, **_runtime(kind, config, folder, seq_len))
+            runtime = _runtime(kind, config, folder, seq_len)
+            built = target(config, **runtime, **offered(kind, target))
     except Exception as error:
         yield f"it cannot be built: {own_traceback(error)}"
         return

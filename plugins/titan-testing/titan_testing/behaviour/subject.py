@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from titan_testing.protocols import offered
 from titancli.registry.component import completed
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class Subject:
 
     def build(self, **runtime: Any) -> Any:
         """Build the component as a run does."""
-        return completed(self.kind, self.target(self.config, **runtime))
+        return completed(self.kind, self.target(self.config, **runtime, **offered(self.kind, self.target)))
 
 
 Check = Callable[[Subject], Iterator[str]]
