@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import csv
+import errno
 import gzip
 import io
 import json
@@ -20,9 +21,10 @@ import pytest
 import zstandard
 
 from tests.data.helpers import global_rows, make
-from titancli.data import Chat, JsonLines, TextFiles
+from titancli.data import Chat, JsonLines, TextFiles, jsonl, tables
 from titancli.data.compressed import Damaged
 from titancli.data.files import find_files
+from titancli.data.formats import kind_of_rows
 from titancli.data.tables import lines_of
 from titancli.errors import EnvironmentProblem
 from titancli.observe.metrics import collector
@@ -253,6 +255,37 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: py
     with pytest.raises(EnvironmentProblem, match=r"rows of .*a\.json cannot be written") as told:
         make(Chat(path=str(tmp_path / "a.json")))
     assert "TITAN_CACHE" in str(told.value.hint)
+
+
+def test_a_disk_that_is_full_at_the_end_is_named_and_nothing_is_left(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.json").write_bytes(FILES["a.json"])
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tables.os, "replace", full)
+    with pytest.raises(EnvironmentProblem, match=r"a\.json cannot be written to .*: No space left"):
+        make(Chat(path=str(tmp_path / "a.json")))
+    assert {one.suffix for one in (cache / "lines").iterdir()} == {".lock"}
+
+
+def test_two_columns_of_a_name_and_a_long_line_that_is_no_row_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("instruction,output,output\na,b,c\n")
+    with pytest.raises(Damaged, match="two columns are called 'output'"):
+        make(Chat(path=str(tmp_path / "a.csv")))
+    (tmp_path / "a.txt").write_text('{"messages": "' + "x" * 200_000)
+    assert kind_of_rows(str(tmp_path / "a.txt")) == "text"
+
+
+def test_each_file_is_looked_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in "ab":
+        (tmp_path / f"{name}.jsonl").write_bytes(LINES)
+    seen: list[str] = []
+    monkeypatch.setattr(jsonl, "kind_of_rows", lambda path: seen.append(path) or "jsonl")
+    make(Chat(path=str(tmp_path / "*.jsonl")))
+    assert len(seen) == 2
 
 
 def test_without_zstandard_what_to_install_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,9 +133,10 @@ def kind_of_rows(path: str) -> str:
         return "jsonl" if found.by_suffix else found.name
     with open_plain(path) as file:
         head = _head(file).decode(errors="replace").splitlines()[: SAMPLED_ROWS + 1]
-    mark = delimiter_of(head[0] if head else "")
-    widths = {len(cells) for cells in csv.reader(head, delimiter=mark)}
-    return "csv" if len(head) > 1 and len(widths) == 1 and max(widths) > 1 else "text"
+    if len(head) < 2:
+        return "text"
+    widths = {len(cells) for cells in csv.reader(head, delimiter=delimiter_of(head[0]))}
+    return "csv" if len(widths) == 1 and max(widths) > 1 else "text"
 
 
 def delimiter_of(header: str) -> str:
@@ -148,7 +149,7 @@ def _format(path: str) -> Format | _Other:
     with open(path, "rb") as file:
         begin = file.peek(4)
         if not begin:
-            return Format("jsonl" if suffix in ROWS else "text")
+            return Format("jsonl" if suffix in ROWS else "csv" if suffix in TABLES else "text")
         compressed = suffix in SUFFIXES or compression_of(begin) is not None
         with open_plain(path) if compressed else nullcontext(file) as plainly:
             head = _head(plainly)

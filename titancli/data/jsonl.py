@@ -87,10 +87,11 @@ class LineReader:
         """
         if self._starts:
             return
-        self._whole = True
-        for file in self._files:
-            if file.path not in self._lines:
-                self._convert(file)
+        if not self._whole:
+            self._whole = True
+            for file in self._files:
+                if file.path not in self._lines:
+                    self._convert(file)
         self._starts = [row_starts(self._read_from(file)) for file in self._files]
         self._firsts = np.cumsum([0, *(len(starts) for starts in self._starts)])
         """Index of the first row of each file, then the total."""
@@ -155,7 +156,7 @@ class LineReader:
         limit = self._max_bytes
         lines = self._lines.get(file.path)
         try:
-            packed = lines is None and is_compressed(file.path)
+            packed = not (lines or self._starts) and is_compressed(file.path)
             with open_plain(file.path) if packed else open(lines or file.path, "rb") as stream:
                 stream.seek(byte)
                 while data := stream.readline(limit + 2):

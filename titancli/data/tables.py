@@ -13,7 +13,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
@@ -74,18 +74,12 @@ def lines_of(file: TextFile, kind: str) -> str:
 def _write(file: TextFile, kind: str, target: Path) -> None:
     part = target.with_suffix(f".{os.getpid()}.part")
     try:
-        try:
-            out = open(part, "wb")  # noqa: SIM115 - closed below
-        except OSError as error:
-            _not_written(file, target, error)
-        with out:
-            for block in _damage_named(file.path, _blocks(file.path, kind)):
-                try:
-                    out.write(block)
-                except OSError as error:
-                    _not_written(file, target, error)
-        require_unchanged(file.path, file.stamp)
+        with open(part, "wb") as out:
+            for block in _read(file, kind):
+                out.write(block)
         os.replace(part, target)
+    except OSError as error:
+        _not_written(file, target, error)
     finally:
         part.unlink(missing_ok=True)
 
@@ -97,9 +91,11 @@ def _not_written(file: TextFile, target: Path, error: OSError) -> NoReturn:
     ) from error
 
 
-def _damage_named(path: str, blocks: Iterable[bytes]) -> Iterator[bytes]:
+def _read(file: TextFile, kind: str) -> Iterator[bytes]:
+    path = file.path
     try:
-        yield from blocks
+        yield from map(_line, _parquet(path)) if kind == "parquet" else _plain(path, kind)
+        require_unchanged(path, file.stamp)
     except OSError as error:
         unreadable(path, error)
     except UnicodeDecodeError as error:
@@ -113,12 +109,6 @@ def _damaged(path: str, reason: str) -> NoReturn:
         f"{path} is damaged: {reason}",
         hint="restore it or leave it out, or skip such files: dataset.skip_damaged = true",
     ) from None
-
-
-def _blocks(path: str, kind: str) -> Iterator[bytes]:
-    if kind == "parquet":
-        return map(_line, _parquet(path))
-    return _plain(path, kind)
 
 
 def _plain(path: str, kind: str) -> Iterator[bytes]:
@@ -178,6 +168,8 @@ def _table(file: BinaryIO) -> Iterator[Any]:
     text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
     first = text.readline()
     header = next(csv.reader([first], delimiter=(mark := delimiter_of(first)), strict=True), [])
+    if len(set(header)) < len(header):
+        raise ValueError(f"two columns are called {max(header, key=header.count)!r}")
     for cells in csv.reader(text, delimiter=mark, strict=True):
         if cells:
             yield dict(zip(header, cells, strict=True)) if len(cells) == len(header) else cells
