@@ -200,9 +200,9 @@ class RowDataset:
             return self.rows_left(1) + self._consumed, True
         if not hasattr(self._examples, "example"):
             return None
-        sample = [group.lengths for group in itertools.islice(self._groups(0, None), 2)]
-        rows, examples = sum(len(self._maker.plan(lengths)) for lengths in sample), sum(map(len, sample))
-        return round(rows * cast(IndexedExamples, self._examples).count / max(examples, 1)), False
+        sample = next((group.lengths for group in self._groups(0, None)), [])
+        examples = cast(IndexedExamples, self._examples).count
+        return round(len(self._maker.plan(sample)) * examples / max(len(sample), 1)), False
 
     def end_after(self, epochs: int) -> None:
         """End after this many epochs."""
