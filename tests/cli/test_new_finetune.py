@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import tomllib
 from pathlib import Path
@@ -106,6 +107,36 @@ def test_the_reward_fits_the_answers(tmp_path: Path, answer: str, reward: dict[s
     assert made["[loop.rewards]"] == reward
     assert (made["loop.task"]["prompt"], made["loop.task"]["answer"]) == ("problem", "solution")
     assert ("system" in made["loop.task"]) is ("after" in reward)
+
+
+FILES = {
+    "q.csv": b"question,answer\n3 + 4?,7\n",
+    "q.json": b'[{"question": "3 + 4?", "answer": "7"}]',
+    "q.jsonl.gz": gzip.compress(b'{"question": "3 + 4?", "answer": "7"}\n'),
+    "q.data": b'{"question": "3 + 4?", "answer": "7"}\n' * 3,
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_data_of_every_kind_are_looked_into(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(FILES[name])
+    made = Task("grpo", str(tmp_path / name)).sections(64)
+    assert made["loop.task"]["prompt"] == "question" and made["[loop.rewards]"]["type"] == "titan/numeric"
+    assert Task("pretrain", str(tmp_path / name)).sections(64)["dataset"]["type"] == "titan/jsonl"
+
+
+def test_text_is_known_by_its_content_and_a_mixture_is_refused(tmp_path: Path) -> None:
+    there = tmp_path / "corpus"
+    there.mkdir()
+    (there / "a.jsonl").write_text("")
+    (there / "b").write_text("It rained.\n")
+    text = {"type": "titan/text_files", "paths": [f"{there}/b*"]}
+    assert Task("pretrain", f"{there}/b*").sections(64) == {"dataset": text}
+    with pytest.raises(UsageError, match="has files of text beside JSON Lines") as told:
+        Task("pretrain", str(there)).sections(64)
+    assert "pattern" in str(told.value.hint)
+    (there / "state.json").write_text("{}")  # as save_to_disk writes it
+    assert Task("pretrain", str(there)).sections(64) == {"dataset": {"type": "titan/hf", "path": str(there)}}
 
 
 def test_prompts_without_a_known_key_are_refused(tmp_path: Path) -> None:

@@ -172,7 +172,7 @@ DOORS = [
     Door(
         "text, rows and prompts",
         "data.files data.formats data.jsonl data.row_formats data.tables data.compressed"
-        " data.packing generate.prompts rl.rewards titan_grain.dataset cli.finetune_data",
+        " data.packing generate.prompts rl.rewards titan_grain.dataset",
         "tests/data/test_formats.py::test_what_is_not_read_is_refused_by_name",
         "tests/data/test_jsonl.py::test_where_strict_a_bad_row_is_an_error_with_file_and_line",
     ),

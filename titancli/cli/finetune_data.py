@@ -1,15 +1,16 @@
-"""What a new recipe learns, and from which data. Torch-free."""
+"""What a new recipe learns, and from which data. Torch is imported only to look into files."""
 
 from __future__ import annotations
 
-import json
+import os
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
+from titancli.data.compressed import SUFFIXES
+from titancli.data.formats import READ, ROWS, TABLES, TEXT, formats_of
+from titancli.data.paths import absolute, is_saved
 from titancli.errors import EnvironmentProblem, UsageError
 
 Kind = Literal["pretrain", "sft", "dpo", "grpo"]
@@ -20,7 +21,8 @@ LOOKED_AT = 100
 """Rows that are read to find out what the answers are."""
 LONGEST = 1 << 20
 """Characters of a row that are read."""
-DATA = re.compile(r"\.(jsonl?|csv|parquet|txt|md|arrow)(\.(gz|zst))?$")
+FILES = (*ROWS, *TEXT, *TABLES, *SUFFIXES, ".json", ".parquet", ".arrow")
+"""Suffixes of names that are those of files, and of no dataset of the Hub."""
 HUB = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -61,7 +63,7 @@ class Task:
         return {"dataset": dataset, "loss": loss, "loop": {"type": "titan/dpo"}}
 
     def _grpo(self, length: int) -> dict[str, dict[str, Any]]:
-        rows = list(_rows(self.data))
+        rows = _rows(self.data)
         prompt = _key(rows, PROMPTS, "prompt", self.data)
         answer = _key(rows, ANSWERS, "answer", self.data)
         answers = [str(row.get(answer, "")) for row in rows]
@@ -103,7 +105,7 @@ def task_of(kind: Kind, data: str) -> Task:
     path = Path(data).expanduser()
     if path.exists() or (set("*?[") & set(data) and any(Path().glob(data))):
         return Task(kind, data if data.startswith(("/", "./", "../", "~")) else f"./{data}")
-    if HUB.fullmatch(data) and not DATA.search(data):
+    if HUB.fullmatch(data) and not data.endswith(FILES):
         return Task(kind, data)
     raise EnvironmentProblem(
         f"{data} does not exist",
@@ -115,30 +117,31 @@ def _text(data: str | None) -> dict[str, Any]:
     """Return the dataset of text that reads a path."""
     if data is None:
         return {"type": "titan/text_files", "paths": ["text/*.txt"]}
-    if not data.startswith(("/", ".", "~")):
+    if not os.path.isabs(found := absolute(data)) or is_saved(found):
         return {"type": "titan/hf", "path": data}
-    names = [data]
-    if Path(data).expanduser().is_dir():
-        names = sorted(path.name for path in Path(data).expanduser().iterdir())
-    for ending, kind in ((".jsonl", "jsonl"), (".parquet", "parquet")):
-        if any(re.search(rf"{re.escape(ending)}(\.gz|\.zst)?$", name) for name in names):
-            return {"type": f"titan/{kind}", "paths": [data]}
-    return {"type": "titan/text_files", "paths": [data]}
+    from titancli.data.files import files_of
+
+    kinds = set(formats_of(file.path for file in files_of([Path(found)])))
+    if "text" in kinds and len(kinds) > 1:
+        raise UsageError(
+            f"{data} has files of text beside {READ[min(kinds - {'text'})]}",
+            hint="name those of one kind, for example by a quoted pattern: 'corpus/*.txt'",
+        )
+    if len(kinds) == 1 and kinds <= {"text", "parquet"}:
+        return {"type": "titan/text_files" if kinds == {"text"} else "titan/parquet", "paths": [data]}
+    return {"type": "titan/jsonl", "paths": [data]}
 
 
-def _rows(data: str | None) -> Iterator[dict[str, Any]]:
-    """Yield the first rows of a file of JSON Lines; none of another file."""
-    path = Path(str(data)).expanduser()
-    if not (path.is_file() and path.suffix == ".jsonl"):
-        return
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for line in islice(iter(lambda: file.readline(LONGEST), ""), LOOKED_AT):
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError):
-                continue  # the run reports bad rows
-            if isinstance(row, dict):
-                yield row
+def _rows(data: str | None) -> list[dict[str, Any]]:
+    """Return the first rows of local data; none of what is on the Hub."""
+    from titancli.data.chat_source import rows_of
+    from titancli.rl import Prompts
+
+    config: Any = Prompts(path=str(data), shuffle=False, max_bytes=LONGEST)
+    if not os.path.isabs(config.path):
+        return []
+    rows = rows_of(config, "prompts", seed=0, dp_rank=1).first(LOOKED_AT)
+    return [row for _, row in rows if isinstance(row, dict)]  # the run reports bad rows
 
 
 def _key(rows: list[dict[str, Any]], names: tuple[str, ...], what: str, data: str | None) -> str:

@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from typing import Any, NoReturn
 
 from titancli.data import HFDataset
-from titancli.data.paths import hub_keys
+from titancli.data.paths import hub_keys, is_saved
 from titancli.data.source import Piece, Size, document_order
 from titancli.data.text import text_dataset
 from titancli.data.unchanged import Stamp, require_unchanged
@@ -278,7 +278,7 @@ def _load_local(config: HFDataset, datasets: Any) -> Any:
     if not os.path.exists(path):
         raise EnvironmentProblem(f"{label} does not exist", hint="correct dataset.path")
     refuse_hub_keys(config)
-    if any(os.path.exists(os.path.join(path, name)) for name in ("state.json", "dataset_dict.json")):
+    if is_saved(path):
         return _load_saved(config, datasets)
     options = {"split": config.split, "streaming": config.streaming}
     if os.path.isdir(path):

@@ -19,6 +19,11 @@ def absolute_lines(path: str) -> str:
     return os.path.abspath(os.path.expanduser(path)) if path.endswith(".jsonl") else absolute(path)
 
 
+def is_saved(folder: str) -> bool:
+    """Return whether a folder was written by `save_to_disk` of the library `datasets`."""
+    return any(os.path.exists(os.path.join(folder, name)) for name in ("state.json", "dataset_dict.json"))
+
+
 def hub_keys(config: Any) -> Iterator[tuple[str, str]]:
     """Yield the keys that apply only to the Hub but are set for a local `path`, each with an error
     message."""

@@ -16,13 +16,12 @@ from titancli.data.formats import formats_of
 from titancli.data.hf_datasets import IndexedSource, load
 from titancli.data.jsonl import JsonLinesSource
 from titancli.data.parquet import ParquetSource
+from titancli.data.paths import is_saved
 from titancli.data.shards.inputs import Input
 from titancli.data.source import Source
 from titancli.errors import UsageError
 
 HUB = "hf://datasets/"
-SAVED = ("state.json", "dataset_dict.json")
-"""Files in a folder of `save_to_disk`."""
 
 
 class Options(NamedTuple):
@@ -66,7 +65,7 @@ def open_inputs(names: Sequence[str], options: Options) -> list[Input]:
 def _entries(names: Sequence[str], chosen: str | None) -> Iterator[tuple[str, Any]]:
     seen: set[str] = set()
     for name in names:
-        if name.startswith(HUB) or any(os.path.exists(os.path.join(name, file)) for file in SAVED):
+        if name.startswith(HUB) or is_saved(name):
             yield "hf", name
             continue
         files = [file for file in find_files(Path(name)) if file.path not in seen]
