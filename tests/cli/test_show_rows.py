@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.cli.conftest import Titan
+from titancli.cli.show_rows import Roles, reading
+from titancli.data import FillInTheMiddle, JsonLines
 from titancli.data.byte_tokenizer import ByteTokenizer
 
 CHAT = [
@@ -36,25 +40,31 @@ def test_documents_and_targets_of_a_packed_row_are_shown(titan: Titan, chats: st
         "",
         "row 1: 2 documents, 95 tokens, of which 13 are targets",
         " document 1",
-        "  context    22  user⏎",
-        "                 3 + 4?<256>assistant⏎",
-        "  target      6  7⏎",
-        "                 yes<256>",
+        "  context user          12  user⏎",
+        "                            3 + 4?<256>",
+        "  context assistant     10  assistant⏎",
+        "  target  assistant      6  7⏎",
+        "                            yes<256>",
         " document 2",
-        "  context    39  system⏎",
-        "                 Be short.<256>user⏎",
-        "                 1 + 1?<256>assistant⏎",
-        "  target      2  2<256>",
-        "  context    21  user⏎",
-        "                 sure?<256>assistant⏎",
-        "  target      5  Yes.<256>",
+        "  context system        17  system⏎",
+        "                            Be short.<256>",
+        "  context user          12  user⏎",
+        "                            1 + 1?<256>",
+        "  context assistant     10  assistant⏎",
+        "  target  assistant      2  2<256>",
+        "  context user          11  user⏎",
+        "                            sure?<256>",
+        "  context assistant     10  assistant⏎",
+        "  target  assistant      5  Yes.<256>",
     ]
+    done = titan("data", "show", chats, "--recipe", "sft_debug", "-n", "1", "--ids")
+    assert "  target  assistant      2  2<256>\n                            50 256\n" in done.out
 
 
 def test_pairs_take_two_rows_and_text_is_all_targets(titan: Titan) -> None:
     Path("p.jsonl").write_text(json.dumps({"prompt": "3 + 4?", "chosen": "7", "rejected": "8"}) + "\n")
     out = titan("data", "show", "p.jsonl", "--recipe", "dpo_debug").out
-    assert "target      2  7<256>" in out and "target      2  8<256>" in out
+    assert "target  assistant      2  7<256>" in out and "target  assistant      2  8<256>" in out
     Path("t.toml").write_text(
         'extends = "titan:llama3_debug"\n[dataset]\ntype = "text_files"\npaths = ["x"]\n'
     )
@@ -71,9 +81,55 @@ def test_what_cannot_be_shown_is_refused(titan: Titan, chats: str) -> None:
         ([chats, "--recipe", "llama3_debug"], 2, "reads no files"),
         ([chats, "--recipe", "sft_debug", "--json"], 2, "rows of a file are shown as text"),
         ([chats, "--recipe", "grpo_digit"], 2, "grpo_digit has no dataset"),
+        ([".", "--ids"], 2, "--ids goes with rows of a file"),
     ):
         done = titan("data", "show", *words)
         assert (done.code, said in " ".join(done.err.split())) == (code, True), done.err
+
+
+def test_labels_are_shown_and_no_token_that_is_not_there(titan: Titan) -> None:
+    Path("l.toml").write_text(
+        'extends = "titan:llama3_debug"\n[dataset]\ntype = "labelled"\npath = "./x.jsonl"\n'
+        'classes = ["no", "yes"]\n'
+    )
+    Path("l.jsonl").write_text('{"text": "rain", "label": "yes"}\n')
+    done = titan("data", "show", "l.jsonl", "--recipe", "l.toml")
+    assert done.out.splitlines()[2:] == [
+        "row 1: 4 tokens, of which 1 is a target",
+        " document 1, labels 1",
+        "  context     3  rai",
+        "  target      1  n",
+    ]
+    Path("u.toml").write_text('extends = "l.toml"\n[dataset]\ntype = "unpaired"\npath = "./x.jsonl"\n')
+    Path("u.jsonl").write_text('{"prompt": "3 + 4?", "completion": "7", "label": true}\n')
+    assert "2 are targets, desirable 1" in titan("data", "show", "u.jsonl", "--recipe", "u.toml").out
+
+
+def test_a_message_without_a_boundary_shares_the_roles_of_the_next() -> None:
+    class Thinking(ByteTokenizer):
+        """Puts a thought before the last answer."""
+
+        def chat(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
+            *before, last = messages
+            if last["role"] == "assistant":
+                return super().chat(before) + list(b"think") + super().chat([last])
+            return super().chat(messages)
+
+    tokenizer = Thinking()
+    roles = Roles(tokenizer)
+    talk = [{"role": role, "content": role[0]} for role in ("user", "assistant", "user", "assistant")]
+    ids = tokenizer.chat(talk)
+    found = [(role, len(list(run))) for role, run in groupby(roles.of(ids[:-1]))]
+    assert found == [("user", 7), ("assistant+user", 19), ("assistant", 16)]
+    assert set(roles.of([1, 2])) == {""}
+
+
+def test_middles_are_filled_in_as_in_training(tmp_path: Path) -> None:
+    fim = FillInTheMiddle(prefix="a", middle="b", suffix="c")
+    config: Any = JsonLines(paths=[tmp_path], packing="best_fit", cache_tokens=True, fim=fim)
+    read = reading(config, tmp_path)
+    assert read.cache_tokens and read.fim == fim and not read.shuffle
+    assert not reading(JsonLines(paths=[tmp_path], cache_tokens=True), tmp_path).cache_tokens
 
 
 def test_special_tokens_have_names() -> None:

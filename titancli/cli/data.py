@@ -34,6 +34,7 @@ NOTE_SECONDS = 30.0
     help="Decode them with its tokenizer; make rows of FILE as it does.",
 )
 @click.option("-n", "count", type=click.IntRange(1), default=3, show_default=True, help="Rows of FILE.")
+@click.option("--ids", is_flag=True, help="Print the ids of the tokens of FILE too.")
 @JSON
 def show(
     out: Path,
@@ -41,6 +42,7 @@ def show(
     tokenizer: str | None,
     recipe: str | None,
     count: int,
+    ids: bool,
     as_json: bool,
 ) -> None:
     """Show the token shards in OUT: their tokenizer, sources, counts and a histogram of document lengths.
@@ -49,7 +51,7 @@ def show(
     ids.
 
     For any other FILE or folder, with --recipe: its first rows, as the recipe's dataset makes them and the
-    model sees them: where each document ends, and which tokens are targets.
+    model sees them: where each document ends, the roles of messages, and which tokens are targets.
     """
     from titancli.data.shards import INDEX, read_index
 
@@ -58,8 +60,10 @@ def show(
             raise UsageError("rows of a file are shown as text, with the tokenizer of the recipe")
         from titancli.cli.show_rows import show_rows
 
-        show_rows(out, recipe, count)
+        show_rows(out, recipe, count, ids=ids)
         return
+    if ids:
+        raise UsageError("--ids goes with rows of a file: titan data show FILE --recipe RECIPE --ids")
     if document is None and (tokenizer is not None or recipe is not None):
         raise UsageError("--tokenizer and --recipe decode a document: add --document N")
     index = read_index(out)

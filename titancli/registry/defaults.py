@@ -183,6 +183,8 @@ class DatasetConfigDefaults:
     needs_tokenizer: ClassVar[bool] = True
     gives_pairs: ClassVar[bool] = False
     """True if two consecutive rows are a pair."""
+    predicts_tokens: ClassVar[bool] = True
+    """False if targets only mark positions, such as the last token of a document that has a label."""
     repeat: bool = False
     """True if the dataset starts over at its end."""
     uncountable: str | None = None

@@ -139,6 +139,8 @@ class Embedding:
 class Documents(RowsOfExamples):
     """Fields of datasets of whole documents."""
 
+    predicts_tokens: ClassVar[bool] = False
+
     append_end: bool = False
     """Append the end marker to a text. A conversation ends as its chat template says."""
     too_long: Literal["cut", "skip"] = "cut"
@@ -183,6 +185,8 @@ class Labelled(Documents):
 @component("dataset", "reward_pairs", target="titan_heads.data:build_reward_pairs")
 class RewardPairs(Preference):
     """Preference pairs for the loss reward: rows as for the dataset preference."""
+
+    predicts_tokens: ClassVar[bool] = False
 
     path: Annotated[str, MinLen(1), LocalPath()]
     margin: bool = False
