@@ -11,8 +11,10 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -50,11 +52,13 @@ class Vllm:
         Raises:
             RuntimeError: it has ended; the message has what it said last.
         """
+        # No pipe, which would fill, since nobody reads it.
+        self._said = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115 - __exit__ closes it
         self._process = subprocess.Popen(
             [python, __file__, str(model), str(together)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=self._said,
             text=True,
             env={**os.environ, **SETTINGS},
         )
@@ -65,15 +69,18 @@ class Vllm:
         return Made(**self._ask({"prompts": prompts, "limits": limits, "samples": samples}))
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        assert self._process.stdin and self._process.stdout and self._process.stderr
-        try:
+        with suppress(BrokenPipeError):  # it has ended: there is no answer, and what it said says why
             print(json.dumps(request), file=self._process.stdin, flush=True)
-            if line := self._process.stdout.readline():
-                found: dict[str, Any] = json.loads(line)
-                return found
-        except BrokenPipeError:
-            pass  # it has ended, and says why below
-        raise RuntimeError(f"vLLM has ended:\n{self._process.stderr.read()[-3000:]}")
+        line = self._process.stdout.readline()  # type: ignore[union-attr]
+        if not line:
+            code = self._process.wait()
+            self._said.seek(0)
+            raise RuntimeError(
+                f"vLLM has ended with code {code}; benchmarks/vllm_environment.sh makes its environment. It "
+                f"said:\n{self._said.read()[-3000:]}"
+            )
+        found: dict[str, Any] = json.loads(line)
+        return found
 
     def __enter__(self) -> Self:
         return self
@@ -81,6 +88,7 @@ class Vllm:
     def __exit__(self, *error: object) -> None:
         self._process.kill()
         self._process.communicate()
+        self._said.close()
 
 
 # ------------------------------------------------------------------------------------- in its environment

@@ -59,5 +59,5 @@ def test_tokens_and_log_probabilities_are_those_of_vllm(tied: bool, tmp_path: Pa
 
 def test_what_it_says_last_is_told_where_it_cannot_start(tmp_path: Path) -> None:
     """Such as by a Python that has no vLLM."""
-    with pytest.raises(RuntimeError, match=r"vLLM has ended:\n[\s\S]*No module named 'vllm'"):
+    with pytest.raises(RuntimeError, match=r"vLLM has ended with code 1; [\s\S]*No module named 'vllm'"):
         Vllm(sys.executable, tmp_path)
