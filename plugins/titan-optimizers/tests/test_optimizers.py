@@ -16,6 +16,7 @@ from titan_optimizers import Adafactor, AdamW8bit, ByName, Group, Lion, Neftune
 from titan_optimizers.eight_bit import _nearest, block_of, numbers, values_of
 from titan_testing import check_plugin, run_cli
 from titancli import TitanError
+from titancli.layout.degrees import Degrees
 from titancli.models import Qwen3
 from titancli.models.sections import MoE
 from titancli.optimizers import AdamW
@@ -316,7 +317,9 @@ def test_weights_in_bfloat16_are_refused(name: str) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("world", "mesh"), [(1, {}), (2, {"tp": 2}), (2, {"dp_shard": 2})], ids=str)
+@pytest.mark.parametrize(
+    ("world", "mesh"), [(1, {}), *((2, {name: 2}) for name in ("tp", "dp_shard", "cp", "pp"))], ids=str
+)
 def test_noise_is_of_training_alone_and_follows_from_the_step(ranks: Any, world: int, mesh: dict) -> None:
     quiet = ranks(world, optimizer_cases.losses, small(mesh), [], 0, 2)[0]
     whole = ranks(world, optimizer_cases.losses, small(mesh), [Neftune(alpha=50.0)], 0, 3)[0]
@@ -325,11 +328,13 @@ def test_noise_is_of_training_alone_and_follows_from_the_step(ranks: Any, world:
     assert later == whole[2:]
 
 
-def test_noise_has_the_size_of_the_paper() -> None:
+@pytest.mark.parametrize("parts", [1, 2])
+def test_noise_has_the_size_of_the_paper(parts: int) -> None:
+    """Also where `mesh.cp` gives each rank a part of a row."""
     torch.manual_seed(0)
     model = nn.ModuleDict({"words": nn.Embedding(16, 32)})
-    build(Neftune(alpha=5.0)).convert(model)
-    tokens = torch.zeros(4, 100, dtype=torch.int64)
+    build(Neftune(alpha=5.0), mesh=Degrees(cp=parts), compile=False).convert(model)
+    tokens = torch.zeros(4, 100 // parts, dtype=torch.int64)
     noise = (model["words"](tokens) - model["words"].weight[0]).detach()
     most = 5.0 / (100 * 32) ** 0.5
     assert 0.99 * most < float(noise.abs().max()) <= most * 1.00001
@@ -338,4 +343,4 @@ def test_noise_has_the_size_of_the_paper() -> None:
         assert torch.equal(model["words"](tokens)[0, 0], model["words"].weight[0])
     assert torch.equal(model.eval()["words"](tokens)[0, 0], model["words"].weight[0])
     with pytest.raises(TitanError, match=r"no nn\.Embedding"):
-        build(Neftune()).convert(nn.Linear(2, 2))
+        build(Neftune(), mesh=Degrees(), compile=False).convert(nn.Linear(2, 2))
