@@ -237,7 +237,8 @@ def test_a_rank_that_dies_or_hangs_is_named_and_the_next_case_has_new_ranks(tmp_
         assert pool.ask(1, job)["status"] == "right"
         pool.processes[0].kill()
         assert "rank 0 was killed by SIGKILL" in pool.ask(1, job)["reason"]
-        assert pool.ask(1, job)["status"] == "right"
+        case = {**job, "do": "case", "seed": 0, "more": [], "reference": {**job, "seed": 0}, "by_rows": False}
+        assert pool.ask(1, case)["status"] == "right"  # its reference was that of the ranks before
         pool.processes[0].send_signal(signal.SIGSTOP)
         pool.seconds = 0.5
         assert "rank 0 did not answer" in pool.ask(1, job)["reason"]

@@ -122,7 +122,7 @@ class Rank:
         recipe = _recipe(job, job["seed"])
         saved = Path(job["store"] + "-saved")
         if self.rank == 0 and job["reference"]["key"] not in self.references:  # the ranks were restarted
-            self._reference({**job["reference"], "store": job["store"] + "-again"})
+            self._reference({**job, **job["reference"], "store": job["store"] + "-again"})
         reference = self.references.get(job["reference"]["key"])  # rank 0 has it
         with _group(job, "case"):
             if "generation" in job["more"]:
