@@ -24,6 +24,7 @@ from tests.run.conftest import (  # noqa: F401 - fixtures
 from titan_heads import RewardModel
 from titan_heads.model import outputs
 from titan_proof.digests import read_digests
+from titan_testing import run_cli
 from titancli import Batch, Engine, Sample, TitanError, build
 from titancli.observe.events import read_events
 from titancli.protocols.samples import Completion, Prompt
@@ -181,6 +182,13 @@ def test_what_does_not_fit_is_refused_before_the_run(train: Train, labels: Path)
 
 
 @pytest.mark.ranks
+def test_a_reward_model_is_proven_with_its_export() -> None:
+    """The output layer, which the export of a reward model lacks, is not compared."""
+    done = run_cli("prove", "titan-heads:reward_debug", "--ranks", "1")
+    assert done.code == 0, done.stdout
+    assert "export" in done.stdout and "wrong" not in done.stdout
+
+
 def test_two_ranks_make_the_run_of_one(train: Train, train_on: Train, labels: Path) -> None:  # noqa: F811
     line = (*OF_CLASSES, "training.global_batch_size=16", "training.local_batch_size=8", "dataset.pack=false")
     assert train(*line, "--run-dir", "one").code == 0

@@ -46,6 +46,8 @@ class Reward:
     pad_id: Annotated[int, Ge(0)] | None = None
     """`pad_token_id` of an exported folder; None: that of the folder that the run started from, if any."""
 
+    learns_from_pairs: ClassVar[bool] = True
+
     def hf_form(self, form: Any, shapes: Any, config_json: Mapping[str, Any] | None = None) -> Any:
         from titan_heads.hf import classifier, form_of
 

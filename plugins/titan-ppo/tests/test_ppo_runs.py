@@ -16,6 +16,7 @@ from tests.ranks.comparison import difference
 from tests.run.conftest import Finished, here, losses, train, train_on  # noqa: F401 - fixtures
 from titan_ppo import Gae, Ppo
 from titan_proof.digests import read_digests
+from titan_testing import run_cli
 from titancli import Engine, Sample, build
 from titancli.observe.events import read_events
 
@@ -60,6 +61,12 @@ def test_a_run_learns_and_a_resumed_one_is_the_same_bit_for_bit(
     assert done.code == 0, done.err
     assert losses(ppo / "parts") == losses(ppo / "whole")
     assert read_digests(ppo / "parts") == read_digests(ppo / "whole")
+
+
+def test_a_critic_is_proven_although_an_export_lacks_it() -> None:
+    done = run_cli("prove", "grpo_digit", "loss=ppo", "loop.advantage=gae", "--ranks", "1")
+    assert done.code == 0, done.stdout
+    assert "export" in done.stdout and "wrong" not in done.stdout
 
 
 @pytest.mark.ranks

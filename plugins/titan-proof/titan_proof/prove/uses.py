@@ -20,6 +20,7 @@ from titancli import Engine, Recipe
 from titancli.checkpoint import export_hf, open_weights
 from titancli.errors import TitanError
 from titancli.models.blocks.moe import moe_layers
+from titancli.protocols import HFForm
 
 GROWN = 5.0
 """The factor by which matrices are enlarged for generation: at the start of training attention is nearly
@@ -48,12 +49,18 @@ def exported(recipe: Recipe, sizes: Sequence[int], folder: Path) -> dict[str, An
             _clear_biases(engine)
         saved = folder / "step-1"
         engine.save(saved)
+        form = recipe.loss.hf_form(engine.hf_form, {})
         if dist.get_rank() == 0:
-            export_hf(open_weights(saved, recipe.model), engine.hf_form, {}, folder / "hf")
+            weights = open_weights(saved, recipe.model, of_head=form.of_loss)
+            export_hf(weights, form, {}, folder / "hf")
         dist.barrier()
+        lost = {name: parameter.detach().clone() for name, parameter in _lost(engine, form)}
         expected = _recorded(engine, second, sizes)
     with _closed(engine_of(replace(recipe, weights=folder / "hf"))) as engine:
         engine.step = 1  # the same random numbers, where the model draws some
+        with torch.no_grad():
+            for name, parameter in _lost(engine, form):
+                parameter.copy_(lost[name])
         found = _recorded(engine, second, sizes)
     dist.barrier()
     if dist.get_rank() != 0:
@@ -81,6 +88,18 @@ def _recorded(engine: Engine, batch: Any, sizes: Sequence[int]) -> Results:
     record = Record(sizes, forward=True)
     record.do(engine, batch, 1)
     return record.results()
+
+
+def _lost(engine: Engine, form: HFForm) -> list[tuple[str, Tensor]]:
+    """Return the parameters that the folder lacks, and says so: those of a loss, or, of a model with a head
+    in place of it, the output layer's."""
+    whole, adapters = form is engine.hf_form, engine.adapters
+    return [
+        (name, parameter)
+        for name, parameter in engine.named_parameters()
+        if (name not in form.of_loss if name.startswith("loss.") else not (whole or form.sources(name)))
+        if adapters is None or not adapters.owns(name)
+    ]
 
 
 def _clear_biases(engine: Engine) -> None:
