@@ -339,6 +339,7 @@ WRONG: list[tuple[Any, str]] = [
     (routes(entry=[1, 8, 2]), r"its routes have the expert 8 at \[1, 1, 1\], but the model has 0 to 7"),
     (routes(entry=[1, -2, 2]), r"its routes have the expert -2 at \[1, 1, 1\]"),
     (routes(entry=[1, 70000, 2]), "its routes have the expert 70000"),
+    (routes(entry=[1, 2**32 + 3, 2]), "its routes have the expert 4294967299"),
     (routes(entry=[1, 4, 1]), r"its routes at \[1, 1\] are \[1, 4, 1\], which are not 3 different experts"),
     (routes(entry=[1, -1, 2]), r"its routes at \[1, 1\] are \[1, -1, 2\], which are not 3 different"),
     ([[1, 2], [3]], "its routes must be a list of experts"),

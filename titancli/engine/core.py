@@ -25,6 +25,7 @@ from titancli.engine.inputs import (
 )
 from titancli.engine.ranks import RankGroup, rank_group
 from titancli.engine.rng import Stream
+from titancli.engine.routes import ROUTES, check_routes
 from titancli.engine.runners import Runner
 from titancli.engine.sampling import not_training
 from titancli.engine.skip_step import Guard
@@ -259,7 +260,12 @@ class EngineCore:
         self, given: Given | Sequence[Given], loss: Any
     ) -> tuple[list[Batch], Tensor | None]:
         """Return batches, checked before anything is exchanged: see `checked_batches`."""
-        return checked_batches(batches_of(given), self.parts[0], loss, self.settings.limits, self.device)
+        part = self.parts[0]
+        found, poison = checked_batches(batches_of(given), part, loss, self.settings.limits, self.device)
+        for batch in found:
+            if ROUTES in batch and part.inputs[0] == "tokens":  # those of samples are checked one by one
+                check_routes(f"the batch's {ROUTES}", batch[ROUTES], batch["tokens"].shape, part.routing)
+        return found, poison
 
     def _checked_call(
         self, call: Call, given: Given | Sequence[Given], loss: Any

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from titancli.data.values import INTEGERS, Limits, fault, harmless, readable
-from titancli.engine.routes import ROUTES, check_routes
 from titancli.errors import TitanError
 from titancli.models.loss import module_of
 from titancli.protocols import LossDefaults
@@ -148,8 +147,6 @@ def check_batch(batch: Batch, part: Any, loss: Any, limits: Limits) -> None:
         )
     if first == "tokens":
         _check_rows(batch, limits)
-        if ROUTES in batch:
-            check_routes(f"the batch's {ROUTES}", batch[ROUTES], batch["tokens"].shape, part.routing)
     _check_needs(batch, loss)
 
 

@@ -58,7 +58,8 @@ def check_routes(who: str, routes: Tensor, places: torch.Size, routing: Routing 
             f"{who} are {list(routes.shape)}, but must be {[*places, *routing[:2]]}: the model has "
             f"{routing.layers} layers of experts, and a token visits {routing.top_k} in each"
         )
-    values = routes.to(torch.int32)
+    small = routes.dtype in (torch.uint8, torch.int16)  # as recorded
+    values = routes.short() if small else routes.long()
     wrong = (values < NO_RECORD) | (values >= routing.num_experts)
     if bool(wrong.any()):
         place = wrong.nonzero()[0].tolist()
