@@ -130,8 +130,8 @@ def _states_of(engine: EngineCore, folder: Path, exclude: Exclusion) -> dict[str
     """Return the state of callbacks in a checkpoint, except those excluded."""
     if not engine.hooks.callbacks:
         return {}
-    told = read_manifest(folder).state.get("engine")
-    states = told.get(PART) if isinstance(told, dict) else None
+    record = read_manifest(folder).state.get("engine")
+    states = record.get(PART) if isinstance(record, dict) else None
     if not isinstance(states, dict):
         return {}
     names = list(engine.hooks.tensors())

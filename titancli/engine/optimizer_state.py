@@ -190,8 +190,8 @@ def counters_of(
     Raises:
         EnvironmentProblem: the state has no counters, or invalid ones.
     """
-    told = state.get("engine")
-    if told is None:
+    record = state.get("engine")
+    if record is None:
         raise EnvironmentProblem(
             f"{folder} contains weights but no training state, so no run can be resumed from it",
             hint=f"start a new run from it with weights={folder}",
@@ -199,13 +199,13 @@ def counters_of(
     found = None
     try:
         if not exclude.has("step"):
-            found = Counters(told["step"], told["tokens_seen"], told.get("version", told["step"]))
+            found = Counters(record["step"], record["tokens_seen"], record.get("version", record["step"]))
             if wrong := [
                 f"{name} {value!r}" for name, value in found._asdict().items() if type(value) is not int
             ]:
                 raise TypeError(", ".join(wrong))
-        if guard is not None and "guard" in told and not exclude.has("guard"):
-            guard.load_state(told["guard"])
+        if guard is not None and "guard" in record and not exclude.has("guard"):
+            guard.load_state(record["guard"])
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
         raise EnvironmentProblem(
             f"{folder} has a training state that titan cannot have written: {type(error).__name__}: {error}",

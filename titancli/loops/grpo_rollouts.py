@@ -202,9 +202,9 @@ def _check_routes(sampled: Sampled, name: str) -> None:
         for one in made:
             tokens = len(asked.tokens) + len(one.tokens)
             if one.routes is None or len(one.routes) not in (tokens - 1, tokens):
-                told = "no routes" if one.routes is None else f"routes of {len(one.routes)}"
+                what = "no routes" if one.routes is None else f"routes of {len(one.routes)}"
                 raise TitanError(
-                    f"the generator {name} returned {told} for a prompt and a completion of {tokens} tokens",
+                    f"the generator {name} returned {what} for a prompt and a completion of {tokens} tokens",
                     hint="with loop.moe_replay it must return those of all tokens; the last may be missing",
                 )
 

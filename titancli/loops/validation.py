@@ -70,7 +70,7 @@ class Validation:
         self._seconds: float | None = None
         """Duration of the last evaluation."""
         self._alone = False
-        self.told: Callable[[int, Mapping[str, float]], None] | None = None
+        self.on_metrics: Callable[[int, Mapping[str, float]], None] | None = None
         """Called with the step and the metrics of each evaluation."""
 
     @property
@@ -87,8 +87,8 @@ class Validation:
         """Evaluate before the step after this one, if it is time; whether it was. Collective."""
         before, self._reached = self._reached, step
         if before is None:
-            # What was saved before it was evaluated is evaluated again after a resume, for `told`.
-            again = self.told is not None and step % self._section.freq == 0
+            # What was saved before it was evaluated is evaluated again after a resume, for `on_metrics`.
+            again = self.on_metrics is not None and step % self._section.freq == 0
             due = again if step else self._section.at_start
         else:
             due = step // self._section.freq > before // self._section.freq
@@ -149,8 +149,8 @@ class Validation:
         seconds = time.perf_counter() - began
         self._evaluated, self._seconds = step, max(Ranks().gather(seconds))
         self._observers.validated(step, metrics, seconds)
-        if self.told is not None:
-            self.told(step, metrics)
+        if self.on_metrics is not None:
+            self.on_metrics(step, metrics)
         return True
 
 

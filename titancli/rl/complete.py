@@ -100,10 +100,10 @@ class Completing:
         log_probs: list[list[float]] = [[] for _ in self.rows]
         routes: list[list[Tensor]] | None = [[] for _ in self.rows] if self.params.routes else None
         made: list[Completion | None] = [None] * len(self.rows)
-        told = 0
+        reported = 0
 
         def on_token(number: int, token: int) -> bool:
-            nonlocal told
+            nonlocal reported
             writer, limit = writers[number], self.rows[number].limit
             if writer.token(token) and len(writer.tokens) < limit:
                 return True
@@ -111,8 +111,10 @@ class Completing:
             visited = None if routes is None else torch.cat(routes[number]).numpy()
             made[number] = Completion(text, writer.tokens, log_probs[number], finish, version, visited)
             if on_done is not None:
-                ready = made[told : next((i for i in range(told, len(made)) if made[i] is None), len(made))]
-                told += len(ready)
+                ready = made[
+                    reported : next((i for i in range(reported, len(made)) if made[i] is None), len(made))
+                ]
+                reported += len(ready)
                 if ready:
                     on_done([one for one in ready if one is not None])
             return False

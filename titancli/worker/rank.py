@@ -279,7 +279,7 @@ class Rank:
             run.saved_step = engine.step
         run.validation = open_validation(recipe, tokenizer, engine, observers)
         if run.validation is not None and run.hooks.hear("validated"):
-            run.validation.told = partial(run.hooks.call, "validated")
+            run.validation.on_metrics = partial(run.hooks.call, "validated")
         opened = Opened(
             start,
             self.folder,
