@@ -13,8 +13,8 @@ import pytest
 from tests.cli.conftest import Titan
 from tests.cli.test_new_recipe import LLAMA
 from tests.generate.models import make_tokenizer
-from titancli.cli.finetune_data import Task, task_of
-from titancli.errors import EnvironmentProblem, UsageError
+from titancli.cli.finetune_data import Kind, Task, task_of
+from titancli.errors import EnvironmentProblem, TitanError, UsageError
 from titancli.launchers import devices
 from titancli.observe.peaks import DEVICES
 
@@ -110,10 +110,10 @@ def test_the_reward_fits_the_answers(tmp_path: Path, answer: str, reward: dict[s
 
 
 FILES = {
-    "q.csv": b"question,answer\n3 + 4?,7\n",
-    "q.json": b'[{"question": "3 + 4?", "answer": "7"}]',
-    "q.jsonl.gz": gzip.compress(b'{"question": "3 + 4?", "answer": "7"}\n'),
-    "q.data": b'{"question": "3 + 4?", "answer": "7"}\n' * 3,
+    "q.csv": b"question,answer,text\n3 + 4?,7,It rained.\n",
+    "q.json": b'[{"question": "3 + 4?", "answer": "7", "text": "It rained."}]',
+    "q.jsonl.gz": gzip.compress(b'{"question": "3 + 4?", "answer": "7", "text": "It rained."}\n'),
+    "q.data": b'{"question": "3 + 4?", "answer": "7", "text": "It rained."}\n' * 3,
 }
 
 
@@ -143,6 +143,26 @@ def test_prompts_without_a_known_key_are_refused(tmp_path: Path) -> None:
     (tmp_path / "q.jsonl").write_text('{"x": "3 + 4?", "answer": "7"}\n')
     with pytest.raises(UsageError, match="have no prompt: they have x, answer"):
         Task("grpo", str(tmp_path / "q.jsonl")).sections(64)
+
+
+def test_the_key_of_texts_is_found(tmp_path: Path) -> None:
+    (tmp_path / "d.csv").write_text("id,content\n1,It rained.\n")
+    expected = {"type": "titan/jsonl", "paths": [str(tmp_path / "d.csv")], "text": "content"}
+    assert Task("pretrain", str(tmp_path / "d.csv")).sections(64) == {"dataset": expected}
+
+
+@pytest.mark.parametrize(
+    ("kind", "row", "said"),
+    [
+        ("sft", PAIR, "line 1 has 'prompt', 'chosen', 'rejected'"),
+        ("dpo", CHAT, "have no chosen: they have messages"),
+        ("pretrain", CHAT, "have no text: they have messages"),
+    ],
+)
+def test_rows_of_another_kind_are_refused(tmp_path: Path, kind: Kind, row: dict[str, Any], said: str) -> None:
+    (tmp_path / "d.jsonl").write_text(json.dumps(row))
+    with pytest.raises(TitanError, match=said):
+        Task(kind, str(tmp_path / "d.jsonl")).sections(64)
 
 
 def test_data_that_are_not_there_are_refused_before_anything_is_written(

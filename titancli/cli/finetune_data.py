@@ -17,8 +17,10 @@ Kind = Literal["pretrain", "sft", "dpo", "grpo"]
 PROMPTS = ("prompt", "question", "problem", "instruction", "messages", "query", "input")
 """Keys of a prompt, the likeliest first."""
 ANSWERS = ("answer", "solution", "ground_truth", "final_answer", "target", "output", "response")
+TEXTS = ("text", "content", "document")
+"""Keys of a text."""
 LOOKED_AT = 100
-"""Rows that are read to find out what the answers are."""
+"""Rows that are read to find out what they hold."""
 LONGEST = 1 << 20
 """Characters of a row that are read."""
 FILES = (*ROWS, *TEXT, *TABLES, *SUFFIXES, ".json", ".parquet", ".arrow")
@@ -50,14 +52,21 @@ class Task:
         return {"pretrain": 16, "sft": 16, "dpo": 32, "grpo": None}[self.kind]
 
     def sections(self, length: int) -> dict[str, dict[str, Any]]:
-        """Return the sections for rows of `length` tokens."""
+        """Return the sections for rows of `length` tokens.
+
+        Raises:
+            TitanError: the first rows of local data are not of the kind that is learned, or cannot be read.
+        """
         if self.kind == "grpo":
             return self._grpo(length)
         if self.kind == "pretrain":
             return {"dataset": _text(self.data)}
         if self.kind == "sft":
+            _require_conversations(self.data)
             dataset = {"type": "titan/chat", "path": self.data, "pack": True}
             return {"dataset": dataset, "loss": {"type": "titan/sft"}, "loop": {"type": "titan/sft"}}
+        for key in ("chosen", "rejected"):
+            _key(_rows(self.data), (key,), key, self.data)
         dataset = {"type": "titan/preference", "path": self.data}
         loss = {"type": "titan/dpo", "beta": 0.1}
         return {"dataset": dataset, "loss": loss, "loop": {"type": "titan/dpo"}}
@@ -127,21 +136,32 @@ def _text(data: str | None) -> dict[str, Any]:
             f"{data} has files of text beside {READ[min(kinds - {'text'})]}",
             hint="name those of one kind, for example by a quoted pattern: 'corpus/*.txt'",
         )
-    if len(kinds) == 1 and kinds <= {"text", "parquet"}:
-        return {"type": "titan/text_files" if kinds == {"text"} else "titan/parquet", "paths": [data]}
-    return {"type": "titan/jsonl", "paths": [data]}
+    if kinds == {"text"}:
+        return {"type": "titan/text_files", "paths": [data]}
+    key = _key(_rows(data), TEXTS, TEXTS[0], data)
+    kind = "parquet" if kinds == {"parquet"} else "jsonl"
+    return {"type": f"titan/{kind}", "paths": [data]} | ({} if key == TEXTS[0] else {"text": key})
 
 
-def _rows(data: str | None) -> list[dict[str, Any]]:
-    """Return the first rows of local data; none of what is on the Hub."""
+def _located(data: str | None) -> list[tuple[str, Any]]:
+    """Return the first rows of local data with their locations, or why they are bad; none of the Hub's."""
     from titancli.data.chat_source import rows_of
     from titancli.rl import Prompts
 
     config: Any = Prompts(path=str(data), shuffle=False, max_bytes=LONGEST)
     if not os.path.isabs(config.path):
         return []
-    rows = rows_of(config, "prompts", seed=0, dp_rank=1).first(LOOKED_AT)
-    return [row for _, row in rows if isinstance(row, dict)]  # the run reports bad rows
+    return list(rows_of(config, "rows", seed=0, dp_rank=1).first(LOOKED_AT))
+
+
+def _rows(data: str | None) -> list[dict[str, Any]]:
+    return [row for _, row in _located(data) if isinstance(row, dict)]  # the run reports bad rows
+
+
+def _require_conversations(data: str | None) -> None:
+    from titancli.data.row_formats import Names, detected
+
+    detected(_located(data), Names())
 
 
 def _key(rows: list[dict[str, Any]], names: tuple[str, ...], what: str, data: str | None) -> str:
@@ -152,5 +172,6 @@ def _key(rows: list[dict[str, Any]], names: tuple[str, ...], what: str, data: st
             return name
     raise UsageError(
         f"the rows of {data} have no {what}: they have {', '.join(rows[0])}",
-        hint=f"give them one of the keys {', '.join(names)}",
+        hint=f"rename a key to one of {', '.join(names)}, or learn something else: "
+        "--sft conversations, --dpo pairs, --grpo questions with answers, --pretrain text",
     )

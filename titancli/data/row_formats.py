@@ -298,7 +298,7 @@ def detected(rows: Iterable[tuple[str, dict[str, Any] | BadRow]], names: Names) 
         raise EnvironmentProblem(
             f"the format of the rows is not known: {odd}",
             hint=f"rows have {known}; name other fields in dataset.fields, for example "
-            f'{{ messages = "dialogue" }}',
+            f'{{ messages = "dialogue" }}; chosen and rejected are read by the dataset preference',
         )
     return next(iter(seen), "messages")
 
