@@ -52,7 +52,7 @@ GPU = "Find the largest batch that fits this GPU, by titan plan.  [default: the 
     flag_value="",
     help="With one of these: train adapters (LoRA). Alone, with DATA: --sft DATA.",
 )
-@click.option("--gpu", type=click.Choice(sorted(name for name in DEVICES if name != "cpu")), help=GPU)
+@click.option("--gpu", type=click.Choice(sorted(DEVICES.keys() - {"cpu"}), case_sensitive=False), help=GPU)
 @click.option(
     "--world-size",
     metavar="N",

@@ -30,7 +30,9 @@ NODE = 8
     type=click.IntRange(min=1),
     help="Total number of ranks.  [default: from the mesh, or one node of 8]",
 )
-@click.option("--gpu", type=click.Choice(sorted(DEVICES)), default="H100", show_default=True)
+@click.option(
+    "--gpu", type=click.Choice(sorted(DEVICES), case_sensitive=False), default="H100", show_default=True
+)
 @click.option(
     "--check",
     is_flag=True,
