@@ -82,6 +82,22 @@ def test_a_command_whose_plugin_is_not_there_says_how_to_install_it(
     ]
 
 
+def test_a_recipe_whose_plugin_is_not_there_says_how_to_install_it(
+    monkeypatch: pytest.MonkeyPatch, titan: Titan
+) -> None:
+    monkeypatch.setattr("titancli.registry.discover.entry_points", lambda: titans_own())
+    done = titan("validate", "titan-heads:reward_debug")
+    assert done.code == 3
+    assert "recipe 'titan-heads:reward_debug' comes with titan-heads, which is not installed" in done.err
+    assert first_party.install_command("titan-heads") in done.err
+
+
+def test_a_component_of_a_disabled_plugin_says_so(titan: Titan) -> None:
+    for name in ("gae", "titan-ppo/gae"):
+        done = titan("validate", "grpo_digit", f"loop.advantage={name}", "-p", "no:titan-ppo")
+        assert done.code == 4 and "disabled: blocked by -p no:titan-ppo" in done.err
+
+
 GROUPED = [(of, name) for of in group.PLACES for name in getattr(group.PLACES[of].load(), "places", {})]
 
 

@@ -107,6 +107,8 @@ def named_recipe(reference: str, registry: Registry) -> Path:
         return files[found[0]]
     if found:
         raise _no_recipe(f"{reference!r} is the name of {len(found)} recipes", f"write {' or '.join(found)}")
+    if absent := registry.absent(reference.partition(":")[0]):
+        raise _no_recipe(f"recipe {reference!r} comes with {absent[0]}", absent[1])
     here = next((path for path in (f"{reference}.toml", reference) if os.path.isfile(path)), None)
     names = list(files) if ":" in reference else [name.partition(":")[2] for name in files]
     hint = f"for the file, write ./{here}" if here else nearest(reference, names)
@@ -114,7 +116,7 @@ def named_recipe(reference: str, registry: Registry) -> Path:
     raise _no_recipe(f"there is no recipe {reference!r}", hint)
 
 
-def _no_recipe(message: str, hint: str) -> RecipeError:
+def _no_recipe(message: str, hint: str | None) -> RecipeError:
     return RecipeError([Problem("no-recipe", message, hint=hint)])
 
 

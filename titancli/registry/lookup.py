@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Any
 from titancli.errors import PluginError, nearest_name
 from titancli.registry.command import Command
 from titancli.registry.component import component_info, configs, is_config
-from titancli.registry.first_party import COMMANDS_ALONE, COMPONENTS, MODEL_TYPES, install_command
+from titancli.registry.first_party import (
+    COMMANDS_ALONE,
+    COMPONENTS,
+    MODEL_TYPES,
+    PLUGINS,
+    install_command,
+)
 from titancli.registry.kinds import BUILTIN, KINDS
 from titancli.registry.plugins import DISABLED, Plugin, PluginStatus
 from titancli.registry.targets import missing
@@ -239,13 +245,20 @@ class Registry:
     def _named(self, kind: str, owner: str, bare: str) -> Plugin:
         if owner in self._plugins:
             return self._plugins[owner]
-        if COMPONENTS.get(f"{kind}/{bare}") == owner:
-            raise _not_installed(kind, f"{owner}/{bare}", owner)
+        if COMPONENTS.get(f"{kind}/{bare}") == owner and (absent := self.absent(owner)):
+            raise PluginError(f"{kind} '{owner}/{bare}' comes with {absent[0]}", hint=absent[1])
         near = nearest_name(owner, self._plugins)
         raise PluginError(
             f"'{owner}/{bare}': no plugin {owner!r} is installed",
             hint=f"did you mean '{near}/{bare}'?" if near else "`titan plugin list` lists them",
         )
+
+    def absent(self, plugin: str) -> tuple[str, str | None] | None:
+        """Return why a plugin of titan offers nothing, and what installs it; None if it is loaded."""
+        found = self._plugins.get(plugin)
+        if found is not None:
+            return (f"{plugin}, which is disabled: {found.error}", None) if found.state in DISABLED else None
+        return (f"{plugin}, which is not installed", install_command(plugin)) if plugin in PLUGINS else None
 
     def lacks_reader(self, model_type: str) -> PluginError | None:
         """Return the error for a config.json that one of titan's plugins reads which is not installed."""
@@ -266,9 +279,8 @@ class Registry:
     def _unknown(self, kind: str, name: str, searched: list[Plugin]) -> PluginError:
         """Return the error for a name that none of these plugins offers, with the error of a broken one."""
         broken = [plugin for plugin in searched if plugin.state == "broken"]
-        own = COMPONENTS.get(f"{kind}/{name}")
-        if own is not None and own not in self._plugins:
-            return _not_installed(kind, name, own)
+        if absent := self.absent(COMPONENTS.get(f"{kind}/{name}", "")):
+            return PluginError(f"{kind} {name!r} comes with {absent[0]}", hint=absent[1])
         message = f"unknown {kind} {name!r}"
         for plugin in broken:
             message += f"\nplugin {plugin.name!r}, which may provide it, is broken:\n{plugin.error}"
@@ -303,11 +315,6 @@ class Registry:
     def _uses(self, recipe: Any, plugin: Plugin) -> bool:
         own = set(plugin.components.values())
         return any(type(config) in own for _, config in configs(recipe))
-
-
-def _not_installed(kind: str, name: str, plugin: str) -> PluginError:
-    message = f"{kind} {name!r} comes with {plugin}, which is not installed"
-    return PluginError(message, hint=install_command(plugin))
 
 
 def _is_finding(value: Any) -> bool:
