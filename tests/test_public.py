@@ -78,6 +78,13 @@ def test_a_plugin_has_titans_version(plugin: Path) -> None:
     assert tomli.loads((plugin / "pyproject.toml").read_text())["project"]["version"] == __version__
 
 
+@pytest.mark.parametrize("plugin", PLUGINS, ids=lambda plugin: plugin.name)
+def test_a_plugin_is_in_the_table(plugin: Path) -> None:
+    page = (ROOT / "docs" / "plugins.md").read_text(encoding="utf-8")
+    table = page.partition("<!-- titan's own plugins -->")[2].partition("\n\n")[0]
+    assert f"[{plugin.name}](../plugins/{plugin.name}/README.md)" in table
+
+
 def test_the_names_that_plugins_bring_are_known_where_they_are_not_installed() -> None:
     registry = load_plugins()
     own = {path.name for path in PLUGINS}
