@@ -200,7 +200,7 @@ BIG = {
     ("words", "said", "rows_at_once"),
     [
         (["--gpu", "H100"], "it does not fit", 1),
-        (["--gpu", "H100", "--world-size", "8"], "fits with training.local_batch_size=2", 2),
+        (["--gpu", "h100", "--world-size", "8"], "fits with training.local_batch_size=2", 2),
         (["--gpu", "H200", "--lora"], "fits with training.local_batch_size=8", 8),
         (["--gpu", "RTX4090", "--lora"], "fits with training.dtype=bfloat16", 1),
     ],

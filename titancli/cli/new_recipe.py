@@ -21,6 +21,7 @@ from titancli.recipe import find_recipe, load_recipe
 from titancli.registry import current
 
 SCHEMA_NAME = "titan.schema.json"
+GPUS = sorted(DEVICES.keys() - {"cpu"})
 GPU = "Find the largest batch that fits this GPU, by titan plan.  [default: the one here]"
 
 
@@ -52,7 +53,12 @@ GPU = "Find the largest batch that fits this GPU, by titan plan.  [default: the 
     flag_value="",
     help="With one of these: train adapters (LoRA). Alone, with DATA: --sft DATA.",
 )
-@click.option("--gpu", type=click.Choice(sorted(DEVICES.keys() - {"cpu"}), case_sensitive=False), help=GPU)
+@click.option(
+    "--gpu",
+    type=click.Choice(GPUS, case_sensitive=False),
+    metavar=f"[{'|'.join(GPUS)}]",
+    help=GPU,
+)
 @click.option(
     "--world-size",
     metavar="N",

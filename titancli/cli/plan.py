@@ -31,7 +31,11 @@ NODE = 8
     help="Total number of ranks.  [default: from the mesh, or one node of 8]",
 )
 @click.option(
-    "--gpu", type=click.Choice(sorted(DEVICES), case_sensitive=False), default="H100", show_default=True
+    "--gpu",
+    type=click.Choice(sorted(DEVICES), case_sensitive=False),
+    metavar=f"[{'|'.join(sorted(DEVICES))}]",
+    default="H100",
+    show_default=True,
 )
 @click.option(
     "--check",
