@@ -179,12 +179,15 @@ def chunk_sums(path: str) -> str:
         return sums
 
 
-def lock_if_possible(file: IO[str]) -> None:
-    """Lock a file of the cache: of the ranks of a machine one reads the data, the others wait."""
+def lock_if_possible(file: IO[str]) -> bool:
+    """Lock a file of the cache: of the ranks of a machine one reads the data, the others wait. Return whether
+    that worked."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX)
     except OSError as error:
         logger.debug("%s cannot be locked: %s", file.name, error)  # then each of them reads them
+        return False
+    return True
 
 
 def cache_folder() -> Path:

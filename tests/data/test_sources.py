@@ -244,7 +244,10 @@ def test_several_processes_convert_a_file_once_and_nothing_is_left_of_one_that_f
     assert [one.name for one in (cache / "lines").iterdir() if one.suffix not in (".lock", ".jsonl")] == []
     (tmp_path / "a.json").write_bytes(FILES["b.json"])
     [file] = find_files(tmp_path / "a.json")
+    killed = Path(paths[0]).with_suffix(".1.part")
+    killed.write_text("of a process that was killed")
     found = lines_of(file, "json")
+    assert not killed.exists()
     assert [str(one) for one in (cache / "lines").glob("*.jsonl")] == [found]
 
 

@@ -6,7 +6,7 @@ import errno
 import gzip
 import io
 import zlib
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, NoReturn, cast
 
 from titancli.errors import EnvironmentProblem
 
@@ -16,8 +16,25 @@ _SKIPPABLE = {bytes((0x50 + number, 0x2A, 0x4D, 0x18)) for number in range(16)}
 """Magic numbers of skippable frames, which a zstd file may begin with."""
 
 
+RESTORE = "restore it or leave it out, or skip such files: dataset.skip_damaged = true"
+
+
 class Damaged(EnvironmentProblem):
     """A file whose content cannot be decompressed or decoded."""
+
+
+def unreadable(path: str, error: OSError) -> NoReturn:
+    """Report a file that cannot be read.
+
+    Raises:
+        Damaged: it cannot be decompressed.
+        EnvironmentProblem: for any other reason.
+    """
+    damaged = error.errno == errno.EIO
+    raise (Damaged if damaged else EnvironmentProblem)(
+        f"cannot read the file {path}: {error.strerror or error}",
+        hint=RESTORE if damaged else "make it readable, or remove it from the paths of the dataset",
+    ) from error
 
 
 def compression_of(head: bytes) -> str | None:

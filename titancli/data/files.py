@@ -7,7 +7,6 @@ character), so that a file of any size takes little memory; where pieces begin d
 from __future__ import annotations
 
 import codecs
-import errno
 import glob
 import logging
 import os
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from titancli.data import PythonStdlib, TextFiles
-from titancli.data.compressed import Damaged, is_compressed, open_plain
+from titancli.data.compressed import Damaged, is_compressed, open_plain, unreadable
 from titancli.data.formats import format_of, require_text
 from titancli.data.source import Piece, Size, document_order
 from titancli.data.text import text_dataset
@@ -199,19 +198,6 @@ def _decoded(path: str, blocks: Iterable[bytes]) -> Iterator[bytes]:
         decoder.decode(b"", final=True)
     except UnicodeDecodeError as error:
         _not_text(path, at - held + error.start)
-
-
-def unreadable(path: str, error: OSError) -> NoReturn:
-    """Report a file that cannot be read.
-
-    Raises:
-        EnvironmentProblem: always.
-    """
-    kind = Damaged if error.errno == errno.EIO else EnvironmentProblem
-    raise kind(
-        f"cannot read the file {path}: {error.strerror or error}",
-        hint="make it readable, or remove it from the paths of the dataset",
-    ) from error
 
 
 def _not_text(path: str, byte: int) -> NoReturn:

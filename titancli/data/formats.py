@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import codecs
 import csv
-import errno
 import json
 import logging
 import os
@@ -16,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from typing import BinaryIO, NamedTuple
 
-from titancli.data.compressed import SUFFIXES, Damaged, compression_of, open_plain
+from titancli.data.compressed import SUFFIXES, compression_of, open_plain, unreadable
 from titancli.errors import EnvironmentProblem
 
 logger = logging.getLogger(__name__)
@@ -81,11 +80,7 @@ def format_of(path: str, *, text_anyhow: bool = True) -> Format:
     try:
         found = _format(path)
     except OSError as error:
-        kind = Damaged if error.errno == errno.EIO else EnvironmentProblem
-        raise kind(
-            f"cannot read the file {path}: {error.strerror or error}",
-            hint="make it readable, or remove it from the paths of the dataset",
-        ) from error
+        unreadable(path, error)
     if isinstance(found, Format):
         return found
     raise EnvironmentProblem(
@@ -123,7 +118,7 @@ def require_text(paths: Sequence[str]) -> None:
 
 
 def kind_of_rows(path: str) -> str:
-    """Return the format that a file of rows is read as: what is no text, or a table under any name.
+    """Return the format that a file of rows is read as; a table is known by its lines, under any name.
 
     Raises:
         EnvironmentProblem: rows cannot be read from its format, or it cannot be read.

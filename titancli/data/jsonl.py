@@ -14,8 +14,8 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from titancli.data import JsonLines
-from titancli.data.compressed import is_compressed, open_plain
-from titancli.data.files import PIECE_BYTES, TextFile, corpus_identity, files_of, undamaged, unreadable
+from titancli.data.compressed import is_compressed, open_plain, unreadable
+from titancli.data.files import PIECE_BYTES, TextFile, corpus_identity, files_of, undamaged
 from titancli.data.formats import kind_of_rows
 from titancli.data.row_index import row_starts
 from titancli.data.source import Piece, document_order

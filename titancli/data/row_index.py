@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from titancli.data.files import TextFile, unreadable
+from titancli.data.compressed import unreadable
+from titancli.data.files import TextFile
 from titancli.data.unchanged import require_unchanged
 from titancli.fingerprint import cache_folder, cache_name, ends_of, lock_if_possible
 

@@ -19,8 +19,8 @@ from typing import Any, BinaryIO, NoReturn
 
 import xxhash
 
-from titancli.data.compressed import Damaged, open_plain
-from titancli.data.files import TextFile, unreadable
+from titancli.data.compressed import RESTORE, Damaged, open_plain, unreadable
+from titancli.data.files import TextFile
 from titancli.data.formats import delimiter_of
 from titancli.data.unchanged import require_unchanged
 from titancli.errors import EnvironmentProblem
@@ -61,13 +61,13 @@ def lines_of(file: TextFile, kind: str) -> str:
     except OSError as error:
         _not_written(file, target, error)
     with lock:
-        lock_if_possible(lock)
+        locked = lock_if_possible(lock)
         if not target.is_file():
+            for old in folder.glob(f"{name}-*"):  # of earlier contents, or left by a process that was killed
+                if locked or old.suffix == ".jsonl":
+                    old.unlink(missing_ok=True)
             logger.info("reading the rows of %s, once; they are kept in %s", file.path, target)
             _write(file, kind, target)
-            for old in folder.glob(f"{name}-*.jsonl"):  # of contents that the file had earlier
-                if old != target:
-                    old.unlink(missing_ok=True)
     return str(target)
 
 
@@ -105,10 +105,7 @@ def _read(file: TextFile, kind: str) -> Iterator[bytes]:
 
 
 def _damaged(path: str, reason: str) -> NoReturn:
-    raise Damaged(
-        f"{path} is damaged: {reason}",
-        hint="restore it or leave it out, or skip such files: dataset.skip_damaged = true",
-    ) from None
+    raise Damaged(f"{path} is damaged: {reason}", hint=RESTORE) from None
 
 
 def _plain(path: str, kind: str) -> Iterator[bytes]:
