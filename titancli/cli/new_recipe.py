@@ -110,8 +110,7 @@ def _finetune(
     from titancli.cli.sizing import device_here, size
 
     made = finetune_sections(folder, recipe_name(file), current(), task, adapters)
-    device, here = device_here()
-    device = device if gpu is None else DEVICES[gpu]
+    device, gpus = device_here() if gpu is None else (DEVICES[gpu], 1)
     said = "no GPU is known here: it has the smallest batch; --gpu NAME finds the largest that fits"
     if device is not None:
         found = size(
@@ -119,7 +118,7 @@ def _finetune(
             task.rows,
             task.rows_of_step,
             device,
-            world or (here if gpu is None else 1),
+            world or gpus,
             adapters=adapters is not None,
         )
         made, said = changed(made, found.overrides), found.said

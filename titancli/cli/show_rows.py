@@ -43,7 +43,8 @@ def show_rows(path: Path, recipe: str, count: int, *, ids: bool) -> None:
     """
     loaded = load_recipe(recipe, runnable=False).recipe
     if loaded.dataset is None or loaded.tokenizer is None:
-        raise UsageError(f"{recipe} has no {'dataset' if loaded.dataset is None else 'tokenizer'}")
+        lacks = "dataset" if loaded.dataset is None else "tokenizer"
+        raise UsageError(f"{recipe} has no {lacks}", hint="give a recipe with [dataset] and [tokenizer]")
     config, training = reading(loaded.dataset, path), loaded.training
     from titancli.registry.component import build, component_info
 
