@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -69,6 +69,18 @@ def offsets() -> None:
     for placement, expected in ((Shard(0), (2 * rank, 0)), (Shard(1), (0, 3 * rank)), (Replicate(), (0, 0))):
         tensor = distribute_tensor(torch.zeros(3, 6), mesh, [placement])
         assert tuple(private.offsets_of(tensor)) == expected
+
+
+def shards() -> None:
+    mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
+    parameter = distribute_tensor(torch.zeros(3, 6), mesh, [Shard(0)])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DeviceMesh, "device_type", "meta")
+        made: Any = private.sharded_as(parameter, torch.full((2 - rank, 1), rank), (3, 1))
+        whole: Any = private.sharded_as(parameter, torch.ones(1, 6), (1, 6), [Replicate()])
+    assert made.full_tensor().flatten().tolist() == [0, 0, 1] and not made.requires_grad
+    assert torch.equal(whole.full_tensor(), torch.ones(1, 6))
+    assert private.sharded_as(torch.zeros(2), made, (3, 1)) is made
 
 
 def boxes() -> None:
@@ -178,6 +190,7 @@ CASES: list[Callable[[], None]] = [
     a_store,
     a_flight_record,
     offsets,
+    shards,
     boxes,
     meshes,
     an_error_in_forward,

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 from titancli.distributed.collectives import Group, gather, gather_same, sum_same
 from titancli.distributed.private import offsets_of as offsets_of
+from titancli.distributed.private import sharded_as as sharded_as
 from titancli.errors import TitanError
 
 SEQUENCE = 1

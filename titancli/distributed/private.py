@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch._C import _distributed_c10d
 from torch.distributed import ProcessGroup, Store, distributed_c10d
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 if TYPE_CHECKING:
@@ -94,6 +95,23 @@ class GroupOfNobody:
 
     def rank(self) -> int:
         return 0
+
+
+def sharded_as(
+    parameter: Tensor, own: Tensor, shape: Sequence[int], placements: Sequence[Placement] | None = None
+) -> Tensor:
+    """Return this rank's shard as a tensor of `shape` on the mesh of a parameter; the shard itself, if the
+    parameter has none. `DTensor.from_local` would move it to the mesh's device, away from a parameter that is
+    offloaded.
+
+    Args:
+        placements: how it is sharded; None: as the parameter is.
+    """
+    if not isinstance(parameter, DTensor):
+        return own
+    meta = TensorMeta(torch.Size(shape), torch.empty(shape, device="meta").stride(), own.dtype)
+    spec = DTensorSpec(parameter.device_mesh, tuple(placements or parameter.placements), meta)
+    return DTensor(own, spec, requires_grad=False)
 
 
 def offsets_of(tensor: DTensor) -> Sequence[int]:

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from titan_optimizers import Adafactor
-from titan_optimizers.elementwise import Skipping, Update, counted, kept, local, sharded
+from titan_optimizers.elementwise import Skipping, Update, counted, kept, local
+from titancli.distributed.local import sharded_as
 from titancli.protocols import Role
 
 
@@ -70,7 +71,7 @@ class AdafactorOptimizer(Skipping):
             given = parameter.placements if isinstance(parameter, DTensor) else ()
             places = [Replicate() if _cuts(one, dim) else one for one in given]
             own = torch.zeros(shape, device=local(parameter).device)
-            state[name] = sharded(own, parameter, whole, places)
+            state[name] = sharded_as(parameter, own, whole, places)
 
 
 def _cuts(placement: Placement, dim: int) -> bool:

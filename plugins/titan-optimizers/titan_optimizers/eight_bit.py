@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from titan_optimizers import AdamW8bit
-from titan_optimizers.elementwise import Skipping, Update, counted, kept, local, sharded
+from titan_optimizers.elementwise import Skipping, Update, counted, kept, local
 from titancli import TitanError
+from titancli.distributed.local import sharded_as
 from titancli.protocols import Role
 
 BLOCK, LEAST = 256, 32
@@ -144,8 +145,8 @@ def _begun(parameter: nn.Parameter, name: str, block: int | None) -> dict[str, T
     scales = torch.full((*own.shape[:-1], own.shape[-1] // block), EMPTY, device=own.device)
     whole = (*parameter.shape[:-1], parameter.shape[-1] // block)
     return {
-        name: sharded(codes, parameter, parameter.shape),
-        f"{name}_scale": sharded(scales, parameter, whole),
+        name: sharded_as(parameter, codes, parameter.shape),
+        f"{name}_scale": sharded_as(parameter, scales, whole),
     }
 
 

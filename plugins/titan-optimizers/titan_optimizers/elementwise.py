@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Placement
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor import DTensor
 
 from titan_optimizers import Lion
 from titancli.protocols import Role
@@ -18,23 +17,6 @@ from titancli.protocols import Role
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a tensor; the tensor itself, if it is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def sharded(
-    own: Tensor, parameter: Tensor, shape: Sequence[int], placements: Sequence[Placement] | None = None
-) -> Tensor:
-    """Return this rank's shard as a tensor of `shape` on the ranks of a parameter; the shard itself, if the
-    parameter is not sharded.
-
-    Args:
-        placements: how it is sharded; None: as the parameter is.
-    """
-    if not isinstance(parameter, DTensor):
-        return own
-    meta = TensorMeta(torch.Size(shape), torch.empty(shape, device="meta").stride(), own.dtype)
-    spec = DTensorSpec(parameter.device_mesh, tuple(placements or parameter.placements), meta)
-    # DTensor.from_local would move state to the GPU whose parameters are offloaded to the CPU.
-    return DTensor(own, spec, requires_grad=False)
 
 
 def kept(old: Tensor, new: Tensor, wrong: Tensor | None) -> None:
