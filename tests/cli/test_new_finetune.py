@@ -8,6 +8,8 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from tests.cli.conftest import Titan
@@ -123,6 +125,20 @@ def test_data_of_every_kind_are_looked_into(tmp_path: Path, name: str) -> None:
     made = Task("grpo", str(tmp_path / name)).sections(64)
     assert made["loop.task"]["prompt"] == "question" and made["[loop.rewards]"]["type"] == "titan/numeric"
     assert Task("pretrain", str(tmp_path / name)).sections(64)["dataset"]["type"] == "titan/jsonl"
+
+
+def test_the_text_of_parquet_is_found_without_converting_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TITAN_CACHE", str(tmp_path / "cache"))
+    file = tmp_path / "q.parquet"
+    pq.write_table(pa.table({"id": [1], "content": ["It rained."]}), file)
+    made = Task("pretrain", str(file)).sections(64)["dataset"]
+    assert made == {"type": "titan/parquet", "paths": [str(file)], "text": "content"}
+    assert not (tmp_path / "cache").exists()
+    file.write_bytes(b"PAR1 and no more")
+    with pytest.raises(EnvironmentProblem, match="cannot read the Parquet file"):
+        Task("pretrain", str(file)).sections(64)
 
 
 def test_text_is_known_by_its_content_and_a_mixture_is_refused(tmp_path: Path) -> None:

@@ -65,8 +65,9 @@ class Task:
             _require_conversations(self.data)
             dataset = {"type": "titan/chat", "path": self.data, "pack": True}
             return {"dataset": dataset, "loss": {"type": "titan/sft"}, "loop": {"type": "titan/sft"}}
+        rows = _rows(self.data)
         for key in ("chosen", "rejected"):
-            _key(_rows(self.data), (key,), key, self.data)
+            _key(rows, (key,), key, self.data)
         dataset = {"type": "titan/preference", "path": self.data}
         loss = {"type": "titan/dpo", "beta": 0.1}
         return {"dataset": dataset, "loss": loss, "loop": {"type": "titan/dpo"}}
@@ -129,8 +130,10 @@ def _text(data: str | None) -> dict[str, Any]:
     if not os.path.isabs(found := absolute(data)) or is_saved(found):
         return {"type": "titan/hf", "path": data}
     from titancli.data.files import files_of
+    from titancli.data.parquet import footer
 
-    kinds = set(formats_of(file.path for file in files_of([Path(found)])))
+    files = files_of([Path(found)])
+    kinds = set(formats_of(file.path for file in files))
     if "text" in kinds and len(kinds) > 1:
         raise UsageError(
             f"{data} has files of text beside {READ[min(kinds - {'text'})]}",
@@ -138,8 +141,10 @@ def _text(data: str | None) -> dict[str, Any]:
         )
     if kinds == {"text"}:
         return {"type": "titan/text_files", "paths": [data]}
-    key = _key(_rows(data), TEXTS, TEXTS[0], data)
     kind = "parquet" if kinds == {"parquet"} else "jsonl"
+    # the dataset parquet converts nothing into the cache: its files may be large
+    rows = [dict.fromkeys(footer(files[0])[0].names)] if kind == "parquet" else _rows(data)
+    key = _key(rows, TEXTS, TEXTS[0], data)
     return {"type": f"titan/{kind}", "paths": [data]} | ({} if key == TEXTS[0] else {"text": key})
 
 

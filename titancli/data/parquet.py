@@ -77,14 +77,8 @@ class ParquetSource:
     def _groups(self, file: TextFile) -> list[int]:
         """Return the number of rows in each row group of a file."""
         import pyarrow as pa
-        import pyarrow.parquet as pq
 
-        try:
-            with pq.ParquetFile(file.path) as opened:
-                schema, metadata = opened.schema_arrow, opened.metadata
-            require_unchanged(file.path, file.stamp)
-        except (OSError, UnicodeEncodeError, pa.ArrowException) as error:
-            _unreadable(file, error)
+        schema, metadata = footer(file)
         if self._column not in schema.names:
             raise RecipeError(
                 f"{file.path} has no column {self._column!r}",
@@ -110,6 +104,24 @@ class ParquetSource:
                 require_unchanged(file.path, file.stamp)
             _unreadable(file, error)
         return table.column(0)
+
+
+def footer(file: TextFile) -> tuple[Any, Any]:
+    """Return the Arrow schema and the metadata of a file.
+
+    Raises:
+        EnvironmentProblem: it cannot be read, or has changed.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(file.path) as opened:
+            found = opened.schema_arrow, opened.metadata
+        require_unchanged(file.path, file.stamp)
+    except (OSError, UnicodeEncodeError, pa.ArrowException) as error:
+        _unreadable(file, error)
+    return found
 
 
 def _unreadable(file: TextFile, error: Exception) -> NoReturn:
