@@ -153,7 +153,7 @@ def _unknown_key(
     if cls is not None and is_config(cls) and key == "name":
         hint: str | None = "a component is selected by its type: set type = …"
     else:
-        hint = moved(path) or _belongs(key, node, table, resolved)
+        hint = moved(path) or _belongs(key, node, table, resolved, known)
     theirs = None if hint else in_titan(key, node.origin.text if node.origin.kind == "override" else "")
     meant = None if hint or theirs else nearest_name(key, known)
     hint = hint or (theirs[1] if theirs else did_you_mean(meant))
@@ -167,11 +167,13 @@ def _unknown_key(
     return tuple((theirs[0] or "").split(".")) if theirs else (*table, meant or "")
 
 
-def _belongs(key: str, node: Node, table: KeyPath, resolved: Resolved) -> str | None:
+def _belongs(key: str, node: Node, table: KeyPath, resolved: Resolved, known: list[str]) -> str | None:
     """Return a hint that says where a key is known: another section, another slot's component, or the top
-    level."""
+    level; a value that no section can have under its name is one of a known key that is misspelt."""
     override = node.origin.text if node.origin.kind == "override" else ""
     if table and key in fields_of(Recipe):
+        if fields_of(Recipe)[key].type.tables and not isinstance(node.value, (dict, list)):
+            return did_you_mean(nearest_name(key, known))
         top = "this key belongs at the top, before the first [section]"
         return f"write {key}={override}" if override else top
     homes = []
