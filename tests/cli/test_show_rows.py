@@ -36,7 +36,8 @@ def chats() -> str:
 def test_documents_and_targets_of_a_packed_row_are_shown(titan: Titan, chats: str) -> None:
     done = titan("data", "show", chats, "--recipe", "sft_debug")
     assert done.code == 0, done.err
-    assert done.out.splitlines()[1:] == [
+    assert done.out.splitlines() == [
+        "c.jsonl, as chat with rows of 256 tokens; messages, from `messages`",
         "",
         "row 1: 2 documents, 95 tokens, of which 13 are targets",
         " document 1",
@@ -65,6 +66,7 @@ def test_pairs_take_two_rows_and_text_is_all_targets(titan: Titan) -> None:
     Path("p.jsonl").write_text(json.dumps({"prompt": "3 + 4?", "chosen": "7", "rejected": "8"}) + "\n")
     out = titan("data", "show", "p.jsonl", "--recipe", "dpo_debug").out
     assert "target  assistant      2  7<256>" in out and "target  assistant      2  8<256>" in out
+    assert "row 1, chosen: " in out and "row 2, rejected: " in out
     Path("t.toml").write_text(
         'extends = "titan:llama3_debug"\n[dataset]\ntype = "text_files"\npaths = ["x"]\n'
     )
@@ -81,6 +83,7 @@ def test_what_cannot_be_shown_is_refused(titan: Titan, chats: str) -> None:
         ([chats, "--recipe", "llama3_debug"], 2, "reads no files"),
         ([chats, "--recipe", "sft_debug", "--json"], 2, "rows of a file are shown as text"),
         ([chats, "--recipe", "grpo_digit"], 2, "grpo_digit has no dataset"),
+        ([chats], 2, "name the recipe that reads them: --recipe RECIPE"),
         ([".", "--ids"], 2, "--ids goes with rows of a file"),
     ):
         done = titan("data", "show", *words)

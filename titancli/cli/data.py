@@ -66,6 +66,11 @@ def show(
         raise UsageError("--ids goes with rows of a file: titan data show FILE --recipe RECIPE --ids")
     if document is None and (tokenizer is not None or recipe is not None):
         raise UsageError("--tokenizer and --recipe decode a document: add --document N")
+    if out.is_file():
+        raise UsageError(
+            f"{out} is a file, not a folder of token shards",
+            hint="to see its rows, name the recipe that reads them: --recipe RECIPE",
+        )
     index = read_index(out)
     if document is not None:
         _print_document(index, document, tokenizer, recipe, as_json)

@@ -52,7 +52,8 @@ def show_rows(path: Path, recipe: str, count: int, *, ids: bool) -> None:
     roles = Roles(tokenizer)
     shape = {"seq_len": training.seq_len, "rows": training.local_batch_size}
     dataset = build(config, tokenizer=tokenizer, **shape, dp_rank=0, dp_size=1, seed=training.seed)
-    print(f"{path}, as {component_info(config).name} with rows of {training.seq_len} tokens")
+    rows = f"rows of {training.seq_len} tokens"
+    print(f"{path}, as {component_info(config).name} with {rows}{_format(config)}")
     shown = 0
     for batch in dataset:
         for number in range(batch.rows):
@@ -60,7 +61,8 @@ def show_rows(path: Path, recipe: str, count: int, *, ids: bool) -> None:
             if shown < count and any(one >= 0 for one in row["targets"]):
                 shown += 1
                 documents = list(_documents(row, ahead=config.predicts_tokens))
-                _print_row(shown, row, documents, tokenizer, roles, ids=ids)
+                name = f"{shown}, {('chosen', 'rejected')[number % 2]}" if config.gives_pairs else f"{shown}"
+                _print_row(name, row, documents, tokenizer, roles, ids=ids)
         if shown >= count:
             break
     if not shown:
@@ -135,8 +137,22 @@ class Roles:
         return roles[: len(tokens)]
 
 
+def _format(config: Any) -> str:
+    """Return the format of the rows of conversations, as a run says it at its start; "" of other rows."""
+    from titancli.data import Chat
+
+    if not isinstance(config, Chat):
+        return ""
+    from titancli.data.chat import reader_of
+    from titancli.data.chat_source import rows_of
+    from titancli.data.row_formats import Names, words
+
+    chosen, _ = reader_of(config, rows_of(config, "chat", seed=0, dp_rank=0), say=False)
+    return f"; {words(chosen, Names.of(config))}"
+
+
 def _print_row(
-    number: int, row: dict[str, Any], documents: list[Document], tokenizer: Any, roles: Roles, *, ids: bool
+    name: str, row: dict[str, Any], documents: list[Document], tokenizer: Any, roles: Roles, *, ids: bool
 ) -> None:
     """Print a row's documents, each as runs of tokens of one role that are targets, or are not."""
     tokens = sum(len(one.tokens) for one in documents)
@@ -146,7 +162,7 @@ def _print_row(
     by_place = [name for name, value in others.items() if isinstance(value, list)]
     said = [f"{name} {value:g}" for name, value in others.items() if name not in by_place]
     counted = f"of which {targets:,} {'is a target' if targets == 1 else 'are targets'}"
-    print("\n" + ", ".join([f"row {number}: {several}{tokens:,} tokens, {counted}", *said]))
+    print("\n" + ", ".join([f"row {name}: {several}{tokens:,} tokens, {counted}", *said]))
     for place, one in enumerate(documents, start=1):
         said = [f"{name} {others[name][one.last]}" for name in by_place]
         if len(documents) > 1 or said:
