@@ -7,6 +7,8 @@ import re
 import pytest
 
 from tests.recipe.conftest import BASE
+from titancli.errors import RecipeError
+from titancli.recipe import load_recipe
 from titancli.recipe.editor import override_keys
 from titancli.recipe.elsewhere import MOVED, SYNONYMS
 from titancli.registry import current
@@ -77,3 +79,9 @@ def test_the_key_that_it_stands_for_is_not_said_to_be_missing(problem) -> None:
 )
 def test_an_override_of_such_a_key_is_told_as_it_is_written(problem, override: str, hint: str) -> None:
     assert problem(BASE, override).hint == hint
+
+
+def test_a_misspelt_key_with_the_name_of_a_section_is_corrected() -> None:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe("llama3_debug", ['callbacks=[{type="early_stop",metrics="x"}]'])
+    assert caught.value.problems[0].hint == "did you mean 'metric'?"
