@@ -93,7 +93,7 @@ def test_what_cannot_be_shown_is_refused(titan: Titan, chats: str) -> None:
 def test_labels_are_shown_and_no_token_that_is_not_there(titan: Titan) -> None:
     Path("l.toml").write_text(
         'extends = "titan:llama3_debug"\n[dataset]\ntype = "labelled"\npath = "./x.jsonl"\n'
-        'classes = ["no", "yes"]\n'
+        'classes = ["no", "yes"]\n[loss]\ntype = "classification"\nclasses = ["no", "yes"]\n'
     )
     Path("l.jsonl").write_text('{"text": "rain", "label": "yes"}\n')
     done = titan("data", "show", "l.jsonl", "--recipe", "l.toml")

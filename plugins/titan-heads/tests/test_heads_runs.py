@@ -172,7 +172,8 @@ def test_what_does_not_fit_is_refused_before_the_run(train: Train, labels: Path)
         (*OF_CLASSES[:4], DATA, "loss=embedding"): "it needs anchors and positives",
         (*SMALL, "loss=embedding", triples, "training.local_batch_size=4"): "an example takes 3 rows",
         (*SMALL, "loss=embedding", triples, "training.local_batch_size=3"): "no anchor has a negative",
-        (*OF_REWARD, "loop=dpo"): "cannot be trained on pairs",
+        (*SMALL, "loss=sft", triples): "the loss sft predicts tokens, which these rows do not ask for",
+        (*OF_REWARD, "loop=dpo"): 'set loop = "sft"',
     }.items():
         done = train(*line)
         assert done.code in (2, 3) and message in done.err, (line[-1], done.err)

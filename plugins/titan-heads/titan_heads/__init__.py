@@ -57,6 +57,8 @@ class Reward:
         for key, dataset in _datasets(recipe):
             if component_info(dataset).name == "preference" or not dataset.gives_pairs:  # type: ignore[attr-defined]
                 yield "", f'it needs pairs of whole rows: set type = "reward_pairs" in [{key}]'
+        if component_info(recipe.loop).name == "dpo":
+            yield "", 'it compares with no reference model: set loop = "sft"'
 
 
 @component("loss", "classification", target="titan_heads.losses:Classification")
@@ -150,10 +152,18 @@ class Documents(RowsOfExamples):
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield from super().check(recipe)
-        yield from _no_targets(self)
+        yield from _no_targets(self, recipe)
 
 
-def _no_targets(config: RowsOfExamples) -> Iterator[tuple[str, str]]:
+def _no_targets(config: RowsOfExamples, recipe: Recipe) -> Iterator[tuple[str, str]]:
+    loss = component_info(recipe.loss)
+    if loss.target.startswith("titancli."):
+        needed = {"reward_pairs": "reward", "labelled": "classification", "embedding_pairs": "embedding"}
+        name = needed[component_info(config).name]
+        yield (
+            "",
+            f'the loss {loss.name} predicts tokens, which these rows do not ask for: set loss = "{name}"',
+        )
     if config.trailing_newline:
         yield "trailing_newline", "no token is predicted, and all are inputs: remove it"
 
@@ -198,7 +208,7 @@ class RewardPairs(Preference):
         yield from super().check(recipe)
         if self.reference_logps:
             yield "reference_logps", "a reward needs no reference model: remove it"
-        yield from _no_targets(self)
+        yield from _no_targets(self, recipe)
 
 
 @component("dataset", "embedding_pairs", target="titan_heads.data:build_embedding_pairs")
