@@ -18,6 +18,7 @@ from tests.run.conftest import Finished, in_this_process, on_pool
 from titancli.errors import EnvironmentProblem, RecipeError
 from titancli.observe.events import read_events
 from titancli.optimizers.schedule import schedule_of
+from titancli.process import Place
 from titancli.recipe import load_recipe
 from titancli.runs import RunFolder
 from titancli.worker import epochs
@@ -289,13 +290,13 @@ def test_what_looks_at_a_run_in_epochs_knows_its_length(
 def test_ranks_that_count_different_rows_are_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     class Others(epochs.Ranks):
         def each(self, doing, function):  # type: ignore[no-untyped-def]
-            return [8, 9]
+            return [8, None, 9, None]  # one rank of each of two machines counts
 
     monkeypatch.setattr(epochs, "Ranks", Others)
     recipe = load_recipe("llama3_debug", ["training.epochs=2"]).recipe
     start = SimpleNamespace(recipe=recipe, record={"attempts": [{}]}, checkpoint=None)
-    with pytest.raises(EnvironmentProblem, match="rank 0: 8, rank 1: 9"):
-        epochs.with_steps(start, 2)  # type: ignore[arg-type]
+    with pytest.raises(EnvironmentProblem, match="rank 0: 8, rank 2: 9"):
+        epochs.with_steps(start, Place(0, 4))  # type: ignore[arg-type]
 
 
 def test_a_script_is_told_that_an_engine_does_not_know_the_length() -> None:

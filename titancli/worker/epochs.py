@@ -17,13 +17,14 @@ from titancli.registry.component import build, component_info
 from titancli.worker.opened import Start
 
 if TYPE_CHECKING:
+    from titancli.process import Place
     from titancli.protocols import Dataset
     from titancli.recipe.schema import Recipe
 
 
-def with_steps(start: Start, world: int) -> Start:
+def with_steps(start: Start, place: Place) -> Start:
     """Return the start with `training.steps` set to the steps that `training.epochs` takes, if the recipe has
-    that. Collective.
+    that. One rank of each machine counts. Collective.
 
     Raises:
         TitanError: the rows cannot be counted, or ranks count different ones.
@@ -33,12 +34,15 @@ def with_steps(start: Start, world: int) -> Start:
         return start
     drift = start.record["attempts"][-1].get("allow_drift", False)
 
-    def count() -> int:
-        return steps_of(recipe, world, start.checkpoint, allow_drift=drift)
+    def count() -> int | None:
+        if place.rank and place.local_rank:
+            return None
+        return steps_of(recipe, place.world, start.checkpoint, allow_drift=drift)
 
-    counted = Ranks(patient_group()).each("counting the rows of an epoch", count)
-    if len(set(counted)) > 1:
-        listed = ", ".join(f"rank {rank}: {steps}" for rank, steps in enumerate(counted))
+    found = Ranks(patient_group()).each("counting the rows of an epoch", count)
+    counted = {rank: steps for rank, steps in enumerate(found) if steps is not None}
+    if len(set(counted.values())) > 1:
+        listed = ", ".join(f"rank {rank}: {steps}" for rank, steps in counted.items())
         raise EnvironmentProblem(
             f"training.epochs is a different number of steps on different ranks: {listed}",
             hint="give every machine the same data and tokenizer",

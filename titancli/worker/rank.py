@@ -258,7 +258,7 @@ class Rank:
         from titancli.worker.features import garbage_between_steps, taking_part
         from titancli.worker.observing import observe
 
-        start = with_steps(start, self.place.world)
+        start = with_steps(start, self.place)
         recipe = start.recipe
         tokenizer = None if recipe.tokenizer is None else build(recipe.tokenizer)
         check_vocabulary(recipe, tokenizer)
