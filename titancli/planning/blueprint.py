@@ -26,7 +26,7 @@ from titancli.parallel.fsdp import around, share_parameters
 from titancli.parallel.pipeline import ends, part_of
 from titancli.planning.stand_in import on_a_cpu
 from titancli.recipe.schema import ActivationCheckpoint, Recipe
-from titancli.registry.component import build, build_offered, component_info
+from titancli.registry.component import build, component_info, takes
 
 
 class Blueprint:
@@ -49,7 +49,8 @@ class Blueprint:
                 converter.convert(self.model)
         self.ends = ends(self.model)
         """Names, for pipeline stages, of the modules before and after the blocks."""
-        self.size += attach(self.model, build_offered(recipe.loss, model=recipe.model))
+        if takes(recipe.loss, "model"):  # others, without parameters that depend on a size, are not built
+            self.size += attach(self.model, build(recipe.loss, model=recipe.model))
         first: dict[Any, int] = {}
         self.kinds = [
             first.setdefault(_likeness(block, number), number)

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_iter, tree_map
 
 from titancli.distributed.device import meta_stands_for
 from titancli.losses import chunk
-from titancli.models.loss import loss_in
+from titancli.models.loss import loss_in, module_of
 from titancli.planning.blueprint import Cut
 from titancli.planning.kernels import Kernels
 from titancli.planning.stand_in import rows_of
@@ -126,6 +126,8 @@ class _Pass:
         loss: Any = loss_in(model)
         if loss is None:
             loss = build_offered(recipe.loss, model=recipe.model)
+            if (module := module_of(loss)) is not None:
+                module.to("meta")
         batch = rows_of(recipe, model.inputs, loss, rows, torch.device("meta"), documents=device == "cpu")
         inputs = {name: batch[name] for name in model.inputs if name in batch}
         if model_row_cut := getattr(model, "row_cut", None):

@@ -177,8 +177,12 @@ def build(config: Any, **runtime: Any) -> Any:
 
 def build_offered(config: Any, **offered: Any) -> Any:
     """Build as `build` does, with those of the arguments that the target takes."""
-    taken = inspect.signature(load_target(component_info(config).target)).parameters
-    return build(config, **{name: value for name, value in offered.items() if name in taken})
+    return build(config, **{name: value for name, value in offered.items() if takes(config, name)})
+
+
+def takes(config: Any, argument: str) -> bool:
+    """Return whether the target of a config takes an argument of this name."""
+    return argument in inspect.signature(load_target(component_info(config).target)).parameters
 
 
 def build_hf(config: Any) -> Any:
