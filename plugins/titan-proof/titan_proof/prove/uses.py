@@ -59,8 +59,9 @@ def exported(recipe: Recipe, sizes: Sequence[int], folder: Path) -> dict[str, An
     with _closed(engine_of(replace(recipe, weights=folder / "hf"))) as engine:
         engine.step = 1  # the same random numbers, where the model draws some
         with torch.no_grad():
-            for name, parameter in _lost(engine, form):
-                parameter.copy_(lost[name])
+            for name, parameter in engine.named_parameters():
+                if name in lost:
+                    parameter.copy_(lost[name])
         found = _recorded(engine, second, sizes)
     dist.barrier()
     if dist.get_rank() != 0:
@@ -97,8 +98,8 @@ def _lost(engine: Engine, form: HFForm) -> list[tuple[str, Tensor]]:
     return [
         (name, parameter)
         for name, parameter in engine.named_parameters()
-        if (name not in form.of_loss if name.startswith("loss.") else not (whole or form.sources(name)))
         if adapters is None or not adapters.owns(name)
+        if (name not in form.of_loss if name.startswith("loss.") else not (whole or form.sources(name)))
     ]
 
 
