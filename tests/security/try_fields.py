@@ -78,6 +78,9 @@ BESIDE = {
     "titan/lora": 'weights = "./w"\n',
     "titan-distil/distil_on_policy": 'loss = {type = "titan-distil/distil"}\n',
     "titan/evaluate": 'validation.datasets.x = {type = "python_stdlib"}\n',
+    "titan-heads/embedding_pairs": 'loss = {type = "titan-heads/embedding"}\ntraining.local_batch_size = 4\n',
+    "titan-heads/labelled": 'loss = {type = "titan-heads/classification", problem_type = "regression"}\n',
+    "titan-heads/reward_pairs": 'loss = {type = "titan-heads/reward"}\n',
 }
 UNSET = {
     "titan-distil/distil_on_policy": ["dataset"],
