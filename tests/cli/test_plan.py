@@ -105,6 +105,13 @@ def test_what_no_change_makes_fit_is_told_how_many_ranks_it_needs(titan: Titan) 
     assert not told(titan, *arguments, "16")["verdict"]["fits"]
 
 
+def test_ranks_that_nothing_sets_are_said_first(titan: Titan) -> None:
+    first = "ranks         8, a node of 8: neither --world-size nor [mesh] says how many"
+    assert titan("plan", "llama3_debug").out.splitlines()[0] == first
+    for sets in (["--world-size", "8"], ["mesh.dp_shard=8"], ["--gpu", "cpu"]):
+        assert titan("plan", "llama3_debug", *sets).out.startswith("model "), sets
+
+
 def test_text_draws_the_mesh_and_says_the_verdict(titan: Titan) -> None:
     text = titan(
         "plan", "llama3_405b", "mesh.tp=8", "mesh.pp=8", "training.local_batch_size=16", "--world-size", "512"

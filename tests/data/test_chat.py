@@ -17,6 +17,7 @@ from titancli.data.fitting import best_fit
 from titancli.errors import EnvironmentProblem, RecipeError
 from titancli.observe.metrics import collector
 from titancli.protocols.batch import IGNORE
+from titancli.recipe import load_recipe
 from titancli.registry.component import build
 
 TURN = "<|{{ m['role'] }}|>{{ m['content'] | trim }}<|end|>"
@@ -394,3 +395,9 @@ def test_names_of_titans_own_data_are_told() -> None:
         make(Chat(path="titan:sum"))
     assert "titan:sums" in str(caught.value.hint)
     assert next(iter(make(Chat(path="titan:sums"), seq_len=128))).rows == 2
+
+
+def test_packed_rows_cannot_be_padded_to_the_longest() -> None:
+    with pytest.raises(RecipeError, match="packed rows are filled up"):
+        load_recipe("sft_debug", ["dataset.padding=longest"])
+    load_recipe("sft_debug", ["dataset.padding=longest", "dataset.pack=false"])

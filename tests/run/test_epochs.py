@@ -206,6 +206,18 @@ def test_the_schedule_ends_at_the_last_step(train: Train, here: Path, note: tupl
     assert len(rates[0]) == 10
 
 
+def test_what_is_said_of_the_data_is_said_once_and_one_is_no_plural(
+    train: Train, here: Path, note: tuple[str, ...]
+) -> None:
+    once = ("training.epochs=1", "checkpoint.enable=false")
+    chat = train(*note, 'dataset={type="chat", path="chat.jsonl"}', *once, "training.seq_len=4096").err
+    assert chat.count("rows: messages") == 1
+    assert "tokens per step, 1 epoch\n" in chat and "1 epoch in 1 step\n" in chat
+    text = train(*note, 'dataset={type="jsonl", paths=["text.jsonl"], add_eos=false}', *once).err
+    assert text.count("documents begin without BOS") == 1
+    assert "(1 epoch) from" in train(*note, *DATASETS["chat"], *once, "--dry-run").out
+
+
 def test_a_dry_run_says_steps_and_epochs(train: Train, note: tuple[str, ...]) -> None:
     how = DATASETS["chat, one in a row"]
     said = train(*note, *how, "training.epochs=2", "--dry-run").out
@@ -221,6 +233,7 @@ def test_a_dry_run_says_steps_and_epochs(train: Train, note: tuple[str, ...]) ->
     [
         (("training={steps=3, epochs=1.0}",), "in steps or in epochs, not in both"),
         (("training.epochs=0",), "epochs"),
+        (("training.epochs=1e9",), "training.epochs must be at most 10000"),
         (("training.epochs=2", "dataset.repeat=false"), "the data end after one epoch"),
         (
             ("training.epochs=1", 'dataset={type="hf", path="a/b", streaming=true}'),

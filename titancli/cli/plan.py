@@ -80,6 +80,8 @@ def command(
     else:
         from titancli.planning.text import as_text
 
+        if world_size is None and world != _ranks(loaded, "cpu"):
+            print(f"ranks         {world}, a node of {NODE}: neither --world-size nor [mesh] says how many")
         print(as_text(document))
         if document["check"]:
             print(dry_run.as_text(document["check"]))

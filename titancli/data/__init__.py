@@ -378,6 +378,8 @@ class Chat(RowsOfExamples):
         yield from super().check(recipe)
         if self.trailing_newline and self.train_on == "all":
             yield "trailing_newline", 'every token is a target with train_on = "all": remove it'
+        if self.pack and self.padding == "longest":
+            yield "padding", "packed rows are filled up to training.seq_len: remove it, or set pack = false"
         ring = recipe.parallelize.context_parallel == "ring"
         if self.pack and ring and recipe.mesh.cp != 1:
             message = 'parallelize.context_parallel = "ring" cannot separate the conversations of a row: use '

@@ -21,7 +21,7 @@ from titancli.data.jsonl import BadRow
 from titancli.data.row_formats import SAMPLED, Names, Talk, detected, talk_of, words
 from titancli.data.rows import RowDataset
 from titancli.errors import RecipeError
-from titancli.observe.metrics import report
+from titancli.observe.metrics import collector, report
 from titancli.protocols import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -147,7 +147,7 @@ def build(
     """
     masked = Masked(tokenizer, trailing_newline=config.trailing_newline) if config.train_on != "all" else None
     rows = rows_of(config, "chat", seed=seed, dp_rank=dp_rank)
-    chosen, talk = reader_of(config, rows, say=dp_rank == 0)
+    chosen, talk = reader_of(config, rows, say=dp_rank == 0 and not collector.is_muted)
     names = ("train_on", "too_long", "pack", *(["trailing_newline"] if masked else []))
     return dataset_of(
         config,

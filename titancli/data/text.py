@@ -16,6 +16,7 @@ from titancli.data.rows import RowDataset
 from titancli.data.source import Source
 from titancli.data.stream import Frame, encode, groups
 from titancli.data.token_cache import cached_shards
+from titancli.observe.metrics import collector
 from titancli.protocols import Dataset, Tokenizer
 from titancli.registry.component import build
 
@@ -55,7 +56,8 @@ def text_dataset(
         EnvironmentProblem: with `cache_tokens`, the cache cannot be written or the source cannot be read.
     """
     frame = Frame.of(tokenizer, config.add_bos, config.add_eos)
-    if runtime.get("dp_rank") == 0 and (tokenizer.bos_id is not None or frame.identity):
+    said = runtime.get("dp_rank") != 0 or collector.is_muted
+    if not said and (tokenizer.bos_id is not None or frame.identity):
         logger.info("%s: %s", source.label, frame)
     if config.cache_tokens:
         keys = {field.name: getattr(config, field.name) for field in fields(Packed)}

@@ -42,11 +42,14 @@ class Collector:
         self._mutex = threading.Lock()
         self._thread = threading.local()
 
+    @property
+    def is_muted(self) -> bool:
+        return getattr(self._thread, "muted", False)
+
     @contextmanager
     def muted(self) -> Iterator[None]:
         """Ignore this thread's reports: an evaluation must not be mistaken for training."""
-        before = getattr(self._thread, "muted", False)
-        self._thread.muted = True
+        before, self._thread.muted = self.is_muted, True
         try:
             yield
         finally:
@@ -70,7 +73,7 @@ class Collector:
             raise TitanError(
                 f"report({name!r}): a metric must be one number, not a tensor of shape {list(detached.shape)}"
             )
-        if getattr(self._thread, "muted", False):
+        if self.is_muted:
             return
         if (captured := getattr(self._thread, "captured", None)) is not None:
             captured.add(name, value, reduce, count)

@@ -56,7 +56,7 @@ class Training:
     effect: ClassVar = "numbers"
     steps: Annotated[int, Gt(0), Required(unless="epochs")] = 0
     """Total number of optimizer steps, including those before a resume; in a script there need be none."""
-    epochs: Annotated[float, Gt(0)] | None = None
+    epochs: Annotated[float, Gt(0), Le(10_000)] | None = None
     """Passes over the dataset, in place of `steps`: every row is used exactly that often, so the last step
     may be smaller. The rows are counted before the first step. A fraction is rounded up to whole steps."""
     seq_len: Annotated[int, Gt(0)] = 2048

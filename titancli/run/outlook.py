@@ -28,7 +28,8 @@ def outlook(plan: Plan, world: int) -> Iterator[str]:
     left, epochs = recipe.training.steps - plan.start_step, recipe.training.epochs
     if recipe.dataset is not None:
         tokens = rows * recipe.training.seq_len
-        length = f"{tokens * left:,} in {left:,} steps" if epochs is None else f"{epochs:g} epochs"
+        length = f"{tokens * left:,} in {left:,} step" if epochs is None else f"{epochs:g} epoch"
+        length += "s" * ((left if epochs is None else epochs) != 1)
         yield f"data:      {component_info(recipe.dataset).name}, {tokens:,} tokens per step, {length}"
     yield f"saves:     {_saves(recipe)}{_evaluates(recipe)}"
 

@@ -107,7 +107,7 @@ def as_text(facts: dict[str, Any]) -> str:
     if facts["microbatch_size"]:  # a pipeline takes all rows of a step at once, in smaller pieces
         rows, times = facts["microbatch_size"], rows * times // facts["microbatch_size"]
     length = f"{facts['steps']:,}" if facts["steps"] else "as many as the missing data give"
-    length += "" if facts["epochs"] is None else f" ({facts['epochs']:g} epochs)"
+    length += "" if facts["epochs"] is None else f" ({facts['epochs']:g} epoch{'s' * (facts['epochs'] != 1)})"
     total = f", {facts['tokens']:,} tokens in total" if facts["steps"] else ""
     begin = Path(facts["checkpoint"]).name if facts["checkpoint"] else "the start"
     table = {

@@ -84,7 +84,8 @@ def epochs(recipe: Recipe, data: Source | None, engine: Engine) -> str | None:
     """Return how many times the run passes over its data, in words; None if their size is not known."""
     training = recipe.training
     if training.epochs is not None and data is not None:
-        return f"{training.epochs:g} epoch{'s' * (training.epochs != 1)} in {training.steps:,} steps"
+        words = f"{training.epochs:g} epoch{'s' * (training.epochs != 1)} in {training.steps:,} step"
+        return words + "s" * (training.steps != 1)
     dataset = getattr(data, "dataset", None)
     unit = "tokens" if hasattr(dataset, "epoch_tokens") else "rows"
     size_of_epoch = getattr(dataset, f"epoch_{unit}", None)

@@ -62,17 +62,17 @@ def steps_of(recipe: Recipe, world: int, checkpoint: Path | None = None, *, allo
         TitanError: the rows cannot be counted.
     """
     training, degrees = recipe.training, recipe.degrees(world)
-    dataset: Dataset = build(
-        recipe.dataset,
-        tokenizer=None if recipe.tokenizer is None else build(recipe.tokenizer),
-        seq_len=training.seq_len,
-        rows=training.local_batch_size,
-        dp_rank=0,
-        dp_size=1,
-        seed=training.seed,
-    )
-    done = _continue(dataset, recipe, checkpoint, allow_drift=allow_drift)
-    with collector.muted():  # the run itself counts bad rows
+    with collector.muted():  # the run itself counts bad rows, and says what rows are
+        dataset: Dataset = build(
+            recipe.dataset,
+            tokenizer=None if recipe.tokenizer is None else build(recipe.tokenizer),
+            seq_len=training.seq_len,
+            rows=training.local_batch_size,
+            dp_rank=0,
+            dp_size=1,
+            seed=training.seed,
+        )
+        done = _continue(dataset, recipe, checkpoint, allow_drift=allow_drift)
         left = _rows_left(dataset, recipe)
     rows_per_step = training.local_batch_size * recipe.accumulation(degrees) * degrees.dp
     return done + max(0, -(-left // rows_per_step))

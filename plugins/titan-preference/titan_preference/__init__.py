@@ -120,6 +120,11 @@ class KtoLoop:
         for key, dataset in read.items():
             if not getattr(dataset, "gives_labels", False):
                 yield "", f'{key}: kto needs answers with labels: set type = "unpaired"'
+        if recipe.training.global_batch_size == 1 and not isinstance(recipe.loss, ApoZeroUnpaired):
+            yield (
+                "",
+                "answers are compared, and a step has only one: use a larger training.global_batch_size",
+            )
 
     def needs_reference(self, recipe: Recipe) -> bool:
         return recipe.loss.needs_reference
