@@ -83,10 +83,18 @@ class AdaptedLinear(nn.Linear):
         """[…, in] -> […, out]; under tensor parallelism of this rank's columns, or its part of the sum."""
         # A frozen bias needs no place in the graph where it is not added.
         bias = local(self.bias) if self.bias is not None and self._adds_bias else None
-        out = linear(x, local(self.weight), bias)
+        out = self.base_product(x, bias)
         if not self.enabled:
             return out
         return out + self.scale * linear(linear(x, local(self.lora_a)), local(self.lora_b))
+
+    def base_product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Return x·Wᵀ + bias of the frozen weight; a base stored in another form has a product of its own."""
+        return linear(x, self.base_weight(), bias)
+
+    def base_weight(self) -> Tensor:
+        """Return this rank's part of the frozen weight, [out, in], as values to compute with."""
+        return local(self.weight)
 
 
 class Adapters:

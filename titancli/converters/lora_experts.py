@@ -74,7 +74,7 @@ class AdaptedExperts(Experts):
         return out
 
     def product(self, x: Tensor, name: str, weights: Mapping[str, Tensor], ends: Tensor) -> Tensor:
-        out = super().product(x, name, weights, ends)
+        out = self.base_product(x, name, weights, ends)
         if name + OWN[0] not in weights:
             return out
         taken: dict[str, Tensor] = weights  # type: ignore[assignment] # `compute` has made it
@@ -83,6 +83,10 @@ class AdaptedExperts(Experts):
             return out
         first, second = (b.transpose(1, 2), a.transpose(1, 2)) if self.is_transposed else (a, b)
         return out + self.scale * grouped_linear(grouped_linear(x, first, ends), second, ends)
+
+    def base_product(self, x: Tensor, name: str, weights: Mapping[str, Tensor], ends: Tensor) -> Tensor:
+        """Return what the frozen stack makes of x; see `AdaptedLinear.base_product`."""
+        return super().product(x, name, weights, ends)
 
 
 @cache
