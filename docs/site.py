@@ -35,6 +35,7 @@ NAV: dict[str, dict[str, str]] = {
         "Use the engine in Python": "docs/engine.md",
         "Write a plugin": "docs/plugins.md",
         "Come from torchtitan": "docs/coming-from-torchtitan.md",
+        "Come from the Hugging Face Trainer": "docs/coming-from-hf-trainer.md",
     },
     "Reference": {
         "Recipes": "docs/recipes.md",
