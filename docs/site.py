@@ -22,6 +22,7 @@ NAV: dict[str, dict[str, str]] = {
     "How to": {
         "Prepare data": "docs/data.md",
         "Watch, resume and compare runs": "docs/runs.md",
+        "When it goes wrong": "docs/when-it-goes-wrong.md",
         "Train on a cluster": "docs/clusters.md",
         "Reproduce a run": "docs/reproduce.md",
         "Replay a step": "docs/replay.md",
