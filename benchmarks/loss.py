@@ -83,9 +83,10 @@ def main() -> None:
         results = side.measure([f"{kind} {dtype}, {shape}" for kind in KINDS], rounds=rounds)
         reference, calls = results[f"plain {dtype}, {shape}"], SHAPES[shape][-1]
         for name, steps in results.items():
-            time, memory = side.ratio(steps, reference, "cpu"), side.ratio(steps, reference, "memory")
+            time = "" if steps is reference else f"{side.ratio(steps, reference, 'cpu'):.2f}"
+            memory = side.ratio(steps, reference, "memory").value
             print(
-                f"| {name} | {side.median(steps, 'cpu') / calls:.3g} | {time:.2f} "
+                f"| {name} | {side.median(steps, 'cpu') / calls:.3g} | {time} "
                 f"| {side.median(steps, 'memory') / 2**20:,.0f} | {memory:.3f} (1/{1 / memory:.1f}) |",
                 flush=True,
             )

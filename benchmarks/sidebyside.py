@@ -1,8 +1,14 @@
 """Variants of one thing, measured side by side on a machine that may be noisy.
 
-Each variant is a process of its own, started afresh, that waits between its steps. They take turns, one step
-each (A B C A B C …), so that what slows the machine down slows all of them; the medians over the rounds
-count, and a ratio is the median of the ratios within each round. Every process has one thread.
+Each variant is a process of its own that waits between its steps. They take turns, one step each, every other
+round in reverse (A B C C B A …), so that what slows the machine down slows all of them. Every process has one
+thread.
+
+A ratio is taken within each round. But two processes of one program differ too, by where the system has put
+their memory, for as long as they live, and no number of rounds shows it: `starts` starts all of them anew.
+The median of a start's rounds is one observation, the median of the starts is the ratio, and `Ratio` has its
+interval.
+`instructions` counts what noise does not touch.
 
 A script that uses this is its own worker: `python script.py --worker NAME` calls the function of that name,
 which prepares everything, gives its step to `serve`, and may return numbers of its own from each step.
@@ -13,15 +19,20 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import platform
+import re
 import resource
+import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 Numbers = dict[str, float]
 
@@ -136,21 +147,31 @@ class Variant:
         return json.loads(line)
 
 
-def measure(names: Sequence[str], *, rounds: int, warmup: int = 1) -> dict[str, list[Numbers]]:
-    """Run variants side by side: for each, what its steps cost, round by round, after `warmup` more."""
-    variants = []
-    for name in names:  # one after the other: starting is not measured, and two cores are soon full
-        variants.append(Variant(name))
-        variants[-1].ready()
-    for _ in range(warmup):
-        for variant in variants:
-            variant.step()
+def measure(
+    names: Sequence[str], *, rounds: int, warmup: int = 1, starts: int = 1
+) -> dict[str, list[Numbers]]:
+    """Run variants side by side: for each, what its steps cost, round by round and start by start.
+
+    Args:
+        names: the variants.
+        rounds: measured steps of each after a start.
+        warmup: steps before them.
+        starts: times that all are started anew; each step has the number of its own as "start".
+    """
     results: dict[str, list[Numbers]] = {name: [] for name in names}
-    for _ in range(rounds):
+    for start in range(starts):
+        variants = []
+        for name in names:  # one after the other: starting is not measured, and two cores are soon full
+            variants.append(Variant(name))
+            variants[-1].ready()
+        for _ in range(warmup):
+            for variant in variants:
+                variant.step()
+        for number in range(rounds):
+            for variant in variants if number % 2 == 0 else reversed(variants):
+                results[variant.name].append({**variant.step(), "start": start})
         for variant in variants:
-            results[variant.name].append(variant.step())
-    for variant in variants:
-        variant.close()
+            variant.close()
     return results
 
 
@@ -158,9 +179,89 @@ def median(steps: list[Numbers], key: str) -> float:
     return statistics.median(step[key] for step in steps)
 
 
-def ratio(ours: list[Numbers], theirs: list[Numbers], key: str) -> float:
-    """The median over the rounds of ours / theirs."""
-    return statistics.median(a[key] / b[key] for a, b in zip(ours, theirs, strict=True))
+class Ratio(NamedTuple):
+    """The median of observed ratios, and an interval that holds the true one in at least 95 of 100 cases."""
+
+    value: float
+    low: float
+    high: float
+
+    @property
+    def differs(self) -> bool:
+        """Whether the interval leaves out 1: only then is one of the two faster."""
+        return self.low > 1 or self.high < 1
+
+    def __format__(self, spec: str) -> str:
+        """Return all three, each in the format of `spec`, and what can be concluded."""
+        if math.isnan(self.low):
+            return f"{self.value:{spec}} (too few for an interval)"
+        between = f"{self.value:{spec}} ({self.low:{spec}} to {self.high:{spec}})"
+        return between if self.differs else f"{between}: no difference"
+
+
+def ratio(ours: list[Numbers], theirs: list[Numbers], key: str) -> Ratio:
+    """Return ours / theirs, paired within each round.
+
+    An observation is the median of a start's rounds, or one round where all are of one start. The interval
+    lies between two of the observations, by the binomial distribution alone (the sign test), so nothing is
+    assumed about how they are distributed; fewer than six have none.
+    """
+    by_start: dict[float, list[float]] = {}
+    for a, b in zip(ours, theirs, strict=True):
+        by_start.setdefault(a["start"], []).append(a[key] / b[key])
+    alone = next(iter(by_start.values())) if len(by_start) == 1 else None
+    found = sorted(alone or map(statistics.median, by_start.values()))
+    below, left_out = 0.5 ** len(found), 0
+    while below <= 0.025:  # the chance that the true one lies below the observation at `left_out`
+        left_out += 1
+        below += math.comb(len(found), left_out) * 0.5 ** len(found)
+    low, high = (found[left_out - 1], found[-left_out]) if left_out else (math.nan, math.nan)
+    return Ratio(statistics.median(found), low, high)
+
+
+def instructions(name: str, *, steps: int = 8, warmup: int = 2) -> float:
+    """Return the instructions of one step of a variant: the processor's count where `perf` has one (few
+    virtual machines give it), else that of valgrind's callgrind, which has AVX2 at most and takes 50 times as
+    long. The count of a process with fewer steps is subtracted.
+
+    Raises:
+        SystemExit: neither is there, or the variant failed.
+    """
+    few, more = (_instructions(name, count) for count in (warmup, warmup + steps))
+    return (more - few) / steps
+
+
+def counter() -> str | None:
+    """Return what `instructions` counts with: "perf", "callgrind", or None."""
+    if shutil.which("perf"):
+        asked = subprocess.run(
+            ["perf", "stat", "-x,", "-e", "instructions:u", "true"], capture_output=True, text=True
+        )
+        if re.match(r"\d", asked.stderr):
+            return "perf"
+    return "callgrind" if shutil.which("valgrind") else None
+
+
+def _instructions(name: str, steps: int) -> float:
+    with tempfile.TemporaryDirectory() as folder:
+        counted = Path(folder) / "count"
+        count_with = {
+            "perf": ["perf", "stat", "-x,", "-e", "instructions:u", "-o", str(counted)],
+            "callgrind": ["valgrind", "--tool=callgrind", f"--callgrind-out-file={counted}"],
+        }
+        if (by := counter()) is None:
+            raise SystemExit("instructions cannot be counted: neither perf's counter nor valgrind is here")
+        done = subprocess.run(
+            [*count_with[by], sys.executable, sys.argv[0], "--worker", name],
+            input="go\n" * steps,
+            capture_output=True,
+            text=True,
+            env={**os.environ, **ONE_THREAD, "PYTHONHASHSEED": "0"},
+        )
+        found = re.search(r"^(?:totals: (\d+)|(\d+),)", counted.read_text() if counted.exists() else "", re.M)
+        if done.returncode or found is None or len(done.stdout.splitlines()) != steps + 1:
+            raise SystemExit(f"{name} failed under {by}:\n{done.stderr[-3000:]}")
+        return float(found[1] or found[2])
 
 
 def machine(*packages: str) -> str:
