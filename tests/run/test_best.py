@@ -123,7 +123,7 @@ def test_a_run_without_the_metric_is_refused(train: Train) -> None:
     done = train("tiny.toml", *EVALUATED, BEST, "checkpoint.enable=false")
     assert done.code == 3 and "nothing is saved" in done.err
     done = train("tiny.toml", *EVALUATED, 'callbacks=["best", {type="ema", name="best"}]')
-    assert done.code == 3 and "an average of the same name" in done.err
+    assert done.code == 3 and "another callback is named best" in done.err
     lacking = 'callbacks=[{type="best", metric="validation/v/lots"}]'
     done = train("tiny.toml", *EVALUATED, lacking, "--run-dir", "r")
     assert done.code == 3 and "there is no metric 'validation/v/lots'" in done.err

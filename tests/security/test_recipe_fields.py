@@ -66,7 +66,7 @@ CLASSES: dict[str, tuple[list[str], str]] = {
     # the name of a file or folder in the run folder, or the beginning of it
     "name": (
         ["../../x", "/tmp/x", "a/b", "{}", "$(touch CANARY)", "\x1b]0;x\x07"],
-        "name profiling.save_* logger/titan/csv.file validation.datasets callback/titan/ema.name",
+        "name profiling.save_* logger/titan/csv.file validation.datasets callback/titan-optimizers/ema.name",
     ),
     # one of a few words or names
     "member": (

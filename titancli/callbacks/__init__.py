@@ -6,31 +6,12 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from annotated_types import Ge, Gt, Lt
+from annotated_types import Ge, Gt
 
 from titancli.registry.component import component, section
 
 if TYPE_CHECKING:
     from titancli.recipe.schema import Recipe
-
-
-@component("callback", "ema", target="titancli.callbacks.ema:EMA")
-class EMA:
-    """Exponential moving average of the weights, in fp32, saved and resumed with checkpoints."""
-
-    decay: Annotated[float, Gt(0), Lt(1)] = 0.999
-    """Weight of the average in each step; the new weights have the rest."""
-    export: bool = True
-    """Save the average when the run has finished, as RUN/exports/step-N-NAME: a checkpoint to generate from,
-    to convert to a Hugging Face folder, or to start from (`weights`)."""
-    name: str = "ema"
-    """Name of the average in checkpoints and exports."""
-
-    def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", self.name):
-            yield "name", f"{self.name!r} must consist of letters, digits, - and _: it names a folder"
-        if sum(isinstance(one, EMA) and one.name == self.name for one in recipe.callbacks) > 1:
-            yield "name", f"two averages would be saved as {self.name!r}: give them different names"
 
 
 @component("callback", "param_norm", target="titancli.callbacks.param_norm:ParamNorm")
@@ -75,8 +56,11 @@ class Best(WatchedMetric):
             yield "", "nothing is saved when checkpoint.enable is false"
         if sum(isinstance(one, Best) for one in recipe.callbacks) > 1:
             yield "", "one run has one best checkpoint: remove the others"
-        if any(isinstance(one, EMA) and one.name == "best" for one in recipe.callbacks):
-            yield "", "an average of the same name would be saved as exports/step-N-best: set another name"
+        if any(getattr(one, "name", "") == "best" for one in recipe.callbacks):
+            yield (
+                "",
+                "another callback is named best, whose export would be exports/step-N-best: set another name",
+            )
 
 
 @component("callback", "early_stop", target="titancli.callbacks.early_stop:EarlyStop")
@@ -89,4 +73,4 @@ class EarlyStop(WatchedMetric):
     """Smallest change that counts as an improvement."""
 
 
-COMPONENTS: list[type] = [EMA, ParamNorm, Best, EarlyStop]
+COMPONENTS: list[type] = [ParamNorm, Best, EarlyStop]

@@ -254,7 +254,9 @@ def trainer_of(
     report_frozen(recipe)
     every, compiled = recipe.stability.recheck_every, recipe.compile.enable
     rechecks = Rechecks(every, model.parts, model.placement, device, compiled=compiled)
-    own = [rechecks, balancing, Renewal(model.parts, model.converters)]
+    own: list[Any] = [rechecks, balancing, Renewal(model.parts, model.converters)]
+    if hasattr(optimizer, "around_backward"):  # gradients are wanted elsewhere than at the weights
+        own.insert(0, optimizer)
     return optimizer, Hooks(own, last=Guard(recipe.stability, device))
 
 

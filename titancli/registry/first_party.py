@@ -22,6 +22,7 @@ COMMANDS = {
 """Commands, with the plugin that provides each."""
 COMPONENTS = {
     "advantage/gae": "titan-ppo",
+    "callback/ema": "titan-optimizers",
     "callback/probe": "titan-proof",
     "converter/float8_linear": "titan-float8",
     "converter/neftune": "titan-optimizers",
@@ -60,6 +61,7 @@ COMPONENTS = {
     "optimizer/by_name": "titan-optimizers",
     "optimizer/lion": "titan-optimizers",
     "optimizer/muon": "titan-muon",
+    "optimizer/schedule_free": "titan-optimizers",
     "reward/reward_model": "titan-heads",
 }
 """Components, `kind/name`, with the plugin that provides each."""

@@ -38,6 +38,13 @@ def trained(
         return {n: t.full_tensor() if isinstance(t, DTensor) else t.clone() for n, t in tensors.items()}
 
 
+def enter(optimizer: Any) -> None:
+    """Let an optimizer that takes part in backward passes, if it is one, see one without gradients."""
+    if hasattr(optimizer, "around_backward"):
+        with optimizer.around_backward(None):
+            pass
+
+
 def places(optimizer: Any) -> set[str]:
     """Return the devices of an optimizer's state for parameters in another place than their mesh."""
     mesh = init_device_mesh("cpu", (1,))
@@ -51,6 +58,7 @@ def places(optimizer: Any) -> set[str]:
         patch.setattr(DeviceMesh, "device_type", "meta")
         for parameter in named.values():
             parameter.grad = torch.ones_like(parameter)
+        enter(stepped)
         stepped.step()
     values = [value for state in stepped.state.values() for value in state.values()]
     return {(value.to_local() if isinstance(value, DTensor) else value).device.type for value in values}

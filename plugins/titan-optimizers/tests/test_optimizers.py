@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tests.engine.cases import Layout, small
 from titan_muon import Muon
-from titan_optimizers import Adafactor, AdamW8bit, ByName, Group, Lion, Neftune
+from titan_optimizers import Adafactor, AdamW8bit, ByName, Group, Lion, Neftune, ScheduleFree
 from titan_optimizers.eight_bit import _nearest, block_of, numbers, values_of
 from titan_testing import check_plugin, run_cli
 from titancli import TitanError
@@ -152,13 +152,21 @@ OPTIMIZERS: dict[str, Any] = {
     "lion": Lion(lr=1e-3),
     "adafactor": Adafactor(),
     "adamw_8bit": AdamW8bit(lr=1e-3, eps=1e-4),
+    "schedule_free": ScheduleFree(lr=1e-3, eps=1e-4),
     "by_name": ByName(groups=[Group(match=["layers.*"], lr_factor=2.0)], optimizer=AdamW(lr=1e-3, eps=1e-4)),
     "of_muon": ByName(
         groups=[Group(match=["layers.*"], lr_factor=2.0)],
         optimizer=Muon(lr=1e-3, fallback=AdamW(lr=1e-3, eps=1e-4)),
     ),
 }
-CLOSE = {"lion": 2e-3, "adafactor": 2e-4, "adamw_8bit": 2e-4, "by_name": 1e-5, "of_muon": 2e-3}
+CLOSE = {
+    "lion": 2e-3,
+    "adafactor": 2e-4,
+    "adamw_8bit": 2e-4,
+    "schedule_free": 1e-5,
+    "by_name": 1e-5,
+    "of_muon": 2e-3,
+}
 """Of weights after three steps. Signs, codes and bfloat16 make steps of the rounding of gradients."""
 
 
@@ -234,12 +242,14 @@ def test_rows_that_blocks_do_not_fill_are_refused() -> None:
             _checked(whole, "w")
 
 
-@pytest.mark.parametrize("which", ["lion", "adafactor", "adamw_8bit"])
+@pytest.mark.parametrize("which", ["lion", "adafactor", "adamw_8bit", "schedule_free"])
 def test_gradients_are_divided_and_steps_skipped_on_the_device(which: str) -> None:
     plain, scaled = parameters(), parameters()
     one, other = ours(OPTIMIZERS[which], plain), ours(OPTIMIZERS[which], scaled)
     generator = torch.Generator().manual_seed(1)
     bad: Any = other
+    for made in (one, other):
+        optimizer_cases.enter(made)
     for step in range(4):
         for a, b in zip(plain, scaled, strict=True):
             a.grad = torch.randn(a.shape, generator=generator)
@@ -307,7 +317,7 @@ def test_lora_plus_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert done.code == 0, done.stderr
 
 
-@pytest.mark.parametrize("name", ["lion", "adafactor", "adamw_8bit"])
+@pytest.mark.parametrize("name", ["lion", "adafactor", "adamw_8bit", "schedule_free"])
 def test_weights_in_bfloat16_are_refused(name: str) -> None:
     done = run_cli("validate", "llama3_debug", f"optimizer={name}", "training.dtype=bfloat16")
     assert done.code == 3 and "updates would be lost in rounding" in done.stderr

@@ -1,8 +1,9 @@
-"""Further optimizers, learning rates by name, and noise on embeddings. Configs only: this file imports no
-torch."""
+"""Further optimizers, learning rates by name, averages of weights, and noise on embeddings. Configs only:
+this file imports no torch."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import field
 from typing import TYPE_CHECKING, Annotated, Any
@@ -88,6 +89,40 @@ class Adafactor(Float32):
         return 0.01  # two vectors for a matrix
 
 
+@component("optimizer", "schedule_free", target="titan_optimizers.schedule_free:build")
+class ScheduleFree(Float32):
+    """Schedule-free AdamW: an average of the iterates in place of a decaying rate (arXiv 2405.15682).
+
+    The average is what is evaluated, saved and exported. Warm-up is that of `[lr_scheduler]`.
+    """
+
+    lr: Annotated[float, Ge(0)] = 2.5e-3
+    """Learning rate; one to ten times AdamW's."""
+    beta1: Annotated[float, Gt(0), Lt(1)] = 0.9
+    """How near to the average, and not to the iterates, gradients are computed."""
+    beta2: Annotated[float, Ge(0), Lt(1)] = 0.999
+    """Decay rate of the second moment (the mean of the squares of gradients)."""
+    eps: Annotated[float, Gt(0)] = 1e-8
+    """Added to the square root of the second moment."""
+    weight_decay: Annotated[float, Ge(0)] = 0.0
+    """Decoupled weight decay, multiplied by the learning rate."""
+
+    def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
+        yield from super().check(recipe)
+        if getattr(recipe.lr_scheduler, "decay_ratio", 0.0) != 0:
+            yield "", "the learning rate must not decay: set lr_scheduler.decay_ratio = 0"
+        whole: Any = recipe.optimizer
+        while isinstance(whole, ByName):
+            whole = whole.optimizer
+        if whole is not self:  # which would not ask it for the point where gradients are wanted
+            yield "", "must be the optimizer of the recipe, or of by_name, and of no other"
+
+    def state_bytes(self, stored: int) -> float:
+        """Return the bytes of optimizer state per parameter element, for `titan plan`; in backward a copy of
+        the average is among them."""
+        return 3 * 4.0
+
+
 @section
 class Group:
     """Parameters with a learning rate of their own."""
@@ -145,6 +180,25 @@ class Neftune:
     """The noise is uniform in ±alpha / √(tokens of a row · width)."""
 
 
+@component("callback", "ema", target="titan_optimizers.ema:Average")
+class EMA:
+    """Exponential moving average of the weights, in fp32, saved and resumed with checkpoints."""
+
+    decay: Annotated[float, Gt(0), Lt(1)] = 0.999
+    """Weight of the average in each step; the new weights have the rest."""
+    export: bool = True
+    """Save the average when the run has finished, as RUN/exports/step-N-NAME: a checkpoint to generate from,
+    to convert to a Hugging Face folder, or to start from (`weights`)."""
+    name: str = "ema"
+    """Name of the average in checkpoints and exports."""
+
+    def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", self.name):
+            yield "name", f"{self.name!r} must consist of letters, digits, - and _: it names a folder"
+        if sum(isinstance(one, EMA) and one.name == self.name for one in recipe.callbacks) > 1:
+            yield "name", f"two averages would be saved as {self.name!r}: give them different names"
+
+
 @hookimpl
 def titan_components() -> list[type]:
-    return [Lion, AdamW8bit, Adafactor, ByName, Neftune]
+    return [Lion, AdamW8bit, Adafactor, ScheduleFree, ByName, Neftune, EMA]

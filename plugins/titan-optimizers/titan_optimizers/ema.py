@@ -7,21 +7,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+
+from titan_optimizers import EMA
+from titan_optimizers.elementwise import local
 
 if TYPE_CHECKING:
-    from titancli.callbacks import EMA as Config
-    from titancli.engine import Engine
+    from titancli import Engine
     from titancli.engine.step import Step
     from titancli.loops.run import Run
 
 logger = logging.getLogger(__name__)
 
 
-class EMA:
+class Average:
     """Keeps the average of the parameters that are trained, each rank that of its own shards."""
 
-    def __init__(self, config: Config, *, engine: Engine, run: Run) -> None:
+    def __init__(self, config: EMA, *, engine: Engine, run: Run) -> None:
         self.name = config.name
         self._config, self._engine, self._run = config, engine, run
         self._average = {name: weight.float().clone() for name, weight in self._weights().items()}
@@ -52,7 +53,3 @@ class EMA:
         if self._config.export and self._engine.step and self._run.has_ended:
             weights = dict(self._engine.plain_parameters()) | self._average
             self._run.export(self._engine.step, self.name, weights)
-
-
-def local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
