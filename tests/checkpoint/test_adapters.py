@@ -74,7 +74,14 @@ def adapted(folder: Path, name: str) -> Adapted:
             adapters |= dict(zip((f"model.{own}" for own in adapter_names(key)), (a, b), strict=True))
             together = weight.double() + ALPHA / RANK * b.double() @ a.double()
             merged |= dict(form.to_hf(key, together))
-    facts = {"form": "lora", "rank": RANK, "alpha": ALPHA, "base": base_of(folder / "base")}
+    facts = {
+        "form": "lora",
+        "rank": RANK,
+        "alpha": ALPHA,
+        "rslora": False,
+        "dora": False,
+        "base": base_of(folder / "base"),
+    }
     state = {"engine": {"adapters": facts}, "model": {"type": component_info(config).name, **asdict(config)}}
     save_checkpoint(folder / "step-1", adapters, state, lock_text="", run_id=RUN)
     return Adapted(config, folder / "base", folder / "step-1", merged)

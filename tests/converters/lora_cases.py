@@ -163,3 +163,19 @@ def on_one_stage(layout: Layout, base: Path, folder: Path, lora: LoRA) -> tuple[
         assert torch.equal(local(here), local(there)), name
     assert dict(engine.weights()).keys() == dict(other.weights()).keys()
     return float(norm), not engine.trained_parameters()
+
+
+def merged_beside(layout: Layout, base: Path, lora: LoRA) -> dict[str, float]:
+    """How far log-probabilities are from those of the plain model with merged weights, after two steps; and
+    those without adapters from the base's."""
+    engine = Engine.build(lora_recipe(layout, base, lora))
+    for step in range(2):
+        engine.forward_backward(my_batches(engine, step))
+        engine.optim_step()
+    plain = Engine.build(lora_recipe(layout, base, lora=None))
+    [batch] = my_batches(engine, 3)
+    with engine.as_base():
+        as_base = float((engine.forward(batch) - plain.forward(batch)).abs().max())
+    weights = [(name, None if tensor is None else tensor.clone()) for name, tensor in engine.weights()]
+    plain.load_weights(iter(weights) if dist.get_rank() == 0 else None)
+    return {"merged": error(engine.forward(batch), plain.forward(batch)), "as base": as_base}

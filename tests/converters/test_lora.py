@@ -162,7 +162,7 @@ def test_what_does_not_belong_together_is_refused(ranks: Ranks, base: Path, tmp_
     ("targets", "said"),
     [
         (["wx"], "targets = 'wx' matches no linear layer"),
-        (["output"], "lora: output (Output, 'vocab' in the tensor_plan) cannot have an adapter"),
+        (["norm"], "targets = 'norm' matches no linear layer"),
     ],
 )
 def test_targets_that_are_none_are_refused(targets: list[str], said: str) -> None:

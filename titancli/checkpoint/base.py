@@ -17,7 +17,7 @@ from titancli.checkpoint.hf.folder import read_hf
 from titancli.checkpoint.hf.likeness import left_out
 from titancli.checkpoint.hf.which import hf_form, parameter_shapes
 from titancli.checkpoint.reader import CheckpointReader
-from titancli.converters.lora import adapter_names, merge, weights_of
+from titancli.converters.lora import adapter_names, magnitude_name, merge, scale_of, weights_of
 from titancli.errors import EnvironmentProblem, TitanError
 from titancli.fingerprint import fingerprint
 from titancli.models.loss import of_loss
@@ -105,7 +105,9 @@ class MergedReader:
         a, b = adapter_names(name)
         if a not in self._own:
             return weight
-        return merge(weight, self.adapters.read(a), self.adapters.read(b), self.scale)
+        norms = magnitude_name(name)
+        magnitude = self.adapters.read(norms) if norms in self._own else None
+        return merge(weight, self.adapters.read(a), self.adapters.read(b), self.scale, magnitude)
 
 
 class HFTensors:
@@ -156,7 +158,7 @@ def open_weights(
     path = require_base(record, folder)
     say(f"merging the adapters into {path}")
     base = open_base(path, model, verify=verify, reuse=reuse)
-    return MergedReader(reader, base, record["alpha"] / record["rank"])
+    return MergedReader(reader, base, scale_of(record))
 
 
 def open_base(path: Path, model: Any, *, verify: Verify = "full", reuse: bool = False) -> Tensors:

@@ -24,10 +24,16 @@ class LoRA:
     """Rank of the adapters."""
     alpha: Annotated[float, Gt(0)] = 16.0
     """Scaling: the output of B·A is multiplied by alpha / rank."""
+    rslora: bool = False
+    """rsLoRA (arXiv 2312.03732): multiply by alpha / √rank."""
+    dora: bool = False
+    """DoRA (arXiv 2402.09353): also train the norm of each row of the adapted weights. Not of experts and
+    embeddings."""
     targets: Annotated[list[str], MinLen(1)] | None = None
-    """Linear layers to adapt: a full name (`layers.0.attention.wq`), the end of one (`wq`, `attention.wo`),
-    or a pattern (`layers.0.*`); None: those of all blocks except routers. Routed experts are adapted only
-    where a target names them (`experts.*`, `experts.w2`), each with matrices of its own."""
+    """Linear layers, `tok_embeddings` or `output` to adapt: a full name (`layers.0.attention.wq`), the end of
+    one (`wq`, `attention.wo`), or a pattern (`layers.0.*`); None: those of all blocks
+    except routers. Routed experts are adapted only where a target names them (`experts.*`, `experts.w2`),
+    each with matrices of its own."""
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         names = [component_info(config).name for config in recipe.converters]

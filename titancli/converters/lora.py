@@ -2,7 +2,8 @@
 
 y = x·Wᵀ + b + alpha/rank · (x·Aᵀ)·Bᵀ, with A [rank, in] and B [out, rank]; B begins as zeros. Source: LoRA
 (arXiv 2106.09685). Layers are changed in place and under their names; A and B are parameters of theirs,
-`lora_a` and `lora_b`. Stacked experts: `titancli.converters.lora_experts`.
+`lora_a` and `lora_b`; with DoRA (arXiv 2402.09353) the rows of the sum have trained norms, `lora_magnitude`.
+Stacked experts: `titancli.converters.lora_experts`.
 """
 
 from __future__ import annotations
@@ -15,13 +16,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.distributed.tensor import DTensor
+from torch.linalg import vector_norm
+from torch.nn.functional import linear, pad
 
 from titancli.converters.lora_experts import MULTIPLE, AdaptedExperts, stacks_of
-from titancli.distributed.collectives import Group
-from titancli.distributed.local import local
+from titancli.distributed.collectives import Group, all_reduce
+from titancli.distributed.local import call_with, local
 from titancli.errors import RecipeError
-from titancli.models.blocks.init import uniform_, zeros_
+from titancli.models.blocks.head import Output
+from titancli.models.blocks.init import fill, normal_, uniform_, zeros_
 from titancli.models.blocks.moe import moe_layers
 from titancli.models.blocks.state import named_state
 from titancli.recipe.problems import nearest
@@ -33,68 +37,120 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 OWN = ("lora_a", "lora_b")
+MAGNITUDE = "lora_magnitude"
 MERGED_ROWS = 1024
 """Rows of a weight that are merged at a time."""
 STYLES = {
     # A whole, B cut as the weight's rows are: what comes out is this rank's part.
-    "column": {"lora_a": "replicate", "lora_b": "column"},
+    "column": {"lora_a": "replicate", "lora_b": "column", MAGNITUDE: "column"},
+    "vocab": {"lora_a": "replicate", "lora_b": "vocab", MAGNITUDE: "vocab"},
     # A cut as the weight's columns are, B whole: what comes out is part of a sum, as the layer's output is.
-    "row": {"lora_a": "row", "lora_b": "replicate"},
+    "row": {"lora_a": "row", "lora_b": "replicate", MAGNITUDE: "replicate"},
 }
 
 
-class AdaptedLinear(nn.Linear):
-    """A frozen linear layer with an adapter."""
+class Adapted(nn.Module):
+    """A frozen layer with an adapter of its weight, [out, in]; of an embedding [words, width]."""
 
+    weight: Tensor
     lora_a: nn.Parameter
     lora_b: nn.Parameter
-    scale: float
+    lora_magnitude: Any
+    """The norms of the rows, if they are trained (DoRA), or None."""
+    lora_scale: float
     enabled = True
     """False: the layer is the base's."""
-    _adds_bias = True
+    _columns: Group | None = None
+    """The ranks that have the other columns of the weight."""
 
-    @staticmethod
-    def adapt(layer: Any, rank: int, scale: float) -> None:
-        """Change a linear layer in place; its parameters are frozen already."""
-        layer.__class__ = AdaptedLinear
+    @classmethod
+    def adapt(cls, layer: Any, rank: int, scale: float, dora: bool = False) -> None:
+        """Change a layer in place; its parameters are frozen already."""
+        layer.__class__ = cls
+        out, inner = layer.weight.shape
         like: dict[str, Any] = {"dtype": layer.weight.dtype, "device": layer.weight.device}
-        layer.lora_a = nn.Parameter(torch.empty(rank, layer.in_features, **like))
-        layer.lora_b = nn.Parameter(torch.empty(layer.out_features, rank, **like))
-        layer.scale = scale
+        layer.lora_a = nn.Parameter(torch.empty(rank, inner, **like))
+        layer.register_parameter(MAGNITUDE, nn.Parameter(torch.empty(out, **like)) if dora else None)
+        layer.lora_b = nn.Parameter(torch.empty(out, rank, **like))  # the last: see `Adapters.merged`
+        layer.lora_scale = scale
 
     def tensor_plan(self, style: str | None) -> Mapping[str, str]:
-        """Return the sharding of A and B for a weight that is sharded in a style.
+        """Return the sharding of an adapter's parameters for a weight that is sharded in a style."""
+        return STYLES[style or ""]
 
-        Raises:
-            RecipeError: the weight is whole on each rank.
-        """
-        if style not in STYLES:
-            raise RecipeError(
-                f"lora: a layer that tensor parallelism shards in the style {style!r} cannot have an adapter",
-                hint="remove it from targets",
-            )
-        return STYLES[style]
+    def base_weight(self) -> Tensor:
+        """Return this rank's part of the frozen weight, [out, in], as values to compute with."""
+        return local(self.weight)
+
+    def whole_weight(self) -> Tensor:
+        """Return the whole frozen weight, outside of a forward. Collective."""
+        return self.weight.full_tensor() if isinstance(self.weight, DTensor) else self.weight
+
+    def ratio(self, a: Tensor, b: Tensor) -> Tensor:
+        """Return magnitudes / norms of the rows of W + scale·B·A, [out], the norms constant (paper, 4.3)."""
+        with torch.no_grad():
+            norms = vector_norm(self.base_weight() + self.lora_scale * (b @ a), dim=1, dtype=torch.float32)
+            if self._columns is not None:
+                norms = all_reduce(norms.square(), "sum", self._columns).sqrt()
+        return (local(self.lora_magnitude) / norms).to(a.dtype)
+
+
+class AdaptedLinear(Adapted, nn.Linear):
+    """A linear layer of a block."""
+
+    _adds_bias = True
 
     def tensor_parallel(self, group: Group, style: str | None) -> None:
         """Called by the `decoder` plan, when the parameters have been cut over `group`."""
         self._adds_bias = group.rank == 0 or style != "row"
+        self._columns = group if style == "row" else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[…, in] -> […, out]; under tensor parallelism of this rank's columns, or its part of the sum."""
         # A frozen bias needs no place in the graph where it is not added.
         bias = local(self.bias) if self.bias is not None and self._adds_bias else None
-        out = self.base_product(x, bias)
         if not self.enabled:
-            return out
-        return out + self.scale * linear(linear(x, local(self.lora_a)), local(self.lora_b))
+            return self.base_product(x, bias)
+        a, b = local(self.lora_a), local(self.lora_b)
+        if self.lora_magnitude is None:
+            return self.base_product(x, bias) + self.lora_scale * linear(linear(x, a), b)
+        out = (self.base_product(x, None) + self.lora_scale * linear(linear(x, a), b)) * self.ratio(a, b)
+        return out if bias is None else out + bias
 
     def base_product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return x·Wᵀ + bias of the frozen weight; a base stored in another form has a product of its own."""
         return linear(x, self.base_weight(), bias)
 
-    def base_weight(self) -> Tensor:
-        """Return this rank's part of the frozen weight, [out, in], as values to compute with."""
-        return local(self.weight)
+
+class AdaptedOutput(Adapted, Output):
+    """The output projection: its loss multiplies with one matrix, of which B is further columns."""
+
+    def matrix(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        weight = self.base_weight()
+        if not self.enabled:
+            return hidden, weight
+        a, b = local(self.lora_a), local(self.lora_b)
+        low, more = self.lora_scale * linear(hidden, a), -a.shape[0] % 8  # rows of whole 16 bytes
+        weight = torch.cat((weight, pad(b, (0, more))), 1)
+        if self.lora_magnitude is not None:
+            weight = weight * self.ratio(a, b)[:, None]
+        return torch.cat((hidden, pad(low, (0, more))), -1), weight
+
+
+class AdaptedEmbedding(Adapted, nn.Embedding):
+    """The embedding of tokens: B has a row of each word."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        found = super().forward(tokens)
+        if not self.enabled:
+            return found
+        # Its forward again, which may be that of tensor parallelism, with another table.
+        table = [(self._parameters, "weight", self.weight)]
+        low = call_with(table, lambda _: self.lora_b, super().forward, tokens)
+        return found + self.lora_scale * (low @ local(self.lora_a))
+
+
+ADAPTED: dict[Any, Any] = {nn.Linear: AdaptedLinear, Output: AdaptedOutput, nn.Embedding: AdaptedEmbedding}
 
 
 class Adapters:
@@ -102,9 +158,9 @@ class Adapters:
 
     def __init__(self, config: LoRA) -> None:
         self._config = config
-        self.scale = config.alpha / config.rank
-        self.facts = {"form": "lora", "rank": config.rank, "alpha": config.alpha}
+        self.facts = {"form": "lora", **{name: getattr(config, name) for name in FACTS}}
         """The description of the adapters in a checkpoint."""
+        self.scale = scale_of(self.facts)
         self._adapted: set[str] = set()
 
     def convert(self, model: Any) -> None:
@@ -138,7 +194,7 @@ class Adapters:
             )
         self._adapted = set(chosen)
         for name in chosen:
-            adapt(model, name, self._config.rank, self.scale)
+            adapt(model, name, self._config.rank, self.scale, self._config.dora)
         trained = sum(parameter.numel() for parameter in model.parameters()) - whole
         logger.info(
             "lora: %d layers, %s parameters in addition to %s", len(chosen), f"{trained:,}", f"{whole:,}"
@@ -155,23 +211,32 @@ class Adapters:
         return name.endswith(_ENDS)
 
     def initialise(self, model: nn.Module, generator_for: Callable[[str], torch.Generator]) -> None:
-        """A uniform in ±1/√in, B zero: the model begins as its base; the same on every layout. Of stacks
-        [in, out] it is B that has the inputs' side."""
+        """A uniform in ±1/√in (of embeddings normal), B zero: the model begins as its base; the same on every
+        layout. Of stacks [in, out] it is B that has the inputs' side."""
         for path, module in model.named_modules():
             for key, parameter in module.named_parameters(recurse=False):
                 if not key.endswith(OWN):
                     continue
                 transposed = isinstance(module, AdaptedExperts) and module.is_transposed
                 if key.endswith(OWN[1] if transposed else OWN[0]):
-                    bound = parameter.shape[1 if transposed else -1] ** -0.5
-                    uniform_(parameter, bound, generator_for(f"{path}.{key}"))
+                    normal = isinstance(module, AdaptedEmbedding)
+                    bound = 1.0 if normal else parameter.shape[1 if transposed else -1] ** -0.5
+                    (normal_ if normal else uniform_)(parameter, bound, generator_for(f"{path}.{key}"))
                 else:
                     zeros_(parameter)
+
+    @torch.no_grad()
+    def base_loaded(self, model: nn.Module) -> None:
+        """Let the magnitudes begin as the norms of the base's rows, the same on every layout. Collective."""
+        for layer in model.modules():
+            if isinstance(layer, Adapted) and layer.lora_magnitude is not None:
+                norms = layer.whole_weight().float().norm(dim=1)
+                fill(layer.lora_magnitude, lambda whole, norms=norms: whole.copy_(norms))  # type: ignore[misc]
 
     @contextmanager
     def disabled(self, parts: Iterable[nn.Module]) -> Iterator[None]:
         """The parts as the base is."""
-        layers = [m for p in parts for m in p.modules() if isinstance(m, AdaptedLinear | AdaptedExperts)]
+        layers = [m for p in parts for m in p.modules() if isinstance(m, Adapted | AdaptedExperts)]
         before = [layer.enabled for layer in layers]
         for layer in layers:
             layer.enabled = False
@@ -193,22 +258,40 @@ class Adapters:
             if held and name.endswith(OWN[1]):  # the last of its layer
                 weight = next(iter(held))  # a bias beside the weight is the base's
                 a, b = adapter_names(weight)
-                merged = merge(held[weight], held.pop(a), held.pop(b), self.scale)
+                magnitude = held.pop(magnitude_name(weight), None)
+                merged = merge(held[weight], held.pop(a), held.pop(b), self.scale, magnitude)
                 held[weight] = merged.to(held[weight].dtype)
                 yield from held.items()
                 held = {}
 
 
-def adapt(model: nn.Module, weight: str, rank: int, scale: float) -> None:
-    """Give a weight of a model its adapter, in place; see `AdaptedLinear` and `AdaptedExperts`."""
+FACTS = ("rank", "alpha", "rslora", "dora")
+
+
+def scale_of(facts: Mapping[str, Any]) -> float:
+    """Return the factor of B·A: alpha / rank, or alpha / √rank (rsLoRA, arXiv 2312.03732)."""
+    return float(facts["alpha"] / (facts["rank"] ** 0.5 if facts["rslora"] else facts["rank"]))
+
+
+def adapt(model: nn.Module, weight: str, rank: int, scale: float, dora: bool = False) -> None:
+    """Give a weight of a model its adapter, in place; see `Adapted` and `AdaptedExperts`."""
     path, _, own = weight.rpartition(".")
-    if own == "weight":
-        AdaptedLinear.adapt(model.get_submodule(path), rank, scale)
+    layer: Any = model.get_submodule(path)
+    kind = ADAPTED[type(layer)] if own == "weight" else None
+    if dora and kind in (None, AdaptedEmbedding):
+        raise RecipeError(f"lora: {weight} cannot have magnitudes", hint="remove it from targets, or dora")
+    if kind is None:
+        AdaptedExperts.adapt(layer, own, rank, scale)
     else:
-        AdaptedExperts.adapt(model.get_submodule(path), own, rank, scale)
+        kind.adapt(layer, rank, scale, dora)
 
 
-_ENDS = tuple(f"{before}{own}" for own in OWN for before in "._")
+_ENDS = (*(f"{before}{own}" for own in OWN for before in "._"), f".{MAGNITUDE}")
+
+
+def magnitude_name(weight: str) -> str:
+    """Return the name of a weight's magnitudes (DoRA)."""
+    return weight.removesuffix("weight") + MAGNITUDE
 
 
 def adapter_names(weight: str) -> tuple[str, str]:
@@ -223,8 +306,9 @@ def weights_of(names: Iterable[str]) -> list[str]:
     return [name.removesuffix(end) + own for name in names for end, own in ends.items() if name.endswith(end)]
 
 
-def merge(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """W + scale · B·A, rounded to fp32 alone: who writes it down in another dtype rounds it once more.
+def merge(weight: Tensor, a: Tensor, b: Tensor, scale: float, magnitude: Tensor | None = None) -> Tensor:
+    """W + scale · B·A, rounded to fp32 alone: who writes it down in another dtype rounds it once more; with
+    magnitudes (DoRA) as the norms of its rows.
 
     The product is one of fp64, in blocks of rows: what fp32 products are computed in is the process's setting
     (`torch.set_float32_matmul_precision`). Of stacks [E, …], one after the other.
@@ -237,6 +321,8 @@ def merge(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     merged, whole_a = weight.to(torch.float32, copy=True), a.double()
     for rows, some_b in zip(merged.split(MERGED_ROWS), b.split(MERGED_ROWS), strict=True):
         rows.add_(some_b.double() @ whole_a, alpha=scale)
+    if magnitude is not None:
+        merged.mul_((magnitude / vector_norm(merged, dim=1, dtype=torch.float64)).float()[:, None])
     return merged
 
 
@@ -251,7 +337,7 @@ def _moving(model: Any) -> list[str]:
 
 def _chosen(model: Any, targets: list[str] | None) -> list[str]:
     """Names of the weights that get an adapter."""
-    linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear | nn.Embedding)}
     styles = {name: _style(name, model.tensor_plan) for name in linears}
     if targets is None:
         inside = {module for _, block in model.layers.items() for module in block.modules()}
@@ -283,16 +369,19 @@ def _chosen(model: Any, targets: list[str] | None) -> list[str]:
                 style = f", {styles[name]!r} in the tensor_plan" if styles[name] not in STYLES else ""
                 raise RecipeError(
                     f"lora: {name} ({what}{style}) cannot have an adapter",
-                    hint="targets are the plain linear layers of attention and feed-forward, and experts",
+                    hint="targets are plain linear layers, experts, the embedding and the output",
                 )
+            if shared := [n for n, m in linears.items() if n != name and m.weight is linears[name].weight]:
+                why = f"lora: {name} and {shared[0]} share a weight, which cannot have an adapter"
+                raise RecipeError(why, hint="remove it from targets")
             found[f"{name}.weight"] = None
     return list(found)
 
 
-def _is_plain(layer: nn.Linear) -> bool:
+def _is_plain(layer: nn.Module) -> bool:
     """Return whether the layer computes as torch's class does: a forward on the instance would never call an
     adapter."""
-    return type(layer) is nn.Linear and "forward" not in vars(layer)
+    return type(layer) in ADAPTED and "forward" not in vars(layer)
 
 
 def _style(name: str, plan: Mapping[str, str]) -> str | None:

@@ -88,7 +88,13 @@ def first_weights(
         return FirstWeights()
     tensors = base_parameters(parts, converters) | loss_parameters(parts)
     known = tensor_infos(tensors.items(), parts, mesh, placement)
-    return load_weights(recipe, start, form, tensors, known, adapter_converter(converters))
+    adapters = adapter_converter(converters)
+    found = load_weights(recipe, start, form, tensors, known, adapters)
+    if adapters is not None and adapters.base_loaded is not None:
+        for part in parts:
+            with as_stored(part):
+                adapters.base_loaded(part)
+    return found
 
 
 def materialise(

@@ -25,6 +25,8 @@ class ConverterDefaults(Protocol):
     """Plain data about them that is stored in checkpoints."""
     initialise: Callable[..., None] | None = None
     """`initialise(model, generator_for)` initializes them."""
+    base_loaded: Callable[..., None] | None = None
+    """`base_loaded(model)` initializes what follows from the base's weights, once they are loaded."""
     merged: Callable[..., Iterator[tuple[str, Tensor]]] | None = None
     """`merged(named_tensors)`: yields the plain model's tensors, with the added parameters merged in."""
     disabled: Callable[..., Any] | None = None

@@ -17,7 +17,7 @@ from titancli.checkpoint.hf.libraries import library_of
 from titancli.checkpoint.hf.quantise import Quantise
 from titancli.checkpoint.hf.virtual import put
 from titancli.checkpoint.hf.which import hf_form
-from titancli.converters.lora import adapt, adapter_names, weights_of
+from titancli.converters.lora import adapt, adapter_names, magnitude_name, weights_of
 from titancli.errors import EnvironmentProblem, TitanError, UsageError
 from titancli.models.blocks.state import named_state
 from titancli.models.config_json import kernels_of_the_hub
@@ -254,7 +254,8 @@ def logits_beside(model: Any, base: Tensors, adapters: Tensors, scale: float, to
         put(tensor, base.read(name) if form.sources(name) else form.from_hf(name, []))
     parameters = adapters.names()
     for weight in weights_of(parameters):
-        adapt(ours, weight, adapters.shape(adapter_names(weight)[0])[-2], scale)
+        rank, dora = adapters.shape(adapter_names(weight)[0])[-2], magnitude_name(weight) in parameters
+        adapt(ours, weight, rank, scale, dora)
     live = dict(ours.named_parameters())
     for name in parameters:
         put(live[name], adapters.read(name))

@@ -32,7 +32,7 @@ from titancli.checkpoint.hf.folder import cast_of, export_hf
 from titancli.checkpoint.hf.peft_names import Adapter, beside_experts, config_of, placed
 from titancli.checkpoint.hf.which import Say, find_checkpoint, hf_form, recipe_of
 from titancli.checkpoint.reader import CheckpointReader
-from titancli.converters.lora import adapter_names, weights_of
+from titancli.converters.lora import adapter_names, magnitude_name, scale_of, weights_of
 from titancli.errors import EnvironmentProblem, UsageError
 from titancli.models.loss import of_loss
 
@@ -106,7 +106,7 @@ def _verdict(
     dtype: torch.dtype | None,
 ) -> tuple[list[str], bool]:
     """Compare our base with the adapters beside it to base and folder as loaded by transformers and peft."""
-    tokens, scale = verify_tokens(model), record["alpha"] / record["rank"]
+    tokens, scale = verify_tokens(model), scale_of(record)
     weights = open_base(base, model, verify="size")
     with TemporaryDirectory(prefix=f".{dst.name}.base-", dir=dst.parent) as folder:
         if is_checkpoint(base):
@@ -121,15 +121,16 @@ def _verdict(
 
 def _job(reader: CheckpointReader, weight: str, adapters: list[Adapter], dtype: torch.dtype | None) -> Job:
     """Return the job that writes peft's tensors for the adapters of a weight."""
+    magnitude = {magnitude_name(weight)}.intersection(reader.names())
 
     def made(read: Callable[[str], Tensor]) -> list[Tensor]:
-        a, b = map(read, adapter_names(weight))
-        return [tensor for adapter in adapters for tensor in adapter.of(a, b)]
+        tensors = list(map(read, (*adapter_names(weight), *magnitude)))
+        return [tensor for adapter in adapters for tensor in adapter.of(*tensors)]
 
     def empty(name: str) -> Tensor:
         return torch.empty(reader.shape(name), dtype=cast_of(reader.dtype(name), dtype), device="meta")
 
-    keys = [key for adapter in adapters for key in adapter.keys]
+    keys = [key for adapter in adapters for key in adapter.keys[: 2 + len(magnitude)]]
     entries = tuple(
         Entry(key, dtype_name(key, tensor.dtype), tuple(tensor.shape))
         for key, tensor in zip(keys, made(empty), strict=True)
@@ -148,7 +149,8 @@ def adapter_config(record: dict[str, Any], base: Path, adapters: list[Adapter]) 
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,
-        "use_rslora": False,
+        "use_rslora": record["rslora"],
+        "use_dora": record["dora"],
         "inference_mode": True,
         **config_of(adapters),
     }

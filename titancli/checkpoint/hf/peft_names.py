@@ -1,6 +1,7 @@
 """Names and shapes of our adapters in the `peft` library.
 
-Those of a linear layer are `NAME.lora_A.weight` [rank, in] and `NAME.lora_B.weight` [out, rank], and likewise
+Those of a linear layer are `NAME.lora_A.weight` [rank, in] and `NAME.lora_B.weight` [out, rank] (of an
+embedding `lora_embedding_A` [rank, words], `lora_embedding_B` [width, rank]), and likewise
 those of a single expert, in folders that store experts one by one: peft stacks them as transformers stacks
 their weights. If a folder has a stack, it is one of `target_parameters`: A is [experts · rank, in] with the
 experts outermost, B [out, rank · experts] with them innermost.
@@ -40,15 +41,23 @@ class Adapter:
     """Whether our A is on the output side."""
     swapped: bool = False
     """Whether peft's A is on the output side."""
+    embedding: bool = False
 
     @property
-    def keys(self) -> tuple[str, str]:
+    def keys(self) -> tuple[str, str, str]:
+        """Return the names of A, B and the magnitudes."""
         module = self.name.rpartition(".")[0] if self.stacked else self.name
         stem = f"base_model.model.{module}{'.base_layer' * self.depth}"
-        return f"{stem}.lora_A.weight", f"{stem}.lora_B.weight"
+        a, b = ("embedding_A", "embedding_B") if self.embedding else ("A.weight", "B.weight")
+        return f"{stem}.lora_{a}", f"{stem}.lora_{b}", f"{stem}.lora_magnitude_vector"
 
-    def of(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """Return A and B in peft's shapes."""
+    def of(self, a: Tensor, b: Tensor, *magnitude: Tensor) -> tuple[Tensor, ...]:
+        """Return A and B in peft's shapes, and the magnitudes if there are any."""
+        if magnitude:
+            rows = slice(None) if self.rows is None else self.rows.to(a.device)
+            return *self.of(a, b), magnitude[0][rows]
+        if self.embedding:
+            return b.mT.contiguous(), a.mT.contiguous()
         if self.transposed:
             a, b = b.mT, a.mT
         if self.expert is not None:
@@ -83,7 +92,10 @@ def placed(model: Any, weights: Iterable[str]) -> dict[str, list[Adapter]]:
         ours = probe.mT if transposed else probe
         made = list(form.to_hf(weight, probe))
         adapters = [_recognised(name, tensor, ours) for name, tensor in made]
-        known = [replace(one, transposed=transposed, swapped=swapped) for one in adapters if one is not None]
+        embeds = isinstance(built.get_submodule(weight.rpartition(".")[0]), torch.nn.Embedding)
+        known = [
+            replace(one, transposed=transposed, swapped=swapped, embedding=embeds) for one in adapters if one
+        ]
         if len(known) != len(made) or sum(tensor.numel() for _, tensor in made) != probe.numel():
             raise TitanError(
                 f"{weight} is stored differently in the model's Hugging Face form, so its adapter cannot "

@@ -183,7 +183,7 @@ class Output(nn.Linear):
     def _factors(self, hidden: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """Return hidden states and a matrix whose product are the logits before capping: a bias becomes
         one more column, padded with zeros to keep the width a multiple of eight."""
-        weight = local(self.weight)
+        hidden, weight = self.matrix(hidden)
         if scale != 1.0:
             hidden = hidden * scale
         if self.bias is not None:
@@ -216,6 +216,10 @@ class Output(nn.Linear):
         if weights is None:
             return result
         return result._replace(sum=-(log_probs * weights).sum())
+
+    def matrix(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Return hidden states and the matrix that they are multiplied with; adapters lengthen both."""
+        return hidden, local(self.weight)
 
     def product(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """Return logits before capping; generation replaces it (`titancli.models.blocks.packed`)."""

@@ -52,7 +52,8 @@ def packed(model: nn.Module) -> Iterator[None]:
 def _product_of(module: Any) -> str | None:
     """The method of a layer that is the product with its weight, and no more than its bias."""
     if isinstance(module, Output):
-        return "product" if module.bias is None else None
+        plain = module.bias is None and type(module).matrix is Output.matrix
+        return "product" if plain else None
     return "forward" if type(module).forward is nn.Linear.forward else None
 
 
