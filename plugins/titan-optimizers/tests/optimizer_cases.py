@@ -13,7 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.engine import cases
+from titan_optimizers import ScheduleFree
 from titancli import Engine
+from titancli.optimizers import WarmupStableDecay
 from titancli.registry.component import build
 
 
@@ -26,7 +28,10 @@ def trained(
     save: Path | None = None,
 ) -> dict[str, torch.Tensor]:
     """Return whole parameters and state after some steps of an engine."""
-    with Engine.build(replace(cases.recipe(layout), optimizer=optimizer)) as engine:
+    recipe = replace(cases.recipe(layout), optimizer=optimizer)
+    if isinstance(getattr(optimizer, "optimizer", optimizer), ScheduleFree):
+        recipe = replace(recipe, lr_scheduler=WarmupStableDecay(warmup_steps=0, decay_ratio=0.0))
+    with Engine.build(recipe) as engine:
         if load is not None:
             engine.load(load)
         while engine.step < steps:

@@ -52,7 +52,8 @@ class ScheduleFreeOptimizer(Skipping):
         if not state:
             for name in ("step", "lr_max", "weight_sum"):
                 state[name] = torch.zeros((), dtype=torch.float32, device=weight.device)
-            state["z"], state["exp_avg_sq"] = parameter.detach().clone(), torch.zeros_like(parameter)
+            state["z"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+            local(state["z"]).copy_(weight)
         z, second = local(state["z"]), local(state["exp_avg_sq"])
         step, (beta1, beta2) = counted(state, wrong).double(), group["betas"]
         largest = state["lr_max"].clamp(min=group["lr"])
