@@ -18,6 +18,7 @@ from titancli.callbacks import EarlyStop, WatchedMetric
 from titancli.callbacks.early_stop import EarlyStop as Stopping
 from titancli.callbacks.watched import is_better, value_of
 from titancli.checkpoint.format.manifest import read_manifest
+from titancli.engine.step import Hooks
 from titancli.errors import RecipeError
 from titancli.observe.events import read_events
 from titancli.runs import RunFolder
@@ -120,6 +121,8 @@ def test_a_run_without_the_metric_is_refused(train: Train) -> None:
         assert done.code == 3 and "is no metric of an evaluation" in done.err
     done = train("tiny.toml", *EVALUATED, 'callbacks=["best", "best"]')
     assert done.code == 3 and "one run has one best checkpoint" in done.err
+    done = train("tiny.toml", *EVALUATED, 'callbacks=["early_stop", {type="early_stop", patience=9}]')
+    assert done.code == 3 and "two of them watch validation/v/loss" in done.err
     done = train("tiny.toml", *EVALUATED, BEST, "checkpoint.enable=false")
     assert done.code == 3 and "nothing is saved" in done.err
     done = train("tiny.toml", *EVALUATED, 'callbacks=["best", {type="ema", name="best"}]')
@@ -189,3 +192,17 @@ def test_an_evaluation_that_was_left_out_does_not_count() -> None:
     assert "was never a finite number" in run.ended
     with pytest.raises(RecipeError, match="there are validation/v/accuracy"):
         value_of("validation/v/loss", {"validation/v/accuracy": 1.0})
+
+
+def test_a_run_may_stop_by_several_metrics() -> None:
+    """Each counts by itself, and keeps its state under its own name."""
+
+    class Run:
+        recipe = None
+
+    metrics = ("validation/v/loss", "validation/w/loss")
+    configs = [EarlyStop(metric=metric) for metric in metrics]
+    hooks = Hooks()
+    for config in configs:
+        hooks.add(Stopping(config, engine=None, run=Run()))  # type: ignore[arg-type]
+    assert list(hooks.state()) == [f"early_stop.{metric}" for metric in metrics]

@@ -72,5 +72,11 @@ class EarlyStop(WatchedMetric):
     min_delta: Annotated[float, Ge(0)] = 0.0
     """Smallest change that counts as an improvement."""
 
+    def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
+        yield from super().check(recipe)
+        watched = [one.name_of(recipe) for one in recipe.callbacks if isinstance(one, EarlyStop)]
+        if watched.count(self.name_of(recipe)) > 1:
+            yield "", f"two of them watch {self.name_of(recipe)}: the one with less patience is enough"
+
 
 COMPONENTS: list[type] = [ParamNorm, Best, EarlyStop]

@@ -19,9 +19,9 @@ class EarlyStop:
     """Counts the evaluations since the best one."""
 
     def __init__(self, config: Config, *, engine: Any, run: Run) -> None:
-        self.name = "early_stop"
         self._config, self._run = config, run
         self._metric = config.name_of(run.recipe)
+        self.name = f"early_stop.{self._metric}"  # one run may watch several
         self._best: float | None = None
         self._since = self._seen = 0
 

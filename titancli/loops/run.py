@@ -103,7 +103,8 @@ class Run:
     """Seconds that the last `take` waited for data."""
     saved_step: int | None = None
     """The step of the newest checkpoint."""
-    _steps_here: int = field(default=0, repr=False)
+    steps_here: int = field(default=0, repr=False)
+    """Steps since the run was started or resumed."""
     _stopped_at: float | None = field(default=None, repr=False)
     _early: str | None = field(default=None, repr=False)
     """The reason for which this rank wants the run to end after this step."""
@@ -175,10 +176,10 @@ class Run:
     def step_done(self, step: int) -> None:
         """Housekeeping between steps: garbage is collected here and nowhere else."""
         self.hooks.call("step_done", step)
-        self._steps_here += 1
-        if self._steps_here == 1:
+        self.steps_here += 1
+        if self.steps_here == 1:
             self.on_first_step()
-        if self._steps_here == 1 or self._steps_here % self.gc_freq == 0:
+        if self.steps_here == 1 or self.steps_here % self.gc_freq == 0:
             gc.collect()
 
     def checkpoint_due(self, step: int) -> bool:
@@ -225,7 +226,7 @@ class Run:
             self.checkpoints.wait()
         if self.guard is not None and self.why == "skipped":
             raise self.guard.verdict(f"checkpoints/step-{self.saved_step}" if self.checkpoints else None)
-        if self.validation is not None and self._steps_here and self.why != "skipped":
+        if self.validation is not None and self.steps_here and self.why != "skipped":
             self.validation.at_end(engine.step, self.asked_to_stop, stopped_at=self._stopped_at)
 
     def saved(self, step: int, path: Path) -> None:

@@ -135,14 +135,18 @@ def leave_behind(recipe: Recipe, engine: Engine, run: Run, folder: RunFolder) ->
         return
     ended = run.has_ended
     if ended and engine.step:
-        export(recipe.checkpoint, engine, run.checkpoints, folder.path)
+        export(recipe.checkpoint, engine, run.checkpoints, folder.path, anew=run.steps_here > 0)
     if not run.checkpoints.finish_uploads() and ended:
         run.stopped_by(run.stop.requested)  # so that the exit code tells the caller to resume
 
 
-def export(section: Checkpoint, engine: Engine, checkpointer: Checkpointer, run_folder: Path) -> None:
-    """Write `exports/step-N`, a checkpoint without optimizer, and `exports/step-N-hf`, if enabled.
-    Collective.
+def export(
+    section: Checkpoint, engine: Engine, checkpointer: Checkpointer, run_folder: Path, *, anew: bool
+) -> None:
+    """Write `exports/step-N`, weights alone, and `exports/step-N-hf`, if enabled. Collective.
+
+    Args:
+        anew: whether the run did steps; otherwise a folder that is there is left as it is.
 
     The last checkpoint is already on the disk: a failure here loses nothing.
 
@@ -160,13 +164,16 @@ def export(section: Checkpoint, engine: Engine, checkpointer: Checkpointer, run_
         checkpointer.save_apart(run_folder / "exports" / name, tensors)
         logger.info("weights only: exports/%s", name)
     if section.last_save_in_hf:
-        checkpointer.on_main(f"exporting {name}", lambda: _to_hf(section, run_folder, name))
+        checkpointer.on_main(f"exporting {name}", lambda: _to_hf(section, run_folder, name, anew))
 
 
-def _to_hf(section: Checkpoint, run_folder: Path, name: str) -> None:
+def _to_hf(section: Checkpoint, run_folder: Path, name: str, anew: bool) -> None:
     from titancli.checkpoint.hf.convert import to_hf
 
     target, number = run_folder / "exports" / f"{name}-hf", 1
+    if target.exists() and not anew:  # the run had finished before
+        logger.info("Hugging Face folder, as before: exports/%s", target.name)
+        return
     while target.exists():  # an export of the same step by another run, which may be in use
         number += 1
         target = target.with_name(f"{name}-hf-{number}")
