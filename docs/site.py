@@ -35,6 +35,7 @@ NAV: dict[str, dict[str, str]] = {
         "Use models of transformers": "docs/hf-causal-lm.md",
         "Use the engine in Python": "docs/engine.md",
         "Write a plugin": "docs/plugins.md",
+        "Write your own model": "docs/your-own-model.md",
         "Come from torchtitan": "docs/coming-from-torchtitan.md",
         "Come from the Hugging Face Trainer": "docs/coming-from-hf-trainer.md",
     },
