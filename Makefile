@@ -99,5 +99,5 @@ clean:
 .venv/.installed-dev: .venv/.installed $(wildcard plugins/*/pyproject.toml)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c .venv/constraints.txt -e ".[dev]" \
 		-e plugins/titan-eval -e plugins/titan-float8 -e "plugins/titan-flux[dev]" -e plugins/titan-ft \
-		-e plugins/titan-grain -e plugins/titan-muon -e plugins/titan-optimizers -e plugins/titan-trackio -e plugins/titan-wandb
+		-e plugins/titan-gguf -e plugins/titan-grain -e plugins/titan-muon -e plugins/titan-optimizers -e plugins/titan-trackio -e plugins/titan-wandb
 	touch $@

@@ -59,6 +59,7 @@ ROOMS = {
     "plugins/titan-float8": "float8: the same result on any layout, plain checkpoints",
     "plugins/titan-flux": "Flux: images, on every supported layout",
     "plugins/titan-ft": "replicas that are killed and come back: the others train on, weights stay equal",
+    "plugins/titan-gguf": "GGUF files compared with the checkpoint, by transformers and by llama.cpp",
     "plugins/titan-grain": "Grain: each record once an epoch, on any ranks and from any place",
     "plugins/titan-heads": "rewards, classes and embeddings compared to NumPy, TRL and transformers",
     "plugins/titan-muon": "Muon: equal to torch's on one device, the same on many",

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import click
 
+from titancli.cli.offered import offered
 from titancli.cli.output import note
 from titancli.cli.places import FolderOrURL, on_disk
 from titancli.errors import EnvironmentProblem, UsageError
@@ -33,7 +34,22 @@ class Size(click.ParamType):
         return size
 
 
-@click.command("convert-checkpoint", short_help="Convert a checkpoint to a Hugging Face folder, or back.")
+class Convert(click.Command):
+    """Leaves `--to NAME` to a plugin's command `convert-checkpoint --to NAME`, with the other arguments."""
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        found = re.fullmatch(r"(.*\0)?--to[=\0]([^\0]+)\0(.*)", "".join(f"{arg}\0" for arg in args))
+        if found and (other := offered(f"convert-checkpoint --to {found[2]}")):
+            rest = f"{found[1] or ''}{found[3]}".split("\0")[:-1]
+            return other.make_context(f"{info_name} --to {found[2]}", rest, parent, **extra)
+        return super().make_context(info_name, args, parent, **extra)
+
+
+@click.command(
+    "convert-checkpoint", cls=Convert, short_help="Convert a checkpoint to a Hugging Face folder, or back."
+)
 @click.argument("src", type=FolderOrURL(file_okay=True))
 @click.argument("dst", type=click.Path(path_type=Path))
 @click.option("--to", "to", type=click.Choice(["hf", "titan", "peft"]), required=True, help="Format of DST.")
@@ -80,6 +96,7 @@ def command(
     With --to hf, SRC is RUN/checkpoints/step-N, RUN (its newest good checkpoint), or the URL of either;
     transformers (or diffusers, for its models) loads DST directly. With --to titan, SRC is a folder with
     config.json and *.safetensors; to start a run from DST, set weights=DST. DST must not exist.
+    Plugins add formats, with options of their own: --to gguf --help.
     """
     from titancli.checkpoint.format.stream import no_progress
     from titancli.checkpoint.hf import convert

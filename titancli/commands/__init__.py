@@ -13,11 +13,13 @@ from titancli.cli.failures import print_error
 from titancli.cli.naming import find_component, is_component
 from titancli.cli.new_file import next_step, recipe_name, refuse_file, write_new
 from titancli.cli.output import colored, note, out, print_json, short_path, table
+from titancli.cli.places import FolderOrURL, on_disk
 from titancli.cli.train import NumberOrAuto
 from titancli.terminal import clean, printable
 
 __all__ = [
     "Common",
+    "FolderOrURL",
     "NumberOrAuto",
     "RecipeOrOverride",
     "RunName",
@@ -28,6 +30,7 @@ __all__ = [
     "main",
     "next_step",
     "note",
+    "on_disk",
     "out",
     "print_error",
     "print_json",

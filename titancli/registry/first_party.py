@@ -8,6 +8,7 @@ from pathlib import Path
 
 COMMANDS = {
     "bisect": "titan-proof",
+    "convert-checkpoint --to gguf": "titan-gguf",
     "flux-encode": "titan-flux",
     "launch": "titan-slurm",
     "lm-eval": "titan-eval",
