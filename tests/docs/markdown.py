@@ -4,6 +4,7 @@
 <!-- file: NAME -->            the block is the content of this file, for the blocks after it
 <!-- fails: CODE -->           the commands end with this exit code
 <!-- one line at a time -->    each line is a recipe of its own
+<!-- small model: NAME -->     there is a folder of this name with a model, small in place of a released one
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-MARKS = ("not run", "file", "fails", "one line at a time")
+MARKS = ("not run", "file", "fails", "one line at a time", "small model")
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _MARK = re.compile(r"<!-- ([a-z ]+?)(?:: (.*?))? -->\n\Z")
 

@@ -19,7 +19,9 @@ import pytest
 import tomli
 
 from tests.docs.markdown import PAGES, Block, blocks, commands
+from tests.docs.small_model import write_small_model
 from titancli.cli.group import PLACES, titan
+from titancli.cli.offered import offered
 from titancli.recipe import load_recipe
 from titancli.registry.first_party import COMMANDS
 
@@ -102,6 +104,9 @@ def test_a_command_and_its_options_are_there(page: Path) -> None:
             if len(words) == 2:  # the group's own help
                 continue
             found = found.get_command(click.Context(found), words[2])
+        if (form := re.search(r" --to (\w+)", command)) and f"{name} --to {form[1]}" in COMMANDS:
+            found = offered(f"{name} --to {form[1]}")  # what a plugin adds has options of its own
+            words = [word for word in words if word != "--to"]
         assert found is not None, f"{page.name}: {command}"
         options = {option for parameter in found.params for option in parameter.opts} | COMMON
         for word in words[2:]:
@@ -123,6 +128,8 @@ def test_every_command_runs(page: Path, tmp_path: Path, tell: Callable[..., None
     scripts = Path(sys.executable).parent
     environment = {**os.environ, "PATH": f"{scripts}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     for block in blocks(page):
+        if block.mark == "small model":
+            write_small_model(tmp_path / block.value)
         if block.mark == "file":
             (tmp_path / block.value).write_text(block.text)
         elif block in run:
