@@ -159,7 +159,7 @@ DOORS = [
     ),
     Door(
         "tokenizers and chat templates",
-        "data.hf_tokenizer data.byte_tokenizer",
+        "data.hf_tokenizer data.byte_tokenizer titan_gguf.convert titan_gguf.tokens",
         "tests/docs/test_security.py::test_a_chat_template_is_rendered_in_a_sandbox",
         "tests/data/test_tokenizers.py::test_bad_folders_are_named_with_a_way_out",
     ),
@@ -209,14 +209,14 @@ DOORS = [
     Door(
         "programs that titan starts, and what they answer",
         "doctor launchers.devices titan_slurm.jobs launchers.torchrun provenance"
-        " titan_proof.prove.pool titan_sweep.jobs",
+        " titan_proof.prove.pool titan_sweep.jobs titan_gguf.verify titan_gguf.llamacpp",
         "tests/docs/test_security.py::test_nothing_but_messages_of_ranks_is_unpickled_or_evaluated",
         f"{RUN}test_failures.py::test_an_error_that_echoes_another_ranks_is_never_the_cause",
     ),
     Door(
         "the machine itself: /proc, /sys, files that commands write for who calls them",
         "observe.machine observe.memory observe.panel process signals cli.output cli.new_recipe"
-        " titan_report.command checkpoint.peers.memory engine.build",
+        " titan_report.command titan_gguf.newfile checkpoint.peers.memory engine.build",
         "tests/cli/test_terminal.py",
         "tests/checkpoint/test_peers.py::test_the_memory_of_a_container_is_what_its_cgroup_leaves",
     ),
@@ -224,7 +224,8 @@ DOORS = [
 
 ENVIRONMENT = {
     "tests/recipe/test_env.py::test_what_is_not_for_a_recipe_is_refused": "CUDA_VISIBLE_DEVICES TITAN_PLUGINS"
-    " TITAN_CACHE TITAN_RUNS TMPDIR XDG_CACHE_HOME MASTER_ADDR MASTER_PORT TITAN_EVAL_TRUST_CODE",
+    " TITAN_CACHE TITAN_RUNS TMPDIR XDG_CACHE_HOME MASTER_ADDR MASTER_PORT TITAN_EVAL_TRUST_CODE"
+    " TITAN_LLAMACPP",
     f"{RUN}test_start_over.py::test_a_launcher_records_no_outcome_of_another_attempt": "TITAN_ATTEMPT",
     f"{RUN}test_orphans.py": "TITAN_PARENT TITAN_ASKED_TO_STOP TORCHELASTIC_USE_AGENT_STORE TITAN_PROVE_RANK",
     f"{RUN}test_listening.py::test_an_interface_that_was_chosen_stays": "GLOO_SOCKET_IFNAME",

@@ -35,21 +35,17 @@ class Size(click.ParamType):
 
 
 class Convert(click.Command):
-    """Leaves `--to NAME` to a plugin's command `convert-checkpoint --to NAME`, with the other arguments."""
+    """Leaves the format of a plugin to its command, `convert-checkpoint --to NAME`, which has own options."""
 
-    def make_context(
-        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
-    ) -> click.Context:
+    def make_context(self, info_name: str | None, args: list[str], *more: Any, **extra: Any) -> Any:
         found = re.fullmatch(r"(.*\0)?--to[=\0]([^\0]+)\0(.*)", "".join(f"{arg}\0" for arg in args))
         if found and (other := offered(f"convert-checkpoint --to {found[2]}")):
             rest = f"{found[1] or ''}{found[3]}".split("\0")[:-1]
-            return other.make_context(f"{info_name} --to {found[2]}", rest, parent, **extra)
-        return super().make_context(info_name, args, parent, **extra)
+            return other.make_context(f"{info_name} --to {found[2]}", rest, *more, **extra)
+        return super().make_context(info_name, args, *more, **extra)
 
 
-@click.command(
-    "convert-checkpoint", cls=Convert, short_help="Convert a checkpoint to a Hugging Face folder, or back."
-)
+@click.command("convert-checkpoint", cls=Convert, short_help="Write a Hugging Face folder, or read one.")
 @click.argument("src", type=FolderOrURL(file_okay=True))
 @click.argument("dst", type=click.Path(path_type=Path))
 @click.option("--to", "to", type=click.Choice(["hf", "titan", "peft"]), required=True, help="Format of DST.")
@@ -89,14 +85,13 @@ def command(
 ) -> int:
     """Convert a checkpoint to a Hugging Face folder (--to hf), or back (--to titan).
 
-    Quantized folders are read as bfloat16; --quantise writes them.
-
-    Adapters of the lora converter are merged into the base model (--to hf) or exported for peft (--to peft).
+    Quantized folders are read as bfloat16; --quantise writes them. Adapters of the lora converter are merged
+    into the base model (--to hf) or exported for peft (--to peft).
 
     With --to hf, SRC is RUN/checkpoints/step-N, RUN (its newest good checkpoint), or the URL of either;
     transformers (or diffusers, for its models) loads DST directly. With --to titan, SRC is a folder with
     config.json and *.safetensors; to start a run from DST, set weights=DST. DST must not exist.
-    Plugins add formats, with options of their own: --to gguf --help.
+    For --to gguf see --to gguf --help.
     """
     from titancli.checkpoint.format.stream import no_progress
     from titancli.checkpoint.hf import convert
@@ -120,8 +115,7 @@ def command(
         from titancli.checkpoint.hf.peft import to_peft
 
         with on_disk(src, dst.absolute().parent, say=note) as folder:
-            kind = convert.dtype_of(dtype)
-            made = to_peft(folder, dst, dtype=kind, verify=verify, progress=show, say=note)
+            made = to_peft(folder, dst, dtype=convert.dtype_of(dtype), verify=verify, progress=show, say=note)
         result = convert.Result(*made)
     else:
         _require_local(src)

@@ -111,7 +111,7 @@ checkpoint = Lazy(
         "list": Place("List the checkpoints of a run.", "checkpoint", "list_"),
         "show": Place("Show the contents of a checkpoint.", "checkpoint", "show"),
         "verify": Place("Verify every checksum of checkpoints.", "checkpoint", "verify"),
-        "convert": Place("Convert a checkpoint to a Hugging Face folder, or back.", "convert"),
+        "convert": Place("Write a Hugging Face folder, or read one.", "convert"),
     },
 )
 

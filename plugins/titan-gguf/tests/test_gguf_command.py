@@ -123,6 +123,12 @@ def test_a_damaged_checkpoint_is_not_exported(run: Path, titan: Any) -> None:
     assert done.code == 5 and "is damaged" in done.err and not Path("m.gguf").exists()
 
 
+def test_a_tokenizer_without_files_is_refused(run: Path, titan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("titancli.data.byte_tokenizer.ByteTokenizer.fingerprint", "of a plugin")
+    done = gguf(titan, run, "m.gguf")
+    assert done.code == 2 and "has no tokenizer.json" in done.err and not Path("m.gguf").exists()
+
+
 def test_a_full_disk_is_named(tmp_path: Path) -> None:
     with (
         pytest.raises(EnvironmentProblem, match=r"m\.gguf cannot be written: No space left on device"),

@@ -119,6 +119,10 @@ def test_a_tokenizer_that_is_too_large_or_of_another_kind_is_refused() -> None:
         vocabulary(changed(files, model={"type": "Unigram"}), 320, [])
     with pytest.raises(EnvironmentProblem, match=r"tokenizer\.json is damaged"):
         vocabulary({"tokenizer.json": b"{"}, 320, [])
+    with pytest.raises(EnvironmentProblem, match=r"tokenizer\.json is damaged"):
+        vocabulary({"tokenizer.json": b"[" * 100_000}, 320, [])
+    with pytest.raises(EnvironmentProblem, match=r"tokenizer\.json is damaged"):
+        vocabulary(changed(files, model={"vocab": "x"}), 320, [])
     with pytest.raises(EnvironmentProblem, match="byte has 257 tokens, but the model has 128"):
         vocabulary({}, 128, [])
 

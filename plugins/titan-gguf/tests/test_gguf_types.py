@@ -104,17 +104,22 @@ def test_values_that_a_type_cannot_represent_are_refused_by_name() -> None:
             stored("blk.0.x", x, kind)
 
 
-def test_the_mix_is_that_of_llama_cpp() -> None:
-    """What llama.cpp's `llama_model_quantize` chose for a model of 16 layers."""
-    mix = Mix("q4_k_m", layers=16, experts=0, tied=False)
-    more = [n for n in range(16) if mix.type_of(f"blk.{n}.attn_v.weight", (256, 256)) == Type.Q6_K]
-    assert more == [0, 1, 4, 7, 10, 13, 14, 15]
-    assert more == [n for n in range(16) if mix.type_of(f"blk.{n}.ffn_down.weight", (256, 512)) == Type.Q6_K]
+@pytest.mark.parametrize(
+    "layers, meant",
+    # The first is what its llama_model_quantize chose; the second follows from its rule.
+    [(6, [2, 5]), (16, [0, 1, 4, 7, 10, 13, 14, 15])],
+)
+def test_the_mix_is_that_of_llama_cpp(layers: int, meant: list[int]) -> None:
+    mix = Mix("q4_k_m", layers=layers, experts=0, tied=False)
+    for kind in ("attn_v", "ffn_down"):
+        types = [mix.type_of(f"blk.{n}.{kind}.weight", (256, 512)) for n in range(layers)]
+        assert [n for n in range(layers) if types[n] == Type.Q6_K] == meant
+        assert set(types) == {Type.Q4_K, Type.Q6_K}
     for name in ("attn_q", "attn_k", "attn_output", "ffn_gate", "ffn_up"):
         assert mix.type_of(f"blk.0.{name}.weight", (256, 256)) == Type.Q4_K
     assert mix.type_of("output.weight", (300, 256)) == Type.Q6_K
     assert mix.type_of("token_embd.weight", (300, 256)) == Type.Q4_K
-    assert Mix("q4_k_m", 16, 0, tied=True).type_of("token_embd.weight", (300, 256)) == Type.Q6_K
+    assert Mix("q4_k_m", layers, 0, tied=True).type_of("token_embd.weight", (300, 256)) == Type.Q6_K
 
 
 def test_what_is_small_stays_in_float32_and_odd_rows_get_smaller_blocks() -> None:

@@ -1,4 +1,4 @@
-"""From a checkpoint to a GGUF file: what belongs to it, and what the user is told."""
+"""From a checkpoint to a GGUF file: what belongs to it, and the lines that are printed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from titancli.checkpoint import open_weights
 from titancli.checkpoint.hf.convert import Checksums
 from titancli.checkpoint.hf.kept import TOKENIZER, kept_of, texts
 from titancli.checkpoint.hf.which import check_parameters, find_checkpoint, hf_form, recipe_of
-from titancli.errors import EnvironmentProblem
+from titancli.errors import EnvironmentProblem, UsageError
 from titancli.registry.component import build
 
 
@@ -56,6 +56,11 @@ def convert(
     built = build(tokenizer) if tokenizer is not None else None
     kept = kept_of(folder, tokenizer=built is None)
     files = {name: data for name, data in kept.items() if name in TOKENIZER} | _files(built)
+    if "tokenizer.json" not in files and getattr(built, "fingerprint", None) != "byte":
+        raise UsageError(
+            f"{folder} has no tokenizer.json, and a GGUF file needs one",
+            hint="convert a checkpoint of a run whose [tokenizer] is a folder with tokenizer.json",
+        )
     eos, bos = (None, None) if built is None else (built.eos_id, built.bos_id)
     said = texts(form.config_json(), kept, eos, bos)
     words = vocabulary(files, model.rows, ends_of(said), eos=eos, bos=bos, pre=pre, say=say)

@@ -122,6 +122,7 @@ def vocabulary(
             raise UsageError(
                 f"tokenizer.json: llama.cpp has no tokenizer {model.get('type')!r} for this model"
             )
+        tokenizer = _load(data)
         tokens, kinds = _tokens(data, rows, say)
         merges = [one.split(" ") if isinstance(one, str) else one for one in model["merges"]]
         if model.get("byte_fallback"):
@@ -130,7 +131,7 @@ def vocabulary(
             named = pre or pre_of(data, files["tokenizer.json"].decode())
             joined = [" ".join(part.replace(" ", "Ġ") for part in pair) for pair in merges]
             made = Vocabulary("gpt2", named, tokens, kinds, merges=joined)
-        _roles(made, files, data)
+        _roles(made, files, tokenizer)
     if eos is not None:
         made.ids["eos"] = eos
     elif "eos" not in made.ids and ends:
@@ -146,9 +147,20 @@ def vocabulary(
 def _json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
     try:
         found = json.loads(files.get(name, b"{}"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise EnvironmentProblem(f"{name} is damaged: {error}", hint="download it again") from error
     return found if isinstance(found, dict) else {}
+
+
+def _load(data: Json) -> Tokenizer:
+    """Return tokenizer.json as the library reads it, which checks its parts."""
+    try:
+        tokenizer = Tokenizer.from_str(json.dumps(data))
+    except Exception as error:  # the library raises bare Exceptions
+        raise EnvironmentProblem(f"tokenizer.json is damaged: {error}", hint="download it again") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def _bytes(rows: int) -> Vocabulary:
@@ -288,7 +300,7 @@ def _all_merged(data: Json, text: str) -> bool:
     return all(one.ids == [id_] for one, id_ in zip(made, vocab.values(), strict=True))
 
 
-def _roles(made: Vocabulary, files: Mapping[str, bytes], data: Json) -> None:
+def _roles(made: Vocabulary, files: Mapping[str, bytes], tokenizer: Tokenizer) -> None:
     """Fill in the ids with a role, and whether they are added to a text."""
     ids = {token: id_ for id_, token in enumerate(made.tokens)}
     config = {**_json(files, "special_tokens_map.json"), **_json(files, "tokenizer_config.json")}
@@ -297,9 +309,6 @@ def _roles(made: Vocabulary, files: Mapping[str, bytes], data: Json) -> None:
         token = token.get("content") if isinstance(token, dict) else token
         if token in ids:
             made.ids[role] = ids[token]
-    tokenizer = Tokenizer.from_str(json.dumps(data))
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
     added = tokenizer.encode("a").ids
     made.adds = {
         "bos": "bos" in made.ids and added[:1] == [made.ids["bos"]],
