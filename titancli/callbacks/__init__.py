@@ -14,11 +14,6 @@ if TYPE_CHECKING:
     from titancli.recipe.schema import Recipe
 
 
-@component("callback", "param_norm", target="titancli.callbacks.param_norm:ParamNorm")
-class ParamNorm:
-    """The 2-norm of all trained weights, as the metric `param_norm` of each step."""
-
-
 @section
 class WatchedMetric:
     """The metric of `[validation]` that a callback compares."""
@@ -79,4 +74,4 @@ class EarlyStop(WatchedMetric):
             yield "", f"two of them watch {self.name_of(recipe)}: the one with less patience is enough"
 
 
-COMPONENTS: list[type] = [ParamNorm, Best, EarlyStop]
+COMPONENTS: list[type] = [Best, EarlyStop]

@@ -24,6 +24,7 @@ COMMANDS = {
 COMPONENTS = {
     "advantage/gae": "titan-ppo",
     "callback/ema": "titan-optimizers",
+    "callback/param_norm": "titan-optimizers",
     "callback/probe": "titan-proof",
     "converter/float8_linear": "titan-float8",
     "converter/neftune": "titan-optimizers",

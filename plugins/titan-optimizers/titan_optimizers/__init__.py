@@ -199,6 +199,11 @@ class EMA:
             yield "name", f"two averages would be saved as {self.name!r}: give them different names"
 
 
+@component("callback", "param_norm", target="titan_optimizers.param_norm:Norm")
+class ParamNorm:
+    """The 2-norm of all trained weights, as the metric `param_norm` of each step."""
+
+
 @hookimpl
 def titan_components() -> list[type]:
-    return [Lion, AdamW8bit, Adafactor, ScheduleFree, ByName, Neftune, EMA]
+    return [Lion, AdamW8bit, Adafactor, ScheduleFree, ByName, Neftune, EMA, ParamNorm]

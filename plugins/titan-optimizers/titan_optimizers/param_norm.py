@@ -6,14 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from titancli.engine.grad_clip import norm_of
+from titancli.engine import norm_of
 
 if TYPE_CHECKING:
-    from titancli.engine import Engine
+    from titancli import Engine
     from titancli.engine.step import Step
 
 
-class ParamNorm:
+class Norm:
+    """See `titan_optimizers.ParamNorm`."""
+
     def __init__(self, config: Any, *, engine: Engine, run: Any) -> None:
         self._engine = engine
 
