@@ -29,7 +29,7 @@ def test_the_recipes_are_there(titan: Titan) -> None:
     assert listed.returncode == 0, listed.stderr
     names = {recipe["name"] for recipe in json.loads(listed.stdout)["recipes"]}
     names = {name for name in names if ":" not in name}  # a plugin's have its name before theirs
-    assert names == {file.stem for file in (CHECKOUT / "recipes").glob("*.toml")}
+    assert names == {file.stem for file in (CHECKOUT / "recipes").rglob("*.toml")}
     assert "llama3_debug" in names
 
 

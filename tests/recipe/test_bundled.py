@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 
 from titancli.recipe import bundled_folder, load_recipe, lock_text
 
-RECIPES = sorted(bundled_folder().glob("*.toml"))
+RECIPES = sorted(bundled_folder().rglob("*.toml"))
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -51,3 +51,8 @@ print(json.dumps([heavy, without_pydantic, time.process_time()]))
     heavy, without_pydantic, seconds = json.loads(ran.stdout)
     assert heavy == [] and without_pydantic
     assert seconds < 1.0  # 0.25 on an idle machine
+
+
+def test_no_two_shipped_recipes_have_one_name() -> None:
+    names = [path.stem for path in RECIPES]
+    assert sorted(set(names)) == sorted(names)

@@ -96,7 +96,7 @@ def _recipe(incomplete: str) -> list[CompletionItem]:
     names = [
         file.stem if plugin == BUILTIN else f"{plugin}:{file.stem}"
         for plugin, folder in folders
-        for file in sorted(folder.glob("*.toml"))
+        for file in sorted(folder.rglob("*.toml"))
     ]
     return [*_beginning(incomplete, names), CompletionItem(incomplete, type="file")]
 

@@ -44,7 +44,7 @@ def is_component(name: str) -> bool:
     first, slash, _ = name.partition("/")
     if slash:
         return first in KINDS or any(first == plugin.name for plugin in current().plugins)
-    recipes = {file.stem for _, folder in current().recipe_folders() for file in folder.glob("*.toml")}
+    recipes = {file.stem for _, folder in current().recipe_folders() for file in folder.rglob("*.toml")}
     return name not in recipes and bool(_called(name))
 
 

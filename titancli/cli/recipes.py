@@ -20,7 +20,7 @@ def command(as_json: bool) -> None:
     recipes = [
         _recipe(plugin, file)
         for plugin, folder in current().recipe_folders()
-        for file in sorted(folder.glob("*.toml"))
+        for file in sorted(folder.rglob("*.toml"), key=lambda file: file.stem)
     ]
     recipes.sort(key=lambda recipe: recipe["plugin"] != BUILTIN)  # titan's own first
     if as_json:

@@ -98,7 +98,7 @@ def named_recipe(reference: str, registry: Registry) -> Path:
         RecipeError: no plugin has it, or `name` alone is ambiguous.
     """
     folders = registry.recipe_folders()
-    files = {f"{plugin}:{file.stem}": file for plugin, folder in folders for file in folder.glob("*.toml")}
+    files = {f"{plugin}:{file.stem}": file for plugin, folder in folders for file in folder.rglob("*.toml")}
     if ":" in reference:
         found = [reference] if reference in files else []
     else:

@@ -146,7 +146,7 @@ def _with_bases(
         for reference in _references(root, problems)
     ]
     own = Node({k: v for k, v in root.value.items() if k != "extends"}, root.origin)
-    layers.append(_in_full(own, registry) if path.resolve().parent == bundled_folder().resolve() else own)
+    layers.append(_in_full(own, registry) if bundled_folder().resolve() in path.resolve().parents else own)
     return functools.reduce(lambda low, high: merge(low, high, problems), layers, Node({}, DEFAULT))
 
 

@@ -181,10 +181,10 @@ class _Resolver:
         titan."""
         if origin.kind != "file" or origin.source is None:
             return []
-        folder = Path(origin.source.path).resolve().parent
-        if folder == bundled_folder().resolve():
+        folders = Path(origin.source.path).resolve().parents
+        if bundled_folder().resolve() in folders:
             return [BUILTIN]
-        owners = [name for name, at in self.registry.recipe_folders() if at.resolve() == folder]
+        owners = [name for name, at in self.registry.recipe_folders() if at.resolve() in folders]
         return [*owners, BUILTIN] if owners else []
 
     def _not_found(self, kind: str, given: Node, error: PluginError) -> None:

@@ -179,3 +179,8 @@ class DistilLoss:
 @hookimpl
 def titan_components() -> list[type]:
     return [Distil, DistilOnPolicy, DistilStore, DistilLoss]
+
+
+@hookimpl
+def titan_recipes() -> Path:
+    return Path(__file__).parent / "recipes"

@@ -75,7 +75,7 @@ class Distil:
         """
         if "weights" in batch:
             check_shape(batch, "weights", "BS", "distil")
-        if all(name in batch for name in TOP):
+        if all(name in batch for name in TOP) or self._planned(batch):
             return
         if self.teacher is None or HIDDEN not in batch:
             raise TitanError(
@@ -85,6 +85,11 @@ class Distil:
         wanted = (*batch["tokens"].shape, self.teacher.weight.shape[1])
         if batch[HIDDEN].shape != wanted:
             raise TitanError(f"the batch's {HIDDEN} are {list(batch[HIDDEN].shape)}, not {list(wanted)}")
+
+    def _planned(self, batch: Batch) -> bool:
+        """Return whether only sizes are asked for, as by `titan plan`, which has no teacher: it is taken to
+        be as wide as the student."""
+        return self.teacher is None and batch["tokens"].is_meta
 
     def __call__(self, out: Projection, batch: Batch) -> LossResult:
         """
@@ -133,11 +138,16 @@ class Distil:
                 return self._divergence.of_top(*given, group=out.group, wants_gradient=wants_gradient)
 
             return with_top
-        head = self.teacher
-        if head is None:
+        head, given = self.teacher, batch.get(HIDDEN)
+        if self._planned(batch):
+            head = Head(out.weight.detach())
+            given = batch["tokens"].new_empty(
+                (*batch["tokens"].shape, out.weight.shape[1]), dtype=out.hidden.dtype
+            )
+        if head is None or given is None:
             raise TitanError("the loss distil has no teacher", hint='set [loop] type = "distil"')
         head.narrow(out)
-        hidden = out.part(batch[HIDDEN]).flatten(0, 1)
+        hidden = out.part(given).flatten(0, 1)
 
         def with_all(logits: Tensor, rows: slice, wants_gradient: bool) -> Rows:
             theirs, _ = capped(hidden[rows] @ head.weight.t(), head.cap)

@@ -237,7 +237,7 @@ def _recipes(name: str) -> Iterator[str]:
     from titancli.recipe import load_recipe, render_problems
 
     for plugin, folder in current().recipe_folders():
-        for file in sorted(folder.glob("*.toml")) if plugin == name else ():
+        for file in sorted(folder.rglob("*.toml")) if plugin == name else ():
             try:
                 load_recipe(file)
             except RecipeError as error:

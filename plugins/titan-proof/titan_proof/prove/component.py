@@ -115,7 +115,7 @@ def _recipes_with(config: type, plugin: str) -> list[Path]:
     """Return a plugin's recipes that use the component, the best first."""
     found = []
     for owner, folder in current().recipe_folders():
-        for file in folder.glob("*.toml") if owner == plugin else ():
+        for file in folder.rglob("*.toml") if owner == plugin else ():
             try:
                 loaded = load_recipe(file)
             except TitanError:
