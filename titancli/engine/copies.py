@@ -25,6 +25,7 @@ from titancli.engine.inputs import name_of
 from titancli.engine.recipes import weights_alone
 from titancli.engine.weights import Renewal
 from titancli.errors import PluginError, TitanError
+from titancli.models.blocks.state import named_state
 from titancli.models.loss import module_of
 from titancli.recipe import lock_text
 
@@ -46,10 +47,9 @@ def snapshot(engine: E) -> E:
             process_group.enlist(made)
             made._ends.callback(process_group.leave, made)
             with torch.no_grad():
-                for (_, own), (_, given) in zip(
-                    made.plain_parameters(), engine.plain_parameters(), strict=True
-                ):
-                    _local(own).copy_(_local(given))
+                # As they are stored: a converter's tensor class copies what a plain tensor could not hold.
+                for own, given in zip(_stored(made), _stored(engine), strict=True):
+                    own.copy_(given)
             Renewal(made.parts, made.converters).weights_loaded()
         made.settings, made.recipe = engine.settings, engine.recipe
         made.step, made.version, made.tokens_seen = engine.step, engine.version, engine.tokens_seen
@@ -70,8 +70,9 @@ def _allocated(engine: EngineCore) -> Callable[[list[Any]], None]:
     return fill
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def _stored(engine: EngineCore) -> list[torch.Tensor]:
+    tensors = [tensor.detach() for part in engine.parts for _, tensor in named_state(part)]
+    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
 
 
 def own_lock(engine: EngineCore) -> str:

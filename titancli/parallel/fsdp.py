@@ -138,11 +138,13 @@ def _shards(mesh: DeviceMesh) -> int:
 
 
 def _placement(experts: nn.Module, mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard | None]:
-    """Cut along the experts where every rank gets one; else along the next dimension, if that is even."""
+    """Cut along the experts where every rank gets one; else along the next dimension, if that is even, and
+    all parameters can be cut there: one that FSDP2 asks how to gather it must not have `rows_alone`."""
     shards = _shards(mesh)
-    parameters = list(experts.parameters())
-    mine = min(p.to_local().shape[0] if isinstance(p, DTensor) else p.shape[0] for p in parameters)
+    parameters = [p.to_local() if isinstance(p, DTensor) else p for p in experts.parameters()]
+    mine = min(p.shape[0] for p in parameters)
     even = all(p.ndim > 1 and p.shape[1] % shards == 0 for p in parameters)
+    even = even and not any(getattr(p, "rows_alone", False) for p in parameters)
     place = Shard(1) if mine < shards and even else Shard(0)
     return lambda parameter: place
 
