@@ -67,6 +67,7 @@ ROOMS = {
     "plugins/titan-ppo": "PPO compared to NumPy and TRL's lines; a run that learns, and resumes bit for bit",
     "plugins/titan-preference": "losses of pairs and of labelled answers compared to NumPy and TRL",
     "plugins/titan-proof": "proofs and bisections name seeded faults, and nothing in what is right",
+    "plugins/titan-qlora": "QLoRA: the bits of bitsandbytes, the gradients of a dense model, on every layout",
     "plugins/titan-qwen3-next": "gated DeltaNet compared to its recurrence in NumPy and to transformers",
     "plugins/titan-report": "reports of runs: where each second went, in a browser, in a terminal",
     "plugins/titan-slurm": "jobs of Slurm: submitted once, requeued, resumed, cancelled",

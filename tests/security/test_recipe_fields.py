@@ -40,6 +40,7 @@ CLASSES: dict[str, tuple[list[str], str]] = {
         """
         callback/titan-proof/probe.layers
         converter/titan-float8/float8_linear.skip converter/titan/lora.targets
+        converter/titan-qlora/qlora.skip converter/titan-qlora/qlora.targets
         optimizer/titan-optimizers/by_name.groups.*
         optimizer/titan-muon/muon.exclude checkpoint.exclude_from_loading
         optimizer/titan/adamw.no_decay reward/titan/regex.pattern pipeline.module_fqns_per_model_part

@@ -76,6 +76,7 @@ BESIDE = {
     "titan/best": 'validation.datasets.x = {type = "python_stdlib"}\ncheckpoint.enable = true\n',
     "titan/early_stop": 'validation.datasets.x = {type = "python_stdlib"}\n',
     "titan/lora": 'weights = "./w"\n',
+    "titan-qlora/qlora": 'weights = "./w"\n',
     "titan-distil/distil_on_policy": 'loss = {type = "titan-distil/distil"}\n',
     "titan/evaluate": 'validation.datasets.x = {type = "python_stdlib"}\n',
     "titan-heads/embedding_pairs": 'loss = {type = "titan-heads/embedding"}\ntraining.local_batch_size = 4\n',

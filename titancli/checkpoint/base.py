@@ -11,7 +11,7 @@ import xxhash
 from torch import Tensor
 
 from titancli.checkpoint.exclude import Exclusion
-from titancli.checkpoint.format.manifest import Verify, adapter_record, is_checkpoint, read_manifest
+from titancli.checkpoint.format.manifest import LOCK, Verify, adapter_record, is_checkpoint, read_manifest
 from titancli.checkpoint.format.tensors import Tensors
 from titancli.checkpoint.hf.folder import read_hf
 from titancli.checkpoint.hf.likeness import left_out
@@ -20,7 +20,10 @@ from titancli.checkpoint.reader import CheckpointReader
 from titancli.converters.lora import adapter_names, magnitude_name, merge, scale_of, weights_of
 from titancli.errors import EnvironmentProblem, TitanError
 from titancli.fingerprint import fingerprint
+from titancli.layout.degrees import Degrees
 from titancli.models.loss import of_loss
+from titancli.recipe import load_recipe
+from titancli.registry.component import build
 
 
 def base_of(folder: Path) -> dict[str, str]:
@@ -157,8 +160,18 @@ def open_weights(
         return reader
     path = require_base(record, folder)
     say(f"merging the adapters into {path}")
-    base = open_base(path, model, verify=verify, reuse=reuse)
+    base = as_computed(folder, open_base(path, model, verify=verify, reuse=reuse))
     return MergedReader(reader, base, scale_of(record))
+
+
+def as_computed(folder: Path, base: Tensors) -> Tensors:
+    """Return a base as the converters of a checkpoint's recipe have its adapters compute with it."""
+    if (folder / LOCK).is_file():
+        recipe = load_recipe(folder / LOCK, runnable=False).recipe
+        for config in recipe.converters:
+            converter = build(config, mesh=Degrees(), compile=False)
+            base = base if converter.base is None else converter.base(base, recipe)
+    return base
 
 
 def open_base(path: Path, model: Any, *, verify: Verify = "full", reuse: bool = False) -> Tensors:

@@ -54,6 +54,13 @@ GPU = "Find the largest batch that fits this GPU, by titan plan.  [default: the 
     help="With one of these: train adapters (LoRA). Alone, with DATA: --sft DATA.",
 )
 @click.option(
+    "--qlora",
+    metavar="[DATA]",
+    is_flag=False,
+    flag_value="",
+    help="The same, beside a base in 4 bits (QLoRA, of the plugin titan-qlora).",
+)
+@click.option(
     "--gpu",
     type=click.Choice(GPUS, case_sensitive=False),
     metavar=f"[{'|'.join(GPUS)}]",
@@ -71,6 +78,7 @@ def command(
     full: bool,
     hf: Path | None,
     lora: str | None,
+    qlora: str | None,
     gpu: str | None,
     world_size: int | None,
     **tasks: str | None,
@@ -84,10 +92,12 @@ def command(
     if full and base is None:
         raise UsageError("--full needs --from")
     given = {kind: data for kind, data in tasks.items() if data is not None}
-    if lora:
-        given["sft (--lora DATA)"] = lora
-    if hf is None and (given or lora is not None or gpu or world_size):
+    adapters = {name: data for name, data in (("lora", lora), ("qlora", qlora)) if data is not None}
+    given |= {f"sft (--{name} DATA)": data for name, data in adapters.items() if data}
+    if hf is None and (given or adapters or gpu or world_size):
         raise UsageError("what the model learns, and on which GPU, is asked for with --from-hf")
+    if len(adapters) > 1:
+        raise UsageError("it is either --lora or --qlora")
     if len(given) > 1:
         raise UsageError(
             f"it learns one thing, not {' and '.join(given)}",
@@ -99,7 +109,7 @@ def command(
         task = Task("pretrain", None)
         for kind, data in given.items():
             task = task_of(cast(Kind, kind.partition(" ")[0]), data)
-        return _finetune(file, hf, task, None if lora is None else "lora", gpu, world_size)
+        return _finetune(file, hf, task, next(iter(adapters), None), gpu, world_size)
     return _extend(file, str(base), full)
 
 

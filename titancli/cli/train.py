@@ -15,6 +15,7 @@ import click
 from titancli.cli.common import Common, split_overrides
 from titancli.cli.completion import RecipeOrOverride
 from titancli.cli.output import note, print_json, short_path
+from titancli.converters import LoRA
 from titancli.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, UsageError
 from titancli.registry.component import component_info
 from titancli.torch_version import untested
@@ -341,6 +342,6 @@ def _say_next(folder: RunFolder, recipe: Recipe, request: LaunchRequest, ranks: 
     note(f"continue:  titan train {run} --resume{more}{flags}")
     if not saved or component_info(recipe.model).hf is None:
         return  # transformers has no such model
-    lora = any(component_info(converter).name == "lora" for converter in recipe.converters)
+    lora = any(isinstance(converter, LoRA) for converter in recipe.converters)
     form = "peft    # the adapters; --to hf merges them" if lora else "hf"
     note(f"export:    titan convert-checkpoint {run}/{saved} OUT{plugins} --to {form}")

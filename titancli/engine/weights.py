@@ -174,11 +174,14 @@ def adapter_facts(
             f"{folder} contains adapters ({record['form']}), not the weights of a model",
             hint=f"merge them first: titan convert-checkpoint {folder} FOLDER --to hf",
         )
-    for name, here in adapters.facts.items():
-        if record[name] != here:
+    for name in sorted((adapters.facts.keys() | record.keys()) - {"base"}):
+        there, here = record.get(name), adapters.facts.get(name)
+        if there != here:
             raise TitanError(
-                f"{folder} contains adapters with {name} = {record[name]}, but this recipe has {here}",
-                hint=f"set {name} = {record[name]!r} in the converter",
+                f"{folder} contains adapters with {name} = {there}, but this recipe has {here}",
+                hint=f"set {name} = {there!r} in the converter"
+                if None not in (there, here)
+                else "use the converter that they were trained with",
             )
     if base is not None:
         bases.require_base(record, folder, base)

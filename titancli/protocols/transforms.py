@@ -29,6 +29,9 @@ class ConverterDefaults(Protocol):
     """`base_loaded(model)` initializes what follows from the base's weights, once they are loaded."""
     merged: Callable[..., Iterator[tuple[str, Tensor]]] | None = None
     """`merged(named_tensors)`: yields the plain model's tensors, with the added parameters merged in."""
+    base: Callable[..., Any] | None = None
+    """`base(tensors, recipe)`: a base as the model computes with it, of a reader of its weights
+    (`titancli.checkpoint.Tensors`), if these are others."""
     disabled: Callable[..., Any] | None = None
     """`disabled(parts)`: a context in which the model computes as its base."""
 

@@ -28,6 +28,7 @@ COMPONENTS = {
     "callback/probe": "titan-proof",
     "converter/float8_linear": "titan-float8",
     "converter/neftune": "titan-optimizers",
+    "converter/qlora": "titan-qlora",
     "dataset/embedding_pairs": "titan-heads",
     "dataset/grain": "titan-grain",
     "dataset/labelled": "titan-heads",

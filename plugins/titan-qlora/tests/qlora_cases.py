@@ -15,8 +15,10 @@ from titan_qlora.converter import rounded
 from titan_qlora.weight import NF4Weight
 from titancli.converters import LoRA
 from titancli.engine import Engine
+from titancli.errors import TitanError
 from titancli.models import GptOss, Llama3, Qwen3
 from titancli.models.sections import MoE
+from titancli.protocols.samples import SamplingParams
 from titancli.recipe.schema import Recipe
 
 # Rows of whole blocks of 64, also of half of them.
@@ -51,12 +53,16 @@ def save_rounded(base: Path, folder: Path, layout: Layout, converter: QLoRA) -> 
         for name, parameter in plain.named_parameters():
             if name in names:
                 parameter.copy_(
-                    torch.stack([rounded(one) for one in parameter]) if parameter.ndim == 3 else rounded(parameter)
+                    torch.stack([rounded(one) for one in parameter])
+                    if parameter.ndim == 3
+                    else rounded(parameter)
                 )
     plain.save(folder)
 
 
-def steps(layout: Layout, base: Path, converter: LoRA = QLORA, count: int = 2, **training: Any) -> dict[str, Any]:
+def steps(
+    layout: Layout, base: Path, converter: LoRA = QLORA, count: int = 2, **training: Any
+) -> dict[str, Any]:
     """Losses and norms of some steps, gradients and adapters; the base as it is handed out at the start."""
     engine = Engine.build(qlora_recipe(layout, base, converter, **training))
     found: dict[str, Any] = {
@@ -101,3 +107,34 @@ def save_and_go_on(layout: Layout, base: Path, folder: Path, converter: LoRA) ->
     engine.save(folder)
     return train(engine, 1, first=2)
 
+
+def save_trained(layout: Layout, base: Path, folder: Path, converter: LoRA) -> dict[str, Tensor]:
+    """A checkpoint after two steps; and the weights that the engine hands out, under Hugging Face names."""
+    engine = Engine.build(qlora_recipe(layout, base, converter))
+    train(engine, 2)
+    engine.save(folder)
+    return {name: tensor.clone() for name, tensor in engine.weights() if tensor is not None}
+
+
+def snapshot_and_sample(
+    layout: Layout, base: Path, converter: LoRA
+) -> tuple[float, list[int], list[int], str]:
+    """How far log-probabilities of a copy are from the engine's; greedy tokens of both; what a write says."""
+    engine = Engine.build(qlora_recipe(layout, base, converter))
+    train(engine, 1)
+    copy = engine.snapshot()
+    [batch, *_] = my_batches(engine, 3)
+    difference = float((engine.forward(batch) - copy.forward(batch)).abs().max())
+    drawn = [
+        one.sample([[1, 2, 3]], params=SamplingParams(max_tokens=4, temperature=0.0))
+        for one in (engine, copy)
+    ]
+    said = ""
+    for _, tensor in engine.named_parameters():
+        part: Any = getattr(tensor, "_local_tensor", tensor)
+        if isinstance(part, NF4Weight):
+            try:
+                part.detach().fill_(0.0)
+            except TitanError as error:
+                said = error.message
+    return difference, *([int(t) for t in one[0][0].tokens] for one in drawn), said

@@ -1,4 +1,4 @@
-"""Adapters beside a quantized base: gradients of the dense model, the same on every layout, resumed bitwise."""
+"""Adapters beside a quantized base: a dense model's gradients, the same on every layout, resumed bitwise."""
 
 from __future__ import annotations
 
@@ -20,14 +20,20 @@ from qlora_cases import (
     save_and_go_on,
     save_base,
     save_rounded,
+    save_trained,
+    snapshot_and_sample,
     steps,
 )
 
 from tests.engine.cases import Layout
 from tests.ranks import Ranks
 from titan_qlora.converter import bytes_of
+from titancli.checkpoint import read_hf
 from titancli.checkpoint.format.metadata import open_metadata
+from titancli.checkpoint.hf.which import hf_form
+from titancli.cli import main
 from titancli.converters import LoRA
+from titancli.registry.component import build
 
 pytestmark = pytest.mark.ranks
 TOLERANCE = 1e-5
@@ -142,3 +148,39 @@ def test_checkpoints_hold_adapters_alone_and_go_on_bitwise(
     other = layout(model, mesh={"tp": 2} if model == "dense" else {"dp_shard": 2, "ep": 2})
     for result in ranks(2, resume, other, bases(model), folder, converter):
         assert all(far(result[name], value) < TOLERANCE for name, value in expected.items())
+
+
+@pytest.mark.parametrize("model", ["dense", "experts"])
+def test_exports_are_what_was_trained(
+    ranks: Ranks, bases: Any, tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "step-2"
+    [trained] = ranks(1, save_trained, layout(model), bases(model), folder, CONVERTERS[model])
+    for form in ("hf", "peft"):
+        options = ["--dtype", "float32"] if form == "hf" else []
+        code = main(
+            ["convert-checkpoint", str(folder), str(tmp_path / form), "--to", form, "--verify", *options]
+        )
+        out = capsys.readouterr().out
+        assert code == 0 and "verified: yes" in out, out
+    found = read_hf(tmp_path / "hf", hf_form(MODELS[model]))
+    for name, tensor in hf_tensors(found, MODELS[model]).items():
+        assert far(tensor, trained[name]) < 1e-6, name
+
+
+def hf_tensors(reader: Any, config: Any) -> dict[str, torch.Tensor]:
+    with torch.device("meta"):
+        names = [name for name, _ in build(config, seq_len=1).named_parameters()]
+    form = hf_form(config)
+    return {hf: value for name in names for hf, value in form.to_hf(name, reader.parameter(name))}
+
+
+@pytest.mark.parametrize(("count", "mesh"), [(1, {}), (2, {"dp_shard": 2}), (2, {"tp": 2})])
+def test_a_copy_has_the_same_codes_and_draws_the_same(
+    ranks: Ranks, bases: Any, count: int, mesh: dict[str, int]
+) -> None:
+    wide = Layout(mesh, config=DENSE, dtype="bfloat16")
+    for difference, drawn, again, said in ranks(count, snapshot_and_sample, wide, bases("dense"), QLORA):
+        assert difference == 0.0
+        assert drawn == again and len(drawn) == 4
+        assert "cannot be written to" in said

@@ -1,10 +1,9 @@
-"""The converter `qlora`: LoRA's adapters in float32, beside weights that are quantized once they are loaded."""
+"""The converter `qlora`: LoRA's adapters in float32, beside weights that are quantized once loaded."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Iterator
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from titan_qlora import nf4
-from titan_qlora.kernels import uses_library
+from titan_qlora.kernels import dequantise, uses_library
 from titan_qlora.nf4 import BLOCK, NESTED
 from titan_qlora.weight import Content, Gathered, NF4Weight, Packed
 from titancli.converters.lora import Adapters
@@ -21,9 +20,11 @@ from titancli.converters.lora_experts import stacks_of
 from titancli.distributed.local import offsets_of, sharded_as
 from titancli.errors import RecipeError
 from titancli.recipe import nearest
+from titancli.registry.component import build as build_component
 
 if TYPE_CHECKING:
     from titan_qlora import QLoRA
+    from titancli import Recipe
     from titancli.layout.degrees import Degrees
 
 # Below titan's own logger, so that it reaches users and the run's events.
@@ -64,7 +65,10 @@ class QuantisedBase(Adapters):
                 if name in chosen:
                     self.quantised[name] = tuple(parameter.shape)
                     made = NF4Weight(
-                        Content(full=parameter.detach()), self.quantised[name], parameter.dtype, parameter.device
+                        Content(full=parameter.detach()),
+                        self.quantised[name],
+                        parameter.dtype,
+                        parameter.device,
                     )
                     module._parameters[key] = nn.Parameter(made, requires_grad=False)
                 elif self.owns(name):
@@ -81,28 +85,22 @@ class QuantisedBase(Adapters):
                 raise RecipeError(
                     f"qlora: mesh.tp = {self._tp} would cut through blocks of {BLOCK} values of {name} "
                     f"{list(parameters[name].shape)}",
-                    hint=f"use a mesh.tp that divides {blocks}, or add {name.removesuffix('.weight')!r} to skip",
+                    hint=f"use a mesh.tp that divides {blocks}, or add it to skip",
                 )
 
     def _tell(self, model: Any) -> None:
         """Log which share of the weights is quantized and which is trained, with their bytes."""
-        sizes = {n: (p.numel(), p.nbytes) for n, p in model.named_parameters() if n not in self.quantised}
-        codes = {name: numel(shape) for name, shape in self.quantised.items()}
-        count = sum(codes.values())
-        trained = [sizes[n] for n in sizes if self.owns(n)]
-        rest = [sizes[n] for n in sizes if not self.owns(n)]
-        base = count + sum(n for n, _ in rest)
+        others = {n: p for n, p in model.named_parameters() if n not in self.quantised}
+        trained = [p for n, p in others.items() if self.owns(n)]
+        kept = [p for n, p in others.items() if not self.owns(n)]
+        quantised = sum(map(numel, self.quantised.values()))
+        whole = quantised + sum(p.numel() for p in kept)
+        new = sum(p.numel() for p in trained)
         logger.info(
-            "qlora: %s of %s weights (%.1f%%) in NF4, %s bytes; the others in %s bytes; trained: %s (%.2f%%), "
-            "%s bytes",
-            f"{count:,}",
-            f"{base:,}",
-            100 * count / base,
-            f"{sum(map(bytes_of, self.quantised.values())):,}",
-            f"{sum(size for _, size in rest):,}",
-            f"{sum(n for n, _ in trained):,}",
-            100 * sum(n for n, _ in trained) / base,
-            f"{sum(size for _, size in trained):,}",
+            f"qlora: {quantised:,} of {whole:,} weights ({quantised / whole:.1%}) in NF4, "
+            f"{sum(map(bytes_of, self.quantised.values())):,} bytes; the others take "
+            f"{sum(p.nbytes for p in kept):,} bytes; trained are {new:,} in addition ({new / whole:.2%}), "
+            f"{sum(p.nbytes for p in trained):,} bytes"
         )
 
     @torch.no_grad()
@@ -123,10 +121,44 @@ class QuantisedBase(Adapters):
 
     # ------------------------------------------------------------------------------------ the base
 
-    def as_computed(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights of a base as the model computes with them."""
-        for name, tensor in tensors:
-            yield name, rounded(tensor) if name in self.quantised else tensor
+    def merged(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the plain model's tensors as `Adapters.merged` does, of the values of quantized weights."""
+        return super().merged((n, t.values() if isinstance(t, NF4Weight) else t) for n, t in tensors)
+
+    def base(self, tensors: Any, recipe: Recipe) -> Rounded:
+        """Return a base with the values that its quantized weights have."""
+        with torch.device("meta"):
+            model = build_component(recipe.model, seq_len=1)
+        names = quantised_names(model, self._qlora.skip)
+        return Rounded(tensors, names, getattr(torch, recipe.training.dtype))
+
+
+class Rounded:
+    """The weights of a base, some of them as they are after quantization; see `titancli.checkpoint`."""
+
+    def __init__(self, base: Any, names: Collection[str], dtype: torch.dtype) -> None:
+        """
+        Args:
+            base: the weights as they are stored.
+            names: those that are quantized.
+            dtype: that of the model in training.
+        """
+        self._base, self._quantised, self._dtype = base, names, dtype
+
+    def names(self) -> list[str]:
+        found: list[str] = self._base.names()
+        return found
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._base.shape(name))
+
+    def dtype(self, name: str) -> torch.dtype:
+        found: torch.dtype = self._base.dtype(name)
+        return found
+
+    def read(self, name: str) -> Tensor:
+        weight: Tensor = self._base.read(name)
+        return rounded(weight.to(self._dtype)) if name in self._quantised else weight
 
 
 def numel(shape: tuple[int, ...]) -> int:
@@ -144,7 +176,8 @@ def bytes_of(shape: tuple[int, ...]) -> int:
 def rounded(weight: Tensor) -> Tensor:
     """Return the values of a whole weight after quantization, in its dtype."""
     codes, scales = nf4.quantise(weight)
-    return nf4.dequantise(codes, nf4.dequantise_scales(nf4.quantise_scales(scales)), weight.dtype)
+    scales = nf4.dequantise_scales(nf4.quantise_scales(scales))
+    return dequantise(codes, scales, weight.dtype, library=False)
 
 
 def quantised_names(model: Any, skip: Iterable[str]) -> set[str]:
@@ -183,8 +216,8 @@ def quantised_names(model: Any, skip: Iterable[str]) -> set[str]:
     chosen = found.keys() - uneven.keys()
     if not chosen:
         raise RecipeError(
-            f"qlora: nothing of this model can be quantized: rows of linear layers must be multiples of {BLOCK}",
-            hint="use the converter lora",
+            "qlora: no layer of this model can be quantized",
+            hint=f"their rows must be multiples of {BLOCK}; use the converter lora",
         )
     return chosen
 

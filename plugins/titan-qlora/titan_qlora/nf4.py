@@ -130,7 +130,7 @@ def _nearest_of_step(device: torch.device) -> Tensor:
 
 @cache
 def _dynamic_levels(device: torch.device) -> Tensor:
-    """The 256 levels: ±10^-k times the centres of 2^(6 - k) equal parts of [0.1, 1], k from 0 to 6; 0 and 1."""
+    """Return the levels: 0, 1, and ±10^-k times the centres of 2^(6 - k) equal parts of [0.1, 1]."""
     found = [0.0, 1.0]
     for exponent in range(7):
         bounds = torch.linspace(0.1, 1, 2**exponent + 1).tolist()

@@ -119,20 +119,27 @@ class NF4Weight(Tensor):
         else:
             full: Any = self.content.full
             # On meta it stands for what is quantized, whose values are made anew.
-            found = torch.empty_like(full, dtype=self.dtype) if full.is_meta else full.to(self.device, self.dtype)
+            found = (
+                torch.empty_like(full, dtype=self.dtype) if full.is_meta else full.to(self.device, self.dtype)
+            )
         return found.transpose(-2, -1) if self.is_flipped else found.view(self.shape)
 
     # ------------------------------------------------------------------------------------- operators
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if func in PRODUCTS and isinstance(args[1], NF4Weight):
-            return PRODUCTS[func](*args, **(kwargs or {}))
+            return PRODUCTS[func](*args, **kwargs)
+        if func is Tensor.to and kwargs.get("copy"):  # it may be written to
+            args = (args[0].values(), *args[1:])
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any, kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         weight = args[0] if args and isinstance(args[0], NF4Weight) else None
         if weight is not None:
@@ -142,7 +149,7 @@ class NF4Weight(Tensor):
                 return _copied(weight, args[1])
             if weight.packed is None:
                 return _on_values(weight, func, args, kwargs)
-            if func in _ON_ROWS:
+            if func in _ON_ROWS and args[1:2] not in ((1,), (2,)):
                 return _on_rows(weight, weight.packed, func, args)
         for argument, value in zip(func._schema.arguments, args, strict=False):
             if argument.is_write and isinstance(value, NF4Weight):
@@ -236,8 +243,16 @@ _ON_ROWS = {aten.new_zeros.default, aten.slice.Tensor, aten.clone.default}
 def _same(weight: NF4Weight, func: Any, args: Any, kwargs: Any) -> NF4Weight:
     if func is aten._to_copy.default:
         device = torch.device(kwargs.get("device") or weight.device)
-        content = weight.content if device == weight.device else _moved(weight.content, device)
-        return weight.like(content, dtype=kwargs.get("dtype") or weight.dtype, device=device)
+        dtype = kwargs.get("dtype") or weight.dtype
+        content = weight.content
+        if content.full is not None:
+            content = replace(content, full=content.full.to(_staged(device), dtype))
+        elif content.packed is not None and device != weight.device:
+            packed = content.packed
+            scales = Scales(*(part.to(device) for part in packed.scales))
+            packed = replace(packed, codes=packed.codes.to(device), scales=scales)
+            content = replace(content, packed=packed)
+        return weight.like(content, dtype=dtype, device=device)
     if func is aten.transpose.int:
         dims, last = {dim % weight.ndim for dim in args[1:]}, weight.ndim - 1
         if dims != {last - 1, last}:
@@ -245,18 +260,12 @@ def _same(weight: NF4Weight, func: Any, args: Any, kwargs: Any) -> NF4Weight:
         shape = (*weight.shape[:-2], weight.shape[-1], weight.shape[-2])
         return weight.like(weight.content, shape=shape, flipped=not weight.is_flipped)
     meta = torch.empty(weight.shape, device="meta")
-    shape = tuple((meta if func in (aten.detach.default, aten.alias.default) else func(meta, *args[1:])).shape)
+    shape = tuple(
+        (meta if func in (aten.detach.default, aten.alias.default) else func(meta, *args[1:])).shape
+    )
     if shape != tuple(weight.shape) and (weight.is_flipped or len(shape) > 1):
         raise TitanError(f"a quantized weight {list(weight.shape)} cannot be viewed as {list(shape)}")
     return weight.like(weight.content, shape=shape)
-
-
-def _moved(content: Content, device: torch.device) -> Content:
-    packed, full = content.packed, content.full
-    if packed is not None:
-        scales = Scales(*(part.to(device) for part in packed.scales))
-        packed = replace(packed, codes=packed.codes.to(device), scales=scales)
-    return replace(content, packed=packed, full=None if full is None else full.to(_staged(device)))
 
 
 def _staged(device: torch.device) -> torch.device:
@@ -309,9 +318,7 @@ def _on_rows(weight: NF4Weight, packed: Packed, func: Any, args: Any) -> NF4Weig
         rows = args[1][:-1]
         made = packed.map(lambda one: one.new_zeros(*rows, one.shape[-1]))
     elif func is aten.slice.Tensor:
-        dim, start, end = (*args[1:], *(0, None, None)[len(args) - 1 :])[:3]
-        if dim != 0:
-            raise TitanError("a quantized weight can be cut into whole rows alone")
+        start, end = (*args[2:], None, None)[:2]
         begin, stop, _ = slice(start, end).indices(weight.shape[0])
         made = packed.map(lambda one: one[begin:stop])
         made = replace(made, origin=(packed.origin[0] + begin, *packed.origin[1:]))
