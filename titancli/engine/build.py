@@ -98,8 +98,6 @@ def build_engine(
         fill(parts)
     else:
         first = first_weights(recipe, parts, converters, device, mesh, placement, form, awaited)
-        if awaited is None:  # otherwise called when the checkpoint is loaded
-            Renewal(parts, converters).weights_loaded()
     optimizer, hooks = None, Hooks()
     if not frozen:
         balancing = Balancing(

@@ -27,6 +27,7 @@ from qlora_cases import (
 
 from tests.engine.cases import Layout
 from tests.ranks import Ranks
+from titan_qlora import QLoRA
 from titan_qlora.converter import bytes_of
 from titancli.checkpoint import read_hf
 from titancli.checkpoint.format.metadata import open_metadata
@@ -105,6 +106,15 @@ def test_gradients_are_those_of_a_dense_model_with_the_dequantized_weights(
         assert far(found[name], value) <= 1e-6, name
         if name.startswith("base "):
             assert torch.equal(found[name], value), name
+
+
+def test_dora_has_the_magnitudes_of_the_quantized_base(ranks: Ranks, bases: Any, tmp_path: Path) -> None:
+    fields: dict[str, Any] = {"rank": 8, "alpha": 12.0, "rslora": True, "dora": True}
+    ranks(1, save_rounded, bases("dense"), tmp_path / "rounded", layout("dense"), QLORA)
+    [expected] = ranks(1, steps, layout("dense"), tmp_path / "rounded", LoRA(**fields))
+    found = ranks(2, steps, layout("dense", mesh={"tp": 2}), bases("dense"), QLoRA(**fields))
+    for name, value in expected.items():
+        assert far(found[0][name], value) < TOLERANCE, name
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

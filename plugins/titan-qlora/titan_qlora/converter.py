@@ -103,6 +103,11 @@ class QuantisedBase(Adapters):
             f"{sum(p.nbytes for p in trained):,} bytes"
         )
 
+    def base_loaded(self, model: nn.Module) -> None:
+        """Quantize the base, and begin with what follows from it. Collective."""
+        self.after_step(model)
+        super().base_loaded(model)
+
     @torch.no_grad()
     def after_step(self, model: nn.Module) -> None:
         """Quantize the weights that have their values by now."""
