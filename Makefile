@@ -6,6 +6,7 @@
 #   make changed                         the tests that what you edited can break, after one `make record`
 #   make test WORKERS=4                  on more cores
 #   make test ARGS="-k chat"             further words for pytest
+#   make test-null-gpu                   whole runs on a GPU whose kernels do nothing: no GPU is needed
 #   make train TORCH=torch==2.12.0       another torch
 #   make train PYTHON=python3.12         another Python
 #   make train ARGS="training.steps=20"  further words for `titan train`
@@ -15,6 +16,8 @@ TORCH ?= $(shell grep '^torch==' constraints.txt)
 ARGS ?=
 WORKERS ?= $(shell test $$(nproc 2>/dev/null || echo 1) -gt 1 && echo 2 || echo 1)
 BIN := .venv/bin
+export NULL_GPU_ENV ?= .venv-null-gpu
+export PYTHON
 
 # One worker runs a file from its beginning to its end: what its tests share is made once.
 # One that a test kills ends the run: after a restart, xdist 3.8 waits for ever for files that are done.
@@ -26,7 +29,7 @@ TORCH_NEEDED := tests/recipe/test_schedules_of_torch.py tests/registry/test_apar
 # Where it is set, as in many containers, each process of a test compiles titan anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train quick test test-all record changed choice test-programs test-versions lint docs wheels release-check clean
+.PHONY: train quick test test-all record changed choice test-programs test-null-gpu test-versions lint docs wheels release-check clean
 
 train: .venv/.installed
 	$(BIN)/titan train llama3_debug $(ARGS)
@@ -56,6 +59,11 @@ choice: .venv/.installed-dev
 # Those that need programs which not every machine has: tests/programs.py. Where one is missing they are skipped.
 test-programs: .venv/.installed-dev
 	$(PYTEST) -m "needs and not real and not gpu" $(ARGS)
+
+# Steps, saves and memory on a GPU whose kernels do nothing, in an environment of its own: tests/null_gpu.
+test-null-gpu:
+	tests/null_gpu/environment.sh
+	$(NULL_GPU_ENV)/bin/python -m pytest tests/null_gpu --tb native $(ARGS)
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .

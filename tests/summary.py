@@ -49,6 +49,7 @@ ROOMS = {
     "tests/losses": "losses compared to NumPy and finite differences",
     "tests/models": "model families compared to transformers and their published sizes",
     "tests/observe": "metrics, the event log, the live panel",
+    "tests/null_gpu": "whole runs on a GPU whose kernels do nothing: waits, launches, memory as planned",
     "tests/optimizers": "AdamW compared to torch's, rounding, the schedule",
     "tests/packaging": "wheels, editable installs, and third-party plugins",
     "tests/planning": "computed memory, traffic and arithmetic match those of a run",

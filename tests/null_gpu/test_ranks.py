@@ -1,0 +1,50 @@
+"""Two ranks, a GPU each: NCCL's calls end at once, and no rank touches the other's GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TITAN = Path(sys.executable).with_name("titan")
+RUN = ["training.steps=3", "checkpoint.interval=2", "lr_scheduler.warmup_steps=1", "metrics.log_freq=1"]
+RUN += ["training.mixed_precision_param=bfloat16"]
+pytestmark = pytest.mark.cold  # a fork of one that has asked for GPUs may use none
+LAYOUTS = {
+    "FSDP": ["llama3_debug", 'checkpoint.async_mode="async_with_pinned_mem"'],
+    "TP": ["llama3_debug", "mesh.tp=2", "mesh.dp_shard=1", 'checkpoint.async_mode="async"'],
+    "PP": ["llama3_debug", "mesh.pp=2", "mesh.dp_shard=1"],
+    "experts, chosen": ["qwen3_moe_debug", "mesh.ep=2", "mesh.dp_shard=2"],
+    "experts, in turn": [
+        "qwen3_moe_debug",
+        "mesh.ep=2",
+        "mesh.dp_shard=2",
+        "debug.moe_force_load_balance=true",
+    ],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_ranks_train_save_and_resume(layout: str, tmp_path: Path) -> None:
+    recipe, *changed = LAYOUTS[layout]
+    log = tmp_path / "contexts"
+    titan("train", recipe, "--nproc", "2", "--run-dir", "run", *RUN, *changed, log=log)
+    titan("train", "run", "--resume", "training.steps=4", log=log)
+    assert (tmp_path / "run" / "checkpoints" / "step-4" / "manifest.json").exists()
+    assert {line for line in log.read_text().splitlines() if line[0].isdigit()} == {"0 0", "1 1"}
+
+
+def titan(*words: str, log: Path) -> None:
+    settings = {"NULL_GPU_NUMBERS": "1", "NULL_GPU_CONTEXTS": str(log)}
+    done = subprocess.run(
+        [TITAN, *words],
+        cwd=log.parent,
+        env=os.environ | settings,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
