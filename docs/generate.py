@@ -1,8 +1,8 @@
 """Write the generated parts of docs/, about titan's own components and fields: `python docs/generate.py`.
 
 `components.md` and `commands.md` are generated completely, from what titan itself has, and the commands of
-its own plugins. In `coming-from-torchtitan.md` the table between the two marks is generated. A test compares
-them.
+its own plugins. In `coming-from-torchtitan.md` the table between the two marks is generated, in
+`coming-from-other-tools.md` those of three tools. A test compares them.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import Any
 
 import click
 
+from titan_migrate import axolotl_keys, llamafactory_keys, torchtune_keys
+from titan_migrate.keys import Key
 from titan_torchtitan.fields import FIELDS, Field
 from titan_torchtitan.job import has_key
 from titancli import builtin
@@ -173,6 +175,32 @@ def torchtitan_page(text: str) -> str:
     return f"{before}{BEGIN}\n\n{torchtitan_table()}\n\n{END}{after}"
 
 
+TOOLS = {
+    "axolotl": axolotl_keys.KEYS,
+    "llamafactory": llamafactory_keys.KEYS,
+    "torchtune": torchtune_keys.KEYS,
+}
+"""The keys of the tools that titan-migrate reads."""
+
+
+def tools_page(text: str) -> str:
+    """The page on other tools with its tables anew."""
+    for tool, keys in TOOLS.items():
+        begin, end = f"<!-- generated: {tool} -->", f"<!-- end of {tool} -->"
+        before, rest = text.split(begin)
+        after = rest.split(end)[1]
+        rows = [f"| `{key.name}` | {_shown(key.default)} | {_key(key)} |" for key in keys.values()]
+        table = "\n".join(["| key | default | titan |", "|---|---|---|", *rows])
+        text = f"{before}{begin}\n\n{table}\n\n{end}{after}"
+    return text
+
+
+def _key(key: Key) -> str:
+    if key.to is not None:
+        return f"`{key.to}`"
+    return key.says or f"{'not needed' if key.idle else 'none'}: {_cell(key.why)}"
+
+
 def commands_page() -> str:
     """docs/commands.md, from the help of each command."""
     aliases = ", ".join(f"`{old}` (`{new}`)" for old, (new, _) in ALIASES.items())
@@ -234,6 +262,8 @@ def main() -> None:
     (DOCS / "components.md").write_text(components_page(), encoding="utf-8")
     readme = DOCS.parent / "README.md"
     readme.write_text(tested_page(readme.read_text(encoding="utf-8")), encoding="utf-8")
+    page = DOCS / "coming-from-other-tools.md"
+    page.write_text(tools_page(page.read_text(encoding="utf-8")), encoding="utf-8")
     page = DOCS / "coming-from-torchtitan.md"
     page.write_text(torchtitan_page(page.read_text(encoding="utf-8")), encoding="utf-8")
 

@@ -38,6 +38,7 @@ NAV: dict[str, dict[str, str]] = {
         "Write your own model": "docs/your-own-model.md",
         "Come from torchtitan": "docs/coming-from-torchtitan.md",
         "Come from the Hugging Face Trainer": "docs/coming-from-hf-trainer.md",
+        "Come from axolotl, LLaMA-Factory, torchtune": "docs/coming-from-other-tools.md",
     },
     "Reference": {
         "Recipes": "docs/recipes.md",

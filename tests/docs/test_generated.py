@@ -42,6 +42,16 @@ def test_the_torchtitan_table_is_current(generate: ModuleType) -> None:
     assert text.count("\n| `") >= 149
 
 
+def test_the_tables_of_other_tools_are_current(generate: ModuleType) -> None:
+    text = (DOCS / "coming-from-other-tools.md").read_text(encoding="utf-8")
+    assert text == generate.tools_page(text), "run: python docs/generate.py"
+    rows = [row for row in text.splitlines() if row.startswith("| `")]
+    assert len(rows) > 600
+    for row in rows:
+        told = row.rstrip("| ").rpartition("|")[2].strip()
+        assert told and not told.endswith(": ") and told not in ("none:", "not needed:"), row
+
+
 def test_the_readme_has_what_titan_was_run_on(generate: ModuleType) -> None:
     text = (DOCS.parent / "README.md").read_text(encoding="utf-8")
     assert text == generate.tested_page(text), "run: python docs/generate.py"

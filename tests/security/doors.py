@@ -33,7 +33,8 @@ DOORS = [
     Door(
         "recipes",
         "recipe.read recipe.load recipe.merge recipe.syntax recipe.toml cli.recipes cli.new_file"
-        " titan_proof.prove.proof titan_torchtitan.translate",
+        " titan_proof.prove.proof titan_torchtitan.translate titan_migrate.document"
+        " titan_migrate.parts titan_migrate.rows titan_migrate.trainer titan_migrate.llamafactory",
         f"{SEC}test_recipe_fields.py::test_checking_a_recipe_starts_nothing",
         "tests/recipe/test_extends.py::test_broken_files_are_all_told_and_nothing_that_follows_from_them",
     ),

@@ -61,8 +61,8 @@ def finetune_sections(
     length = min(LONGEST, length) if isinstance(length, int) and length > 0 else LONGEST
     dtype = text.get("dtype") or text.get("torch_dtype")
     made: Sections = {"": {"recipe": 1, "name": name, "weights": str(folder)}}
-    if why := _unread(config, registry):
-        made["model"] = {"#": why, "type": _transformers_model(why, registry), "config": str(folder)}
+    if model := model_section(folder, registry):
+        made["model"] = model
     made["tokenizer"] = {"type": "titan/hf", "path": str(folder)}
     made |= task.sections(length)
     if adapters is not None:
@@ -84,6 +84,17 @@ def finetune_sections(
         "export_dtype": dtype if dtype in ("float32", "bfloat16", "float16") else "bfloat16",
     }
     return made
+
+
+def model_section(folder: Path, registry: Registry) -> dict[str, Any]:
+    """Return [model] for the model in a folder, with why under `#`; empty if titan reads it as it is."""
+    if (why := _unread(_config(folder), registry)) is None:
+        return {}
+    try:
+        kind = registry.full_name(registry.find("model", "hf_causal_lm"))
+    except PluginError as error:
+        raise PluginError(f"{why}; {error.message}", hint=error.hint) from error
+    return {"#": why, "type": kind, "config": str(folder)}
 
 
 def as_toml(sections: Mapping[str, Mapping[str, Any]]) -> str:
@@ -145,10 +156,3 @@ def _unread(config: dict[str, Any], registry: Registry) -> str | None:
     except (KeyError, TypeError, ValueError) as error:
         return f"{name} does not read it: config.json lacks {error}"
     return None
-
-
-def _transformers_model(why: str, registry: Registry) -> str:
-    try:
-        return registry.full_name(registry.find("model", "hf_causal_lm"))
-    except PluginError as error:
-        raise PluginError(f"{why}; {error.message}", hint=error.hint) from error

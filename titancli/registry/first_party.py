@@ -14,6 +14,9 @@ COMMANDS = {
     "lm-eval": "titan-eval",
     "plugin new": "titan-testing",
     "prove": "titan-proof",
+    "recipe from-axolotl": "titan-migrate",
+    "recipe from-llamafactory": "titan-migrate",
+    "recipe from-torchtune": "titan-migrate",
     "recipe from-torchtitan": "titan-torchtitan",
     "replay": "titan-proof",
     "report": "titan-report",
@@ -66,6 +69,7 @@ COMPONENTS = {
     "optimizer/muon": "titan-muon",
     "optimizer/schedule_free": "titan-optimizers",
     "reward/reward_model": "titan-heads",
+    "schedule/from_zero": "titan-migrate",
 }
 """Components, `kind/name`, with the plugin that provides each."""
 MODEL_TYPES = dict.fromkeys(

@@ -1,0 +1,442 @@
+"""Configs of axolotl, LLaMA-Factory and torchtune become recipes, and whatever does not is reported."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import migrate_configs as configs
+import pytest
+import survey
+import tomli
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from titan_migrate import FromZero, translate
+from titan_migrate.account import Translation
+from titan_migrate.config import Asked
+from titan_migrate.document import read
+from titan_migrate.parts import held_out
+from titan_testing import check_plugin, run_cli
+from titancli import build
+from titancli.errors import RecipeError
+from titancli.recipe import Loaded, load_recipe
+from titancli.registry import current
+
+TOOLS = sorted(configs.ALL)
+each_tool = pytest.mark.parametrize("tool", TOOLS)
+CHECKOUTS = {"axolotl": "TITAN_AXOLOTL", "llamafactory": "TITAN_LLAMAFACTORY", "torchtune": "TITAN_TORCHTUNE"}
+"""Environment variables with the folder of each project's checkout."""
+
+
+@pytest.fixture
+def at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    survey.stand_in(tmp_path / "base")
+    return tmp_path
+
+
+@pytest.fixture
+def made(at: Path) -> Callable[..., Translation]:
+    """`made(tool, text)`: the translation of a config, for a small model."""
+
+    def of(tool: str, text: str, gpus: int = 1) -> Translation:
+        Path("config.yaml").write_text(text, encoding="utf-8")
+        asked = Asked("./base", gpus)
+        return translate.translate(tool, Path("config.yaml"), "mine", current(), asked)
+
+    return of
+
+
+def loaded(found: Translation) -> Loaded:
+    Path("mine.toml").write_text(found.text, encoding="utf-8")
+    return load_recipe("./mine.toml")
+
+
+def names(remarks: list[Any]) -> set[str]:
+    return {remark.name for remark in remarks}
+
+
+def lr(recipe: Any, steps: int) -> list[float]:
+    factor = build(recipe.lr_scheduler, steps=steps)
+    return [recipe.optimizer.lr * factor(step) for step in range(steps)]
+
+
+def schedule(name: str, peak: float, warmup: int, steps: int, **more: Any) -> list[float]:
+    """The rates of transformers' schedule, step by step."""
+    from transformers import get_scheduler
+
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=peak)
+    scheduler = get_scheduler(name, optimizer, warmup, steps, scheduler_specific_kwargs=more or None)
+    rates = []
+    for _ in range(steps):
+        rates.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    return rates
+
+
+def test_the_plugin_is_sound() -> None:
+    check_plugin("titan-migrate")
+
+
+@each_tool
+def test_a_config_becomes_a_recipe_and_an_account(at: Path, tool: str) -> None:
+    Path("config.yaml").write_text(configs.ALL[tool])
+    done = run_cli("recipe", f"from-{tool}", "config.yaml", "mine.toml", "--model", "./base")
+    assert done.code == 0, done.stderr
+    assert "keys carried over" in done.stderr and "next:" in done.stderr
+    assert run_cli("validate", "mine.toml").code == 0
+    lines = done.stdout.splitlines()
+    told = [f"# {line}\n" for line in lines]
+    assert all(line in Path("mine.toml").read_text() for line in told)
+    again = run_cli("recipe", f"from-{tool}", "config.yaml", "mine.toml")
+    assert again.code == 2 and "exists" in again.stderr
+
+
+@each_tool
+def test_a_model_that_is_not_there_is_told_and_the_rest_is_written(at: Path, tool: str) -> None:
+    Path("config.yaml").write_text(configs.ALL[tool])
+    done = run_cli("recipe", f"from-{tool}", "config.yaml", "mine.toml")
+    assert done.code == 3 and "is not valid yet" in done.stderr
+    assert ("hf download someone/Small-1B" in done.stdout) == (tool != "torchtune")
+    assert tomli.loads(Path("mine.toml").read_text())["training"]["local_batch_size"] > 0
+
+
+def test_axolotls_numbers_are_those_of_its_rules(made: Callable[..., Translation]) -> None:
+    found = made("axolotl", configs.AXOLOTL, gpus=4)
+    recipe = loaded(found).recipe
+    assert recipe.training.steps == 50  # max_steps comes first
+    # the warm-up is int(0.1 * 50) steps
+    assert lr(recipe, 50) == pytest.approx(schedule("cosine", 2e-4, 5, 50), abs=1e-12)
+    assert recipe.training.local_batch_size == 2 and recipe.training.global_batch_size == 2 * 4 * 4
+    [adapters] = recipe.converters
+    assert adapters.alpha / adapters.rank == 0.5 and adapters.targets is None
+    optimizer, training = recipe.optimizer, recipe.training
+    assert (optimizer.beta1, optimizer.beta2, optimizer.eps, optimizer.weight_decay) == (0.9, 0.999, 1e-8, 0)
+    assert training.max_norm == 1.0 and training.seed == 42 and training.dtype == "float32"
+    assert recipe.dataset.format == "sharegpt" and recipe.dataset.pack and recipe.dataset.too_long == "skip"
+    assert (recipe.dataset.split, recipe.validation.datasets["validation"].split) == (
+        "train[:19%]",
+        "train[19%:20%]",
+    )
+    assert recipe.checkpoint.interval == 25 and recipe.validation.freq == 5
+    assert recipe.activation_checkpoint.mode == "full"
+    assert "lora_dropout" in names(found.lost) or recipe.converters[0].dropout == 0.05
+    assert {"flash_attention", "output_dir"} <= names(found.idle) and names(found.unset) == {"wandb_project"}
+
+
+def test_llamafactorys_numbers_are_those_of_its_rules(made: Callable[..., Translation], at: Path) -> None:
+    (at / "data").mkdir()
+    info = {"talks": {"file_name": "talks.json", "formatting": "sharegpt", "tags": {"user_tag": "me"}}}
+    (at / "data" / "dataset_info.json").write_text(json.dumps(info))
+    (at / "data" / "talks.json").write_text(json.dumps([{"conversations": []}] * 500))
+    found = made("llamafactory", configs.LLAMAFACTORY)
+    recipe = loaded(found).recipe
+    assert recipe.training.epochs == 3.0 and recipe.training.global_batch_size == 8
+    steps = 38  # of any run: transformers rounds the warm-up up
+    assert lr(recipe, steps) == pytest.approx(schedule("cosine", 1e-4, 4, steps), abs=1e-12)
+    assert recipe.converters[0].alpha / recipe.converters[0].rank == 2.0
+    assert recipe.converters[0].targets == ["wq", "wv"]
+    assert recipe.optimizer.beta2 == 0.999 and recipe.training.dtype == "float32"
+    assert recipe.dataset.split == "train[:100]" and recipe.dataset.path.endswith("data/talks.json")
+    assert recipe.dataset.roles == {"me": "user"} and not recipe.dataset.pack
+
+
+def test_torchtunes_numbers_are_those_of_its_rules(made: Callable[..., Translation]) -> None:
+    recipe = loaded(made("torchtune", configs.TORCHTUNE)).recipe
+    assert recipe.training.steps == 40
+    assert lr(recipe, 40) == pytest.approx(schedule("cosine", 3e-4, 10, 40), abs=1e-12)
+    assert recipe.training.local_batch_size == 2 and recipe.training.global_batch_size == 16
+    assert recipe.converters[0].alpha / recipe.converters[0].rank == 2.0
+    assert recipe.converters[0].targets == ["wq", "wv"]
+    assert recipe.optimizer.weight_decay == 0.01 and recipe.optimizer.beta2 == 0.999  # torch's own
+    assert recipe.training.max_norm == 0 and recipe.training.dtype == "bfloat16"
+    assert recipe.dataset.train_on == "all" and recipe.dataset.pack  # torchtune's default for Alpaca
+    assert recipe.training.seed == 7 and recipe.training.seq_len == 512
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 7])
+@pytest.mark.parametrize(
+    ("name", "more", "own"),
+    [
+        ("linear", {}, {"shape": "linear"}),
+        ("cosine", {}, {"shape": "cosine"}),
+        ("constant_with_warmup", {}, {"shape": "constant"}),
+        ("inverse_sqrt", {}, {"shape": "inverse_sqrt"}),
+        ("cosine_with_min_lr", {"min_lr_rate": 0.1}, {"shape": "cosine", "min_lr_factor": 0.1}),
+    ],
+)
+def test_rates_are_those_of_transformers(
+    name: str, more: dict[str, Any], own: dict[str, Any], warmup: int
+) -> None:
+    factor = build(FromZero(warmup_steps=warmup, **own), steps=30)
+    expected = schedule(name, 1.0, warmup, 30, **more)
+    assert [factor(step) for step in range(30)] == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("steps", [1, 9, 10, 11, 19, 20, 95, 10_000])
+def test_a_warm_up_in_proportion_is_rounded_as_the_tools_do(steps: int) -> None:
+    up = FromZero(warmup_ratio=0.1)
+    assert up.warmup(steps) == -(-steps // 10)
+    down = FromZero(warmup_ratio=0.03, warmup_rounding="down", warmup_limit=100)
+    expected = min(int(0.03 * steps), 100)
+    assert down.warmup(steps) == (2 if expected == 1 else expected)
+
+
+def test_several_data_sets_are_a_mixture_by_their_rows(made: Callable[..., Translation], at: Path) -> None:
+    (at / "data").mkdir()
+    info = {name: {"file_name": f"{name}.jsonl"} for name in ("small", "large")}
+    (at / "data" / "dataset_info.json").write_text(json.dumps(info))
+    (at / "data" / "small.jsonl").write_text('{"instruction": "a", "output": "b"}\n' * 20)
+    (at / "data" / "large.jsonl").write_text('{"instruction": "a", "output": "b"}\n' * 500)
+    text = configs.LLAMAFACTORY.replace("dataset: talks", "dataset: small,large")
+    recipe = loaded(made("llamafactory", text)).recipe
+    assert list(recipe.dataset.weights.values()) == [20.0, 100.0]  # max_samples: 100
+    assert recipe.training.steps == 45 and recipe.training.epochs is None  # 120 rows, 3 times, 8 a step
+
+
+def test_data_sets_of_unknown_size_have_steps_that_are_told_to_be_set(
+    made: Callable[..., Translation],
+) -> None:
+    found = made("axolotl", "base_model: x\nlearning_rate: 1e-4\ndatasets:\n"
+                 "  - {path: a/b, type: alpaca}\n  - {path: c/d, type: alpaca}\n")  # fmt: skip
+    assert loaded(found).recipe.training.steps == 1000
+    [remark] = [remark for remark in found.lost if remark.name == "num_epochs"]
+    assert remark.line is None and "set it to rows x 1" in remark.text
+
+
+PAIRS = "stage: dpo\npref_loss: {0}\ndataset: pairs\nmodel_name_or_path: x\nper_device_train_batch_size: 2\n"
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [("sigmoid", "DPO"), ("orpo", "ORPO"), ("simpo", "SimPO")])
+def test_pairs_take_two_rows_each(made: Callable[..., Translation], theirs: str, ours: str) -> None:
+    recipe = loaded(made("llamafactory", PAIRS.format(theirs))).recipe
+    assert type(recipe.loss).__name__.upper() == ours.upper() and recipe.training.local_batch_size == 4
+    assert recipe.loss.beta == 0.1
+
+
+@pytest.mark.parametrize("tool", ["axolotl", "llamafactory"])
+def test_other_methods_become_their_loops(made: Callable[..., Translation], tool: str) -> None:
+    text = {
+        "axolotl": "base_model: x\nrl: kto\nlearning_rate: 1e-5\nkto_undesirable_weight: 0.5\n"
+        "datasets: [{path: a/b, type: llama3.ultra}]\n",
+        "llamafactory": PAIRS.format("sigmoid").replace("stage: dpo", "stage: kto\nkto_rejected_weight: 0.5"),
+    }[tool]
+    recipe = loaded(made(tool, text)).recipe
+    assert type(recipe.loop).__name__ == "KtoLoop"
+    assert recipe.loss.undesirable_weight == 0.5
+
+
+def test_rank_stabilised_adapters_have_the_same_scale(made: Callable[..., Translation]) -> None:
+    text = configs.AXOLOTL + "peft_use_rslora: true\n"
+    adapters = loaded(made("axolotl", text)).recipe.converters[0]
+    assert adapters.alpha / adapters.rank == pytest.approx(16 / 32**0.5)
+
+
+def test_eight_bit_optimizers_have_weights_in_float32(made: Callable[..., Translation]) -> None:
+    text = "base_model: x\nlearning_rate: 1e-5\nbf16: true\noptimizer: adamw_bnb_8bit\n" \
+           "datasets: [{path: a/b, type: alpaca}]\n"  # fmt: skip
+    found = made("axolotl", text)
+    recipe = loaded(found).recipe
+    assert type(recipe.optimizer).__name__ == "AdamW8bit" and recipe.training.dtype == "float32"
+    assert any(row.name == "optimizer" and "float32" in row.text for row in found.changed)
+
+
+@pytest.mark.parametrize(
+    ("split", "size", "expected"),
+    [
+        ("train", 0.05, ("train[:95%]", "train[95%:]")),
+        ("train[:20%]", 0.05, ("train[:19%]", "train[19%:20%]")),
+        ("train[10%:20%]", 0.5, ("train[10%:15%]", "train[15%:20%]")),
+        ("train", 100, ("train[:-100]", "train[-100:]")),
+        ("train[:1000]", 100, ("train[:900]", "train[900:1000]")),
+        ("train[:1%]", 0.05, None),
+        ("train", 0.001, None),
+        ("train[:50]", 100, None),
+        ("train+test", 0.1, None),
+    ],
+)
+def test_rows_are_held_out_where_datasets_can_cut(
+    split: str, size: float, expected: tuple[str, str] | None
+) -> None:
+    assert held_out(split, size) == expected
+
+
+# ------------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "words"),
+    [
+        ("", None, "is empty"),
+        ("# nothing\n", None, "is empty"),
+        ("- a\n- b\n", None, "holds no keys"),
+        ("a: 1\n\tb: 2\n", 2, "not with tabs"),
+        ("a: 1\nb: [1\n", 3, "is not YAML"),
+        ("a: 1\nb: 2\na: 3\n", 3, "set twice: in line 1"),
+        ("a: {b: 1, b: 2}\n", 1, "set twice"),
+        ("a: *other\n", 1, "before its aliases"),
+        ("a: &a\n  b: *a\n", 1, "holds itself"),
+        ("a: !!python/object/apply:os.system ['true']\n", 1, "makes no objects"),
+        ("a: 1\n---\nb: 2\n", None, "several documents"),
+        ("? [1, 2]\n: 3\n", 1, "a key is a list"),
+        ("a: 1\nb: 2\n", None, "is not a config of axolotl"),
+        ("compute_environment: X\ndistributed_type: FSDP\n", None, "accelerate"),
+        ("model: x\ntrain_dataset: y\n", None, "v1 engine"),
+        (configs.TORCHTUNE, None, "is a config of torchtune, not of axolotl"),
+        (configs.LLAMAFACTORY, None, "is a config of LLaMA-Factory, not of axolotl"),
+    ],
+)
+def test_a_file_that_is_no_config_is_refused_at_its_line(
+    made: Callable[..., Translation], text: str, line: int | None, words: str
+) -> None:
+    with pytest.raises(RecipeError) as caught:
+        made("axolotl", text)
+    problem = caught.value.problems[0] if caught.value.problems else None
+    assert words in f"{caught.value} {problem and problem.hint}"
+    assert (problem.location.line if problem and problem.location else None) == line
+
+
+def test_aliases_and_merged_tables_are_read(made: Callable[..., Translation], at: Path) -> None:
+    Path("c.yaml").write_text("base: &b {x: 1, y: 2}\nall:\n  <<: *b\n  y: 3\nmore: *b\n")
+    found = {leaf.name: leaf.value for leaf in read(Path("c.yaml"))}
+    assert found == {"base.x": 1, "base.y": 2, "all.x": 1, "all.y": 3, "more.x": 1, "more.y": 2}
+
+
+def test_aliases_of_aliases_end(at: Path) -> None:
+    lines = ["a0: &a0 {x: 1, y: 1}"]
+    lines += [f"a{n}: &a{n} {{x: *a{n - 1}, y: *a{n - 1}}}" for n in range(1, 40)]
+    Path("c.yaml").write_text("\n".join(lines))
+    with pytest.raises(RecipeError, match="values"):
+        read(Path("c.yaml"))
+
+
+@pytest.mark.parametrize("raw", [b"a: \xff\n", b"a: \x00\n", b"x" * (1 << 21)])
+def test_bytes_that_are_no_text_are_refused(at: Path, raw: bytes) -> None:
+    Path("c.yaml").write_bytes(raw)
+    with pytest.raises(RecipeError):
+        read(Path("c.yaml"))
+
+
+def test_values_of_another_type_are_told_at_their_lines(made: Callable[..., Translation]) -> None:
+    found = made("axolotl", configs.AXOLOTL.replace("sequence_len: 1024", "sequence_len: long"))
+    [remark] = [row for row in found.lost if row.name == "sequence_len"]
+    assert remark.line == 17 and "expects a whole number" in remark.text
+
+
+def test_a_misspelt_key_is_told_with_the_right_one(made: Callable[..., Translation]) -> None:
+    found = made("llamafactory", configs.LLAMAFACTORY + "lora_rnak: 4\n")
+    [remark] = [row for row in found.lost if row.name == "lora_rnak"]
+    assert "did you mean 'lora_rank'?" in remark.text
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [("${nothing}", "is not set"), ("${eval:'1 + 1'}", "computed"), ("${output_dir}", "refers to itself")],
+)
+def test_references_that_lead_nowhere_are_told(
+    made: Callable[..., Translation], value: str, words: str
+) -> None:
+    found = made("torchtune", configs.TORCHTUNE.replace("output_dir: /tmp/tuned", f"output_dir: {value}"))
+    remarks = [row for row in found.lost if row.name == "output_dir"]
+    assert remarks and words in remarks[0].text and remarks[0].line == 1
+
+
+@pytest.mark.parametrize(
+    ("tool", "text", "words"),
+    [
+        ("llamafactory", "model_name_or_path: x\nexport_dir: y\n", "exports"),
+        ("llamafactory", "model_name_or_path: x\ninfer_backend: y\n", "trains on no data set"),
+        ("torchtune", "model: {_component_: x}\ntasks: [a]\n", "evaluates"),
+        ("torchtune", "model: {_component_: x}\nprompt: {user: a}\n", "generates"),
+        ("torchtune", "model: {_component_: x}\nquantizer: {_component_: y}\n", "no optimizer"),
+    ],
+)
+def test_configs_that_train_nothing_are_refused(
+    made: Callable[..., Translation], tool: str, text: str, words: str
+) -> None:
+    with pytest.raises(RecipeError, match=words):
+        made(tool, text)
+
+
+@pytest.mark.parametrize("file", ["out.txt", "no/such/folder.toml"])
+def test_a_file_that_cannot_be_written_is_refused_first(at: Path, file: str) -> None:
+    Path("config.yaml").write_text(configs.AXOLOTL)
+    done = run_cli("recipe", "from-axolotl", "config.yaml", file)
+    assert done.code in (2, 5) and not done.stdout
+    assert run_cli("recipe", "from-axolotl", "missing.yaml", "out.toml").code == 3
+    assert not Path("out.toml").exists()
+
+
+# -------------------------------------------------------------------------------------------------- anything
+
+ODD = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-2, 3000),
+    st.floats(allow_nan=False, width=16),
+    st.sampled_from(
+        ["", "auto", "cosine", "a/b", "x.jsonl", "lora", "dpo", "\x7f", "${a}", "[", "train[:9%]"]
+    ),
+    st.lists(st.sampled_from(["q_proj", "lm_head", "", "1"]), max_size=2),
+)
+
+
+@st.composite
+def anything(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
+    tool = draw(st.sampled_from(TOOLS))
+    known = [key.replace("*", "0") for key in translate.TOOLS[tool].keys]
+    return tool, draw(st.dictionaries(st.sampled_from([*known, "other.key"]), ODD, max_size=12))
+
+
+def nested(values: dict[str, Any]) -> dict[str, Any]:
+    """Values by dotted names as tables; a name within another's value is left out."""
+    data: dict[str, Any] = {}
+    for name, value in values.items():
+        table = data
+        *above, last = name.split(".")
+        for part in above:
+            table = table.setdefault(part, {})
+            if not isinstance(table, dict):
+                break
+        else:
+            table.setdefault(last, value)
+    return data
+
+
+@settings(deadline=None, max_examples=150, suppress_health_check=list(HealthCheck))
+@given(anything())
+def test_every_key_of_any_config_is_accounted_for(tmp_path: Path, drawn: tuple[str, dict[str, Any]]) -> None:
+    tool, values = drawn
+    base = survey.stand_in(tmp_path / "base")
+    start = {
+        "axolotl": {"base_model": "x"},
+        "llamafactory": {"model_name_or_path": "x", "dataset": "y"},
+        "torchtune": {"optimizer": {"_component_": "torch.optim.AdamW"}},
+    }[tool]
+    path = tmp_path / "config.yaml"
+    path.write_text(json.dumps(nested(values) | start), encoding="utf-8")
+    try:
+        found = translate.translate(tool, path, "mine", current(), Asked(str(base)))
+    except RecipeError as error:
+        assert str(error)
+        return
+    told = names([*found.lost, *found.changed, *found.idle, *found.unset]) | set(found.moved)
+    assert {leaf.name for leaf in read(path)} <= told
+    tomli.loads(found.text)
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_every_config_of_the_project_is_accounted_for(tool: str, tmp_path: Path) -> None:
+    checkout = os.environ.get(CHECKOUTS[tool])
+    if not checkout:
+        pytest.skip(f"{CHECKOUTS[tool]} names no checkout of the project")
+    rows = list(survey.survey(tool, Path(checkout), survey.stand_in(tmp_path / "base")))
+    done = [row for row in rows if row.counts]
+    assert len(done) >= 20
+    assert sum(not row.invalid for row in done) >= 0.95 * len(done)
