@@ -6,11 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from titancli.data import PythonStdlib
-from titancli.errors import RecipeError
 from titancli.losses import Cispo, Grpo, Gspo, ImportanceSampling
 from titancli.protocols.batch import Batch
-from titancli.recipe import load_recipe
 from titancli.registry.component import build
 
 KL = 0.3
@@ -168,15 +165,3 @@ def test_rows_with_nothing_drawn_change_nothing(name: str) -> None:
         torch.zeros_like(out).requires_grad_(), Batch(empty | {"old_logprobs": torch.zeros_like(out)})
     )
     assert (none.sum, none.weight) == (0, 0)
-
-
-@pytest.mark.parametrize("loop", ["pretrain", "sft"])
-def test_a_loop_over_a_dataset_makes_no_samples(loop: str) -> None:
-    with pytest.raises(RecipeError, match="the loss grpo learns from completions and their advantages"):
-        load_recipe("llama3_debug", ["loss=grpo", f"loop={loop}"])
-    load_recipe("grpo_digit")
-
-
-def test_a_dataset_may_have_samples_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PythonStdlib, "gives_samples", True)
-    load_recipe("llama3_debug", ["loss=grpo"])

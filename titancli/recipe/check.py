@@ -69,9 +69,6 @@ def _core_checks(recipe: Recipe) -> Iterator[Finding]:
         instead = "gets its prompts from loop.task and" if trains else "evaluates [validation.datasets] and"
         message = f"the loop {component_info(recipe.loop).name} {instead} uses no dataset"
         yield ("dataset",), message, "remove [dataset]"
-    if recipe.loss.learns_from_samples and recipe.dataset is not None and not recipe.dataset.gives_samples:
-        message = f"the loss {component_info(recipe.loss).name} learns from completions and their advantages"
-        yield ("loss",), message, 'set loop = "grpo", which makes them'
     yield from _epochs(recipe)
     yield from _activation_checkpoint(recipe)
     yield from _checkpoint(recipe)

@@ -183,8 +183,6 @@ class DatasetConfigDefaults:
     needs_tokenizer: ClassVar[bool] = True
     gives_pairs: ClassVar[bool] = False
     """True if two consecutive rows are a pair."""
-    gives_samples: ClassVar[bool] = False
-    """True if batches contain samples with their advantages."""
     predicts_tokens: ClassVar[bool] = True
     """False if targets only mark positions, such as the last token of a document that has a label."""
     repeat: bool = False

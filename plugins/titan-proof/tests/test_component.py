@@ -28,7 +28,7 @@ from titancli.registry.badges import badge_folder, badges
         ("model", "titan/qwen3", "qwen3_moe_debug"),
         ("model", "hf_causal_lm", "hf_causal_lm_debug"),
         ("model", "flux", "flux_debug"),
-        ("loss", "cispo", "grpo_digit"),
+        ("loss", "cispo", "llama3_debug"),
         ("loss", "flow_matching", "flux_debug"),
         ("optimizer", "muon", "llama3_debug"),
         ("parallelize", "decoder", "llama3_debug"),

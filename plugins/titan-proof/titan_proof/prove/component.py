@@ -22,8 +22,6 @@ COMPUTES = {
 """Kinds of component that take part in a step, each with its place in a recipe."""
 BASE = "titan:llama3_debug"
 """The recipe that a component is added to if its plugin has none."""
-SAMPLES = "titan:grpo_digit"
-"""The same for a loss that learns from samples."""
 WITHOUT_STEP = {
     "dataset": "the rows of a proof are random; check_plugin of titan-testing compares a dataset's rows on "
     "several ranks with those on one",
@@ -43,7 +41,7 @@ def computing(loaded: Loaded) -> list[type]:
 
 
 def recipe_around(config: type, overrides: Sequence[str]) -> Loaded:
-    """Return a recipe that uses a component: one of its plugin's own, or else one of titan's with it.
+    """Return a recipe that uses a component: one of its plugin's own, or else llama3_debug with it.
 
     Of a plugin's recipes, one for debugging is preferred, and then one with experts. A model is otherwise
     taken with its first flavor.
@@ -110,8 +108,7 @@ def _candidates(config: Any) -> Iterator[tuple[str | Path, list[str]]]:
         yield BASE, [f"converters=[{{type = '{full}'}}]", "weights=./base"]
     else:
         flavor = next(iter(config.flavors), None)
-        base = SAMPLES if kind == "loss" and config.learns_from_samples else BASE
-        yield base, [f"{COMPUTES[kind]}={full}", *([f"{kind}.flavor={flavor}"] if flavor else [])]
+        yield BASE, [f"{COMPUTES[kind]}={full}", *([f"{kind}.flavor={flavor}"] if flavor else [])]
 
 
 def _recipes_with(config: type, plugin: str) -> list[Path]:
