@@ -154,6 +154,7 @@ class Config:
             else:
                 self.lost.append(self._remark(name, key.why or "titan has nothing for this value"))
         self._pad()
+        self._keep_quantized()
         self._require_plugins()
 
     def _pad(self) -> None:
@@ -190,6 +191,19 @@ class Config:
     def convert(self, table: dict[str, Any]) -> None:
         """Add a converter."""
         self.recipe.setdefault("converters", []).append(table)
+
+    def _keep_quantized(self) -> None:
+        """Leave out what a base in 4 bits excludes: CPU offload, and compilation."""
+        if not any(table["type"] == "qlora" for table in self.recipe.get("converters", [])):
+            return
+        offload = self.recipe.get("parallelize", {}).pop("cpu_offload", False)
+        compiled = self.recipe.pop("compile", {}).get("enable", False)
+        for name in self.entries:
+            last = name.rpartition(".")[2]
+            if offload and last.removeprefix("fsdp_") in ("offload_params", "cpu_offload", "deepspeed"):
+                self.lose(name, "a base in 4 bits stays on the GPU")
+            if compiled and last in ("torch_compile", "compile"):
+                self.lose(name, "products with weights in 4 bits are not compiled")
 
     def _require_plugins(self) -> None:
         """Write the plugins of the recipe's components into [requires]."""
