@@ -80,6 +80,17 @@ def test_a_recipe_is_a_good_one(
             load_recipe("./snippet.toml")
 
 
+@pytest.mark.parametrize("name", ["finetune", "post-training"])
+def test_a_recipe_of_these_pages_is_whole(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = next(page for page in PAGES if page.stem == name)
+    found = [block for block in blocks(page) if block.language == "toml"]
+    assert len(found) == page.read_text(encoding="utf-8").count("toml\n") > 0  # none is out of sight
+    for block in found:
+        Path("copied.toml").write_text(block.text)
+        load_recipe("./copied.toml")
+
+
 @each_page
 def test_python_compiles_and_json_is_json(page: Path, tell: Callable[..., None]) -> None:
     tell(page, "blocks of Python compiled", of(page, "python"))
