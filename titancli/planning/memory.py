@@ -119,7 +119,7 @@ class _Step:
         every = [g for stage in self.stages for g in self.of(stage)]
         own = sum(g.own for g in every)
         largest = max(g.largest for g in every)
-        at_rest = 0.0 if work.offloaded else own
+        at_rest = 0.0 if work.offloaded else own - sum(g.spared for g in every)
         tally.add("parameters", at_rest * work.stored)
         trained = sum(g.own * g.trained for g in every)
         tally.add("optimizer", 0.0 if work.offloaded else trained * work.optimizer_state)

@@ -300,6 +300,8 @@ class Group:
     """Number of ranks they are gathered from."""
     trained: float
     """Fraction of them that has gradients."""
+    spared: float = 0.0
+    """Elements' worth of memory that a tensor class spares at rest."""
 
     def joined(self, other: Group) -> Group:
         own = self.own + other.own
@@ -311,6 +313,7 @@ class Group:
             max(self.largest, other.largest),
             max(self.ranks, other.ranks),
             (self.trained * self.own + other.trained * other.own) / own,
+            self.spared + other.spared,
         )
 
 
@@ -331,7 +334,16 @@ def _group(name: str, parameters: list[Parameter], work: Workload) -> Group:
     at = int(few and all(len(shape) > 1 and shape[1] % ranks == 0 for shape in shapes))
     own = [math.ceil(shape[at] / ranks) * math.prod(shape) / shape[at] for shape in shapes]
     each = [
-        Group(name, math.prod(shape), n * ranks, n, n if p.is_trained else 0.0, ranks, float(p.is_trained))
+        Group(
+            name,
+            math.prod(shape),
+            n * ranks,
+            n,
+            n if p.is_trained else 0.0,
+            ranks,
+            float(p.is_trained),
+            0.0 if p.bytes_per_value is None else n * (1 - p.bytes_per_value / work.stored),
+        )
         for p, shape, n in zip(parameters, shapes, own, strict=True)
     ]
     return reduce(Group.joined, each)

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from titan_qlora import nf4
 from titan_qlora.kernels import dequantise
-from titan_qlora.nf4 import Scales
+from titan_qlora.nf4 import BLOCK, NESTED, Scales
 from titan_qlora.products import PRODUCTS
 from titancli.errors import TitanError
 
@@ -82,6 +82,8 @@ class NF4Weight(Tensor):
     content: Content
     is_flipped: bool
     """Whether the last two dimensions are in the other order than those of the codes."""
+    bytes_per_value = 0.5 + 1 / BLOCK + 4 / BLOCK / NESTED
+    """Of codes and scales, for `titan plan`."""
     rows_alone = True
     """FSDP2 gathers what is sharded along the first dimension (see `titancli.parallel.fsdp`)."""
 
@@ -236,6 +238,8 @@ _SHARDS = {
     aten.clone.default,
 }
 """Operators of sharding: before quantization their results are weights, too."""
+_FSDP2 = {aten.new_zeros.default, aten.slice.Tensor, aten.split.Tensor}
+"""Those of them whose results are shards."""
 _ON_ROWS = {aten.new_zeros.default, aten.slice.Tensor, aten.clone.default}
 """Those of them that FSDP2 needs afterwards, where it pads shards."""
 
@@ -304,7 +308,7 @@ def _on_values(weight: NF4Weight, func: Any, args: Any, kwargs: Any) -> Any:
         return weight
     if func not in _SHARDS:
         return out
-    kind: Any = type(weight) if func is aten.empty_like.default else NF4Shard
+    kind: Any = NF4Shard if func in _FSDP2 else type(weight)
 
     def around(one: Tensor) -> NF4Weight:
         made: NF4Weight = kind(Content(full=one), tuple(one.shape), one.dtype, device)
