@@ -47,7 +47,6 @@ def snapshot(engine: E) -> E:
             process_group.enlist(made)
             made._ends.callback(process_group.leave, made)
             with torch.no_grad():
-                # As they are stored: a converter's tensor class copies what a plain tensor could not hold.
                 for own, given in zip(_stored(made), _stored(engine), strict=True):
                     own.copy_(given)
             Renewal(made.parts, made.converters).weights_loaded()

@@ -179,9 +179,7 @@ def adapter_facts(
         if there != here:
             raise TitanError(
                 f"{folder} contains adapters with {name} = {there}, but this recipe has {here}",
-                hint=f"set {name} = {there!r} in the converter"
-                if None not in (there, here)
-                else "use the converter that they were trained with",
+                hint=f"use the converter that they were trained with, with its {name}",
             )
     if base is not None:
         bases.require_base(record, folder, base)

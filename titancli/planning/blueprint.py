@@ -98,8 +98,7 @@ class Parameter:
     shape: tuple[int, ...]
     is_expert: bool
     is_trained: bool
-    bytes_per_value: float | None = None
-    """At rest, for a tensor class that stores other bytes than its dtype's."""
+    bytes_per_value: float | None = None  # at rest, of a tensor class that stores others than its dtype's
 
 
 @dataclass(frozen=True)
@@ -170,10 +169,8 @@ def cut(
     def parameters(modules: Iterable[nn.Module]) -> tuple[Parameter, ...]:
         found = {id(p): p for module in modules for p in module.parameters() if id(p) not in known}
         known.update(found)
-        return tuple(
-            Parameter(tuple(p.shape), key in experts, p.requires_grad, getattr(p, "bytes_per_value", None))
-            for key, p in found.items()
-        )
+        given = ((p, key in experts, getattr(p, "bytes_per_value", None)) for key, p in found.items())
+        return tuple(Parameter(tuple(p.shape), expert, p.requires_grad, rest) for p, expert, rest in given)
 
     in_front = {id(p) for module in front for p in module.parameters()}
     tied = {id(p): p.nbytes for module in back for p in module.parameters() if id(p) in in_front}

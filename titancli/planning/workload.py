@@ -300,8 +300,7 @@ class Group:
     """Number of ranks they are gathered from."""
     trained: float
     """Fraction of them that has gradients."""
-    spared: float = 0.0
-    """Elements' worth of memory that a tensor class spares at rest."""
+    spared: float = 0.0  # elements' worth of memory at rest, by a tensor class of its own
 
     def joined(self, other: Group) -> Group:
         own = self.own + other.own
@@ -333,18 +332,10 @@ def _group(name: str, parameters: list[Parameter], work: Workload) -> Group:
     few = name == EXPERTS and min(shape[0] for shape in shapes) < ranks
     at = int(few and all(len(shape) > 1 and shape[1] % ranks == 0 for shape in shapes))
     own = [math.ceil(shape[at] / ranks) * math.prod(shape) / shape[at] for shape in shapes]
+    at_rest = [(p.bytes_per_value or work.stored) / work.stored for p in parameters]
     each = [
-        Group(
-            name,
-            math.prod(shape),
-            n * ranks,
-            n,
-            n if p.is_trained else 0.0,
-            ranks,
-            float(p.is_trained),
-            0.0 if p.bytes_per_value is None else n * (1 - p.bytes_per_value / work.stored),
-        )
-        for p, shape, n in zip(parameters, shapes, own, strict=True)
+        Group(name, math.prod(shape), n * ranks, n, n * p.is_trained, ranks, float(p.is_trained), n - n * r)
+        for p, shape, n, r in zip(parameters, shapes, own, at_rest, strict=True)
     ]
     return reduce(Group.joined, each)
 
