@@ -303,14 +303,23 @@ def test_groups_of_muon_and_its_fallback_have_their_rates(caplog: pytest.LogCapt
     assert "has changed since it was built" not in caplog.text
 
 
-def test_lora_plus_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("kind", "match"),
+    [
+        ("", ""),
+        ("dora = true\n", ', "*.lora_magnitude"'),
+        ('rslora = true\ntargets = ["tok_embeddings", "output", "wq"]\n', ', "tok_embeddings.lora_a"'),
+    ],
+)
+def test_lora_plus_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, match: str) -> None:
     monkeypatch.chdir(tmp_path)
     small = ["training.steps=2", "model.n_layers=2", "checkpoint.interval=2"]
     done = run_cli("train", "llama3_debug", "--run-dir", "base", *small)
     assert done.code == 0, done.stderr
     Path("plus.toml").write_text(
         'extends = "titan:llama3_debug"\nweights = "base/checkpoints/step-2"\n[[converters]]\ntype = "lora"\n'
-        '[optimizer]\ntype = "by_name"\n[[optimizer.groups]]\nmatch = ["*.lora_b"]\nlr_factor = 16.0\n'
+        f'{kind}[optimizer]\ntype = "by_name"\n[[optimizer.groups]]\nmatch = ["*.lora_b"{match}]\n'
+        "lr_factor = 16.0\n"
         '[optimizer.optimizer]\ntype = "adamw"\nlr = 1e-4\n'
     )
     done = run_cli("train", "plus.toml", "--run-dir", "run", *small)
