@@ -232,10 +232,68 @@ def test_other_methods_become_their_loops(made: Callable[..., Translation], tool
     assert recipe.loss.undesirable_weight == 0.5
 
 
-def test_rank_stabilised_adapters_have_the_same_scale(made: Callable[..., Translation]) -> None:
-    text = configs.AXOLOTL + "peft_use_rslora: true\n"
-    adapters = loaded(made("axolotl", text)).recipe.converters[0]
-    assert adapters.alpha / adapters.rank == pytest.approx(16 / 32**0.5)
+@pytest.mark.parametrize(
+    ("tool", "keys"),
+    [
+        ("axolotl", "peft_use_rslora: true\npeft_use_dora: true\nload_in_4bit: true\n"),
+        ("llamafactory", "use_rslora: true\nuse_dora: true\nquantization_bit: 4\n"),
+    ],
+)
+def test_the_forms_of_adapters_are_carried_over(
+    made: Callable[..., Translation], tool: str, keys: str
+) -> None:
+    text = configs.ALL[tool].replace("load_in_4bit: false\n", "") + keys
+    found = made(tool, text)
+    [adapters] = loaded(found).recipe.converters
+    assert type(adapters).__name__ == "QLoRA" and adapters.rslora and adapters.dora
+    assert adapters.alpha == 16  # as it is there: the scale is the converter's
+    told = names(found.lost) | names(found.changed) | names(found.idle)
+    assert not told & {line.partition(":")[0] for line in keys.splitlines()}
+
+
+def test_the_output_and_the_embedding_are_adapted_unless_they_are_one(
+    made: Callable[..., Translation], at: Path
+) -> None:
+    text = configs.LLAMAFACTORY.replace("q_proj,v_proj", "q_proj,lm_head,embed_tokens")
+    tied = made("llamafactory", text + "use_dora: true\n")
+    assert loaded(tied).recipe.converters[0].targets == ["wq"]
+    assert any("share a weight" in row.text for row in tied.changed)
+    (at / "base" / "config.json").write_text(json.dumps(survey.CONFIG | {"tie_word_embeddings": False}))
+    apart = made("llamafactory", text + "use_dora: true\nloraplus_lr_ratio: 16\n")
+    recipe = loaded(apart).recipe
+    assert recipe.converters[0].targets == ["wq", "output", "tok_embeddings"]
+    assert not recipe.converters[0].dora and "use_dora" in names(apart.lost)
+    words, rest = recipe.optimizer.groups
+    assert words.match == ["tok_embeddings.lora_*"] and words.lr_factor == pytest.approx(1e-6 / 1e-4)
+    assert rest.match == ["*.lora_b"] and rest.lr_factor == 16
+    tuned = configs.TORCHTUNE.replace("lora_rank: 16", "lora_rank: 16\n  apply_lora_to_output: True")
+    assert loaded(made("torchtune", tuned)).recipe.converters[0].targets == ["wq", "wv", "output"]
+
+
+def test_lora_plus_is_of_adapters(made: Callable[..., Translation]) -> None:
+    keys = "loraplus_lr_ratio: 8\nloraplus_lr_embedding: 1e-5\n"
+    found = made("llamafactory", configs.LLAMAFACTORY + keys + "use_dora: true\n")
+    assert loaded(found).recipe.optimizer.groups[0].match == ["*.lora_b", "*.lora_magnitude"]
+    assert "loraplus_lr_embedding" in names(found.idle)
+    whole = made(
+        "llamafactory", configs.LLAMAFACTORY.replace("finetuning_type: lora", "finetuning_type: full") + keys
+    )
+    assert type(loaded(whole).recipe.optimizer).__name__ == "AdamW"
+    assert {"loraplus_lr_ratio", "loraplus_lr_embedding"} <= names(whole.idle)
+
+
+@pytest.mark.parametrize(("value", "told"), [(None, True), (0, False), (0.5, True)])
+def test_the_cross_entropy_that_trl_adds_to_simpo_is_told(
+    made: Callable[..., Translation], value: float | None, told: bool
+) -> None:
+    keys = "" if value is None else f"cpo_alpha: {value}\n"
+    text = "base_model: x\nrl: simpo\nrl_beta: 2.0\nsimpo_gamma: 1.0\nlearning_rate: 1e-5\n" + keys
+    found = made("axolotl", text + "datasets: [{path: a/b, type: chat_template.default}]\n")
+    assert ("cpo_alpha" in names(found.lost)) == told
+    loss = loaded(found).recipe.loss
+    assert (loss.beta, loss.gamma) == (2.0, 1.0)
+    config = pytest.importorskip("trl.experimental.cpo.cpo_config", reason="trl is not installed")
+    assert config.CPOConfig.__dataclass_fields__["cpo_alpha"].default == 1.0
 
 
 def test_eight_bit_optimizers_have_weights_in_float32(made: Callable[..., Translation]) -> None:

@@ -67,9 +67,6 @@ def _adapters(config: Config) -> None:
     if kind not in ("lora", "qlora"):
         config.lose("adapter", "titan's adapters are lora and qlora: lora is used")
     rank, alpha = config.value("lora_r"), config.value("lora_alpha")
-    if config.value("peft_use_rslora"):
-        alpha = parts.scaled(config, "peft_use_rslora", rank, alpha)
-    config.ignore("peft_use_rslora")
     quantized = "load_in_4bit" if config.value("load_in_4bit") else "adapter" if kind == "qlora" else None
     parts.adapters(config, rank, alpha, _layers(config), quantized)
     config.take("lora_r", "lora_alpha", *(["adapter"] if "adapter" not in config.handled() else []))
@@ -78,7 +75,7 @@ def _adapters(config: Config) -> None:
         config.lose("load_in_8bit", "the base is trained with in 16 bits: titan has no base of 8 bits")
     config.ignore("load_in_8bit")
     parts.dropout(config, "lora_dropout")
-    parts.dora(config, "peft_use_dora")
+    parts.form(config, "peft_use_rslora", "peft_use_dora")
 
 
 def _layers(config: Config) -> list[str] | None:
@@ -158,10 +155,12 @@ def _preference(config: Config, loss: str, loop: str) -> None:
             config.value("simpo_gamma") if config.value("simpo_gamma") is not None else 0.5
         )
         config.take("simpo_gamma")
-    if loss == "simpo" and config.value("cpo_alpha") != 0:
-        config.lose(
-            "cpo_alpha", "there, the cross-entropy of chosen answers is added; titan's simpo has none"
-        )
+        if config.value("cpo_alpha"):
+            how = (
+                "there, cpo_alpha times the cross-entropy of chosen answers is added; titan's simpo has none"
+            )
+            config.lose("cpo_alpha", how)
+    config.ignore("cpo_alpha")
     if loss == "kto":
         for name in ("desirable_weight", "undesirable_weight"):
             table[name] = float(config.value(f"kto_{name}"))

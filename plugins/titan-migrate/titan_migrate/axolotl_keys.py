@@ -47,15 +47,16 @@ ADAPTERS = [
     part("load_in_8bit", FLAG, False, "none: the base is trained with in 16 bits"),
     part("lora_r", WHOLE, 8, "`converters.0.rank`"),
     part("lora_alpha", WHOLE, 8, "`converters.0.alpha`"),
-    part("lora_dropout", NUMBER, 0.0, "`converters.0.dropout`, if titan's adapters have it"),
+    part("lora_dropout", NUMBER, 0.0, "none: titan's adapters have no dropout"),
     part("lora_target_modules", (str, list), None, "`converters.0.targets`"),
     part("lora_target_linear", FLAG, None, "`converters.0.targets`, left out: all linear layers of the "
                                            "blocks"),
     dropped("lora_target_parameters", (str, list), 'name experts in converters.0.targets: "experts.*"'),
-    part("peft_use_rslora", FLAG, False, "`converters.0.alpha`, times the square root of the rank"),
-    part("peft_use_dora", FLAG, False, "`converters.0.dora`, if titan's adapters can be that"),
+    part("peft_use_rslora", FLAG, False, "`converters.0.rslora`"),
+    part("peft_use_dora", FLAG, False, "`converters.0.dora`"),
     part("loraplus_lr_ratio", NUMBER, None, "the optimizer `by_name` of titan-optimizers"),
-    *gone("loraplus_lr_embedding lora_modules_to_save lora_rank_pattern.* lora_alpha_pattern.* "
+    part("loraplus_lr_embedding", NUMBER, 1e-6, "the optimizer `by_name` of titan-optimizers"),
+    *gone("lora_modules_to_save lora_rank_pattern.* lora_alpha_pattern.* "
           "peft_layers_to_transform peft_layers_pattern peft_layer_replication peft_init_lora_weights "
           "peft_trainable_token_indices peft_ensure_weight_tying lora_exclude_modules peft.* lora_model_dir",
           "titan's adapters have no such setting: all other weights stay as they are"),
@@ -170,7 +171,7 @@ METHODS = [
     part("kto_desirable_weight", NUMBER, 1.0, "`loss.desirable_weight`"),
     part("kto_undesirable_weight", NUMBER, 1.0, "`loss.undesirable_weight`"),
     part("dpo_label_smoothing", NUMBER, 0.0, "`loss.label_smoothing`"),
-    part("cpo_alpha", NUMBER, None, "none: titan's simpo is without cross-entropy"),
+    part("cpo_alpha", NUMBER, 1.0, "none: titan's simpo is without cross-entropy"),
     part("reward_model", FLAG, None, "the loss `reward` of titan-heads"),
     part("center_rewards_coefficient", NUMBER, 0.0, "`loss.center`"),
     dropped("num_labels", WHOLE, "classes are named: the loss classification of titan-heads", None, (1,)),

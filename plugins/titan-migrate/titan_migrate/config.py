@@ -11,7 +11,6 @@ from titan_migrate.document import Leaf
 from titan_migrate.keys import Key, described, fits
 from titancli.errors import PluginError
 from titancli.recipe import nearest
-from titancli.registry.fields import fields_of
 
 if TYPE_CHECKING:
     from titancli.registry.lookup import Registry
@@ -180,13 +179,6 @@ class Config:
                 self.lose(key, f"{error.message}{hint}" + (f"; {what}" if what else ""))
             return False
         return True
-
-    def has_field(self, kind: str, name: str, field: str) -> bool:
-        """Return whether an installed component has a field."""
-        try:
-            return field in fields_of(self.registry.find(kind, name))
-        except PluginError:
-            return False
 
     def convert(self, table: dict[str, Any]) -> None:
         """Add a converter."""

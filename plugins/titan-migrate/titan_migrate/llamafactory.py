@@ -106,9 +106,6 @@ def _adapters(config: Config) -> None:
         config.lose("finetuning_type", f"titan has no {kind}: adapters (LoRA) are trained")
     rank = config.value("lora_rank")
     alpha = config.value("lora_alpha") or 2 * rank
-    if config.value("use_rslora"):
-        alpha = parts.scaled(config, "use_rslora", rank, alpha)
-    config.ignore("use_rslora")
     asked = config.value("lora_target")
     listed = [one.strip() for one in (asked.split(",") if isinstance(asked, str) else map(str, asked))]
     layers = None if "all" in listed else parts.targets(config, filter(None, listed), "lora_target")
@@ -121,7 +118,7 @@ def _adapters(config: Config) -> None:
     for name in ("finetuning_type", "lora_rank", "lora_alpha", "lora_target"):
         config.take(*([] if name in config.handled() else [name]))
     parts.dropout(config, "lora_dropout")
-    parts.dora(config, "use_dora")
+    parts.form(config, "use_rslora", "use_dora")
 
 
 def _precision(config: Config) -> None:
@@ -182,7 +179,7 @@ def _pairs(config: Config, kind: str, beta: float) -> None:
     elif not config.has("loss", name, "pref_loss", what="it is dpo instead"):
         name = "dpo"
     loss: dict[str, Any] = {"type": name, "beta": beta}
-    if name == "simpo":  # there, the margin of log-probabilities is gamma; here, that of rewards
+    if name == "simpo":
         loss["gamma"] = float(config.value("simpo_gamma"))
     if name == "dpo":
         loss["label_smoothing"] = float(config.value("dpo_label_smoothing"))

@@ -39,17 +39,18 @@ ADAPTERS = [
     part("finetuning_type", TEXT, "lora", "`[[converters]]` with `type = \"lora\"`; `full`: none"),
     part("lora_rank", WHOLE, 8, "`converters.0.rank`"),
     part("lora_alpha", WHOLE, None, "`converters.0.alpha`, twice the rank by default"),
-    part("lora_dropout", NUMBER, 0.0, "`converters.0.dropout`, if titan's adapters have it"),
+    part("lora_dropout", NUMBER, 0.0, "none: titan's adapters have no dropout"),
     part("lora_target", (str, list), "all", "`converters.0.targets`"),
-    part("use_rslora", FLAG, False, "`converters.0.alpha`, times the square root of the rank"),
-    part("use_dora", FLAG, False, "`converters.0.dora`, if titan's adapters can be that"),
+    part("use_rslora", FLAG, False, "`converters.0.rslora`"),
+    part("use_dora", FLAG, False, "`converters.0.dora`"),
     part("loraplus_lr_ratio", NUMBER, None, "the optimizer `by_name` of titan-optimizers"),
     part("quantization_bit", WHOLE, None, "4: the converter `qlora`, if it is installed"),
     dropped("quantization_method", TEXT, "titan quantizes to NF4 itself", "bnb", ("bitsandbytes",)),
     dropped("quantization_type", TEXT, "titan quantizes to NF4", "nf4"),
     dropped("double_quantization", FLAG, "the scales are quantized, too", True),
     *idle("quantization_device_map", "titan shards the base"),
-    *gone("additional_target loraplus_lr_embedding pissa_* create_new_adapter oft_* module_dropout "
+    part("loraplus_lr_embedding", NUMBER, 1e-6, "the optimizer `by_name` of titan-optimizers"),
+    *gone("additional_target pissa_* create_new_adapter oft_* module_dropout "
           "freeze_trainable_* freeze_extra_modules use_llama_pro", METHOD),
 ]  # fmt: skip
 DATA = [

@@ -27,7 +27,10 @@ LAYERS = {
 }
 """Linear layers of a block by their names in Hugging Face folders and torchtune, with titan's."""
 BLOCK = set(LAYERS.values())
-HEADS = ("lm_head", "output", "embed_tokens", "tok_embeddings")
+HEADS = {"lm_head": "output", "output": "output"} | dict.fromkeys(
+    ("embed_tokens", "tok_embeddings"), "tok_embeddings"
+)
+"""The output and the embedding, likewise."""
 EIGHT_BIT = "no memory pages: if it does not fit, parallelize.cpu_offload keeps the state in CPU memory"
 FLOAT32 = "with weights in float32, which it needs: training.dtype"
 
@@ -81,8 +84,13 @@ def targets(config: Config, names: Iterable[str], source: str) -> list[str] | No
     found: list[str] = []
     for name in names:
         last = name.rpartition(".")[2]
-        if last in HEADS:
-            config.change(source, f"adapters change layers of the blocks, not {last}")
+        if last in HEADS and (own or _tied(config)):
+            why = (
+                "here, adapters change layers of its blocks" if own else "embedding and output share a weight"
+            )
+            config.change(source, f"without {last}: {why}")
+        elif last in HEADS:
+            found.append(HEADS[last])
         elif last in LAYERS:
             found.append(name if own else LAYERS[last])
         elif own or last in BLOCK:
@@ -93,8 +101,18 @@ def targets(config: Config, names: Iterable[str], source: str) -> list[str] | No
                 f"titan has no layer {name!r} by that name; `titan plan` lists a model's, "
                 f"for [[converters]] targets",
             )
-    same = [LAYERS.get(name, name) for name in found]
-    return None if not found or set(same) >= BLOCK else list(dict.fromkeys(found))
+    same = {LAYERS.get(name, name) for name in found}
+    whole = same >= BLOCK and not same & set(HEADS.values())
+    return None if not found or whole else list(dict.fromkeys(found))
+
+
+def _tied(config: Config) -> bool:
+    """Return whether the embedding and the output share a weight, as far as the folder is here."""
+    try:
+        text = read_json(Path(config.recipe["weights"]) / "config.json")
+    except (OSError, ValueError):
+        return False
+    return isinstance(text, dict) and bool(text.get("tie_word_embeddings", False))
 
 
 def adapters(
@@ -110,36 +128,25 @@ def adapters(
     config.convert(table | ({} if layers is None else {"targets": layers}))
 
 
-def scaled(config: Config, source: str, rank: int, alpha: float) -> float:
-    """Return the alpha with which titan's alpha / rank is rsLoRA's alpha / sqrt(rank)."""
-    found = alpha * math.sqrt(rank)
-    config.change(source, f"alpha = {found:g}: the scale is {alpha:g} / sqrt({rank}), as in rsLoRA")
-    return found
+def form(config: Config, rslora: str, dora: str) -> None:
+    """Carry rsLoRA and DoRA over: `rslora` and `dora` are the tool's keys."""
+    adapters = config.recipe["converters"][-1]
+    for field, source in (("rslora", rslora), ("dora", dora)):
+        if field == "dora" and config.value(source) and "tok_embeddings" in (adapters.get("targets") or []):
+            config.lose(source, "an embedding has no magnitudes: without it in targets, set dora = true")
+        elif config.value(source):
+            adapters[field] = True
+            config.take(source)
+        else:
+            config.ignore(source)
 
 
 def dropout(config: Config, source: str) -> None:
-    """Carry the dropout of adapters over, if titan's have one."""
-    kind = config.recipe["converters"][-1]["type"] if config.recipe.get("converters") else "lora"
-    if config.value(source) and config.has_field("converter", kind, "dropout"):
-        config.recipe["converters"][-1]["dropout"] = config.value(source)
-        config.take(source)
-    elif config.value(source):
+    """Report a dropout of adapters."""
+    if config.value(source):
         config.lose(source, "titan's adapters have no dropout; weights and gradients are those without it")
     else:
         config.ignore(source)
-
-
-def dora(config: Config, source: str) -> None:
-    """Carry DoRA over, if titan's adapters can be that."""
-    if not config.value(source):
-        config.ignore(source)
-        return
-    kind = config.recipe["converters"][-1]["type"]
-    if config.has_field("converter", kind, "dora"):
-        config.recipe["converters"][-1]["dora"] = True
-        config.take(source)
-    else:
-        config.lose(source, "this version of titan has no DoRA: plain LoRA is trained")
 
 
 # ----------------------------------------------------------------------------------------------- optimizers
@@ -210,16 +217,28 @@ def _muon(config: Config, source: str, values: dict[str, float]) -> None:
     config.change(source, "embeddings, norms and the output are stepped by AdamW (optimizer.fallback)")
 
 
-def by_name(config: Config, source: str, ratio: float) -> None:
-    """Give the B of adapters a rate of their own: LoRA+."""
-    if config.has("optimizer", "by_name", source):
-        inner = config.recipe["optimizer"]
-        config.recipe["optimizer"] = {
-            "type": "by_name",
-            "optimizer": inner,
-            "groups": [{"match": ["*.lora_b"], "lr_factor": float(ratio)}],
-        }
-        config.take(source)
+def by_name(config: Config, source: str, embedding: str) -> None:
+    """Give the B of adapters, and DoRA's magnitudes, a rate of their own: LoRA+, as peft has it.
+
+    Args:
+        embedding: the key with the rate of an embedding's adapter.
+    """
+    adapters = next((t for t in config.recipe.get("converters", []) if t["type"] in ("lora", "qlora")), None)
+    if adapters is None or not config.value(source):
+        config.ignore(source, embedding)
+        return
+    if not config.has("optimizer", "by_name", source):
+        return
+    inner = config.recipe["optimizer"]
+    faster = ["*.lora_b", *(["*.lora_magnitude"] if adapters.get("dora") else [])]
+    groups = [{"match": faster, "lr_factor": float(config.value(source))}]
+    if "tok_embeddings" in (adapters.get("targets") or []):
+        factor = float(config.value(embedding)) / (inner["lr"] or 1.0)
+        groups.insert(0, {"match": ["tok_embeddings.lora_*"], "lr_factor": factor})
+        config.take(embedding)
+    config.ignore(embedding)
+    config.recipe["optimizer"] = {"type": "by_name", "optimizer": inner, "groups": groups}
+    config.take(source)
 
 
 # ------------------------------------------------------------------------------------------------ schedules

@@ -135,7 +135,10 @@ def _adapters(config: Config) -> None:
     listed = [str(one) for one in (modules if modules is not None else ["q_proj", "v_proj"])]
     if config.value("model.apply_lora_to_mlp"):
         listed += ["gate_proj", "down_proj", "up_proj"]
-    config.take("model._component_", "model.apply_lora_to_mlp", "model.lora_rank", "model.lora_alpha")
+    if config.value("model.apply_lora_to_output"):
+        listed += ["output"]
+    taken = ("model.apply_lora_to_mlp", "model.apply_lora_to_output", "model.lora_rank", "model.lora_alpha")
+    config.take("model._component_", *taken)
     layers = parts.targets(config, listed, "model.lora_attn_modules")
     if "model.lora_attn_modules" not in config.handled():
         config.take("model.lora_attn_modules")
@@ -144,13 +147,11 @@ def _adapters(config: Config) -> None:
     parts.adapters(
         config, config.value("model.lora_rank"), config.value("model.lora_alpha"), layers, quantized
     )
-    if config.value("model.apply_lora_to_output"):
-        config.lose("model.apply_lora_to_output", "adapters change layers of the blocks, not the output")
-    else:
-        config.ignore("model.apply_lora_to_output")
     config.ignore("model.quantize_base")
     parts.dropout(config, "model.lora_dropout")
-    parts.dora(config, "model.use_dora")
+    if config.value("model.use_dora"):
+        config.recipe["converters"][-1]["dora"] = True
+    config.take("model.use_dora")
 
 
 def _precision(config: Config) -> None:

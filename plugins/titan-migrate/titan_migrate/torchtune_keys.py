@@ -59,11 +59,11 @@ MODEL = [
     part("model._component_", TEXT, None, "the model is that of `weights`; `lora_…`: a converter"),
     part("model.lora_attn_modules", LIST, None, "`converters.0.targets`"),
     part("model.apply_lora_to_mlp", FLAG, False, "`converters.0.targets`"),
-    part("model.apply_lora_to_output", FLAG, False, "none: adapters change layers of the blocks"),
+    part("model.apply_lora_to_output", FLAG, False, "`converters.0.targets`"),
     part("model.lora_rank", WHOLE, 8, "`converters.0.rank`"),
     part("model.lora_alpha", NUMBER, 16, "`converters.0.alpha`"),
-    part("model.lora_dropout", NUMBER, 0.0, "`converters.0.dropout`, if titan's adapters have it"),
-    part("model.use_dora", FLAG, False, "`converters.0.dora`, if titan's adapters can be that"),
+    part("model.lora_dropout", NUMBER, 0.0, "none: titan's adapters have no dropout"),
+    part("model.use_dora", FLAG, False, "`converters.0.dora`"),
     part("model.quantize_base", FLAG, False, "the converter `qlora`, if it is installed"),
     *idle(
         "model.vocab_size model.num_layers model.num_heads model.num_kv_heads model.embed_dim "

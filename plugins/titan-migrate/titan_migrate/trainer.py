@@ -64,9 +64,7 @@ def optimizer(config: Config, names: Names) -> None:
     parts.optimizer(config, names.optimizer, values, decays_norms=False)
     norm = config.value("max_grad_norm")
     config.put("training.max_norm", 1.0 if norm is None else float(norm), "max_grad_norm")
-    ratio = config.value("loraplus_lr_ratio")
-    if ratio:
-        parts.by_name(config, "loraplus_lr_ratio", ratio)
+    parts.by_name(config, "loraplus_lr_ratio", "loraplus_lr_embedding")
     alpha = config.value("neftune_noise_alpha")
     if alpha and config.has("converter", "neftune", "neftune_noise_alpha"):
         config.convert({"type": "neftune", "alpha": float(alpha)})
