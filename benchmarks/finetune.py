@@ -3,11 +3,9 @@
     python benchmarks/finetune.py [--write]
 
 A recipe names its GPU in a comment (`# Planned for one H100 (80 GB): …`), whose figures are written here, as
-is the table of recipes/finetune/README.md. Without `--write` both are only compared. Beside the estimate:
-
-- distillation: the teacher's weights, which a plan of the student does not have;
-- GRPO, while it samples: weights, optimizer state, and keys and values of as many rows as are sampled at
-  once, each as long as a row of training.
+is the table of recipes/finetune/README.md. Without `--write` both are only compared. Beside the estimate,
+GRPO while it samples: weights, optimizer state, and keys and values of as many rows as are sampled at once,
+each as long as a row of training.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from titancli.observe.peaks import DEVICES
 from titancli.planning.estimate import estimate
 from titancli.recipe import bundled_folder, load_recipe
 from titancli.registry import current
-from titancli.registry.component import build, component_info
+from titancli.registry.component import component_info
 
 PLANNED = re.compile(r"^# Planned for one (\w+) \((\d+) GB\):.*$", re.MULTILINE)
 PAGE = bundled_folder() / "finetune" / "README.md"
@@ -93,21 +91,10 @@ def planned(name: str, file: Path) -> Planned:
     recipe = load_recipe(file).recipe
     found = estimate(recipe, recipe.degrees(1), DEVICES[line[1]])
     assert found is not None and found.limit is not None
-    static = sum(found.worst.classes[part] for part in ("parameters", "optimizer"))
-    peak = max(found.worst.total + _teacher(recipe), static + _sampling(recipe))
+    static = sum(found.worst.classes[part] for part in ("parameters", "optimizer", "frozen"))
+    peak = max(found.worst.total, static + _sampling(recipe))
     assert peak <= found.limit, f"{name} needs {peak / GIB:.1f} GiB"
     return Planned(name, recipe, line[1], int(line[2]), peak / GIB, found.limit / GIB)
-
-
-def _teacher(recipe: Any) -> float:
-    """Bytes of a teacher's weights."""
-    teacher = getattr(recipe.loop, "teacher", None)
-    if teacher is None:
-        return 0.0
-    with torch.device("meta"):
-        model: Any = build(teacher.model, seq_len=recipe.training.seq_len)
-    size: int = sum(parameter.numel() for parameter in model.parameters())
-    return size * float(getattr(torch, teacher.dtype).itemsize)
 
 
 def _sampling(recipe: Any) -> float:

@@ -119,7 +119,7 @@ def computed(case: Case) -> dict[str, float]:
     found = estimate(recipe, recipe.degrees(case.world), DEVICES["cpu"])
     if found is None:
         raise SystemExit(f"{case.name}: the model is not estimated")
-    return {str(rank.pp_rank): rank.total for rank in found.ranks}
+    return {str(rank.pp_rank): rank.total - rank.classes["frozen"] for rank in found.ranks}
 
 
 def deviations(case: Case, peaks: dict[str, int]) -> Iterator[float]:

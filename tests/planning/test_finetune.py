@@ -10,6 +10,8 @@ from types import ModuleType
 import pytest
 
 from tests.docs.markdown import ROOT
+from titancli.observe.peaks import DEVICES
+from titancli.planning.estimate import estimate
 from titancli.recipe import load_recipe
 
 
@@ -46,7 +48,8 @@ def test_each_says_how_it_is_downloaded_and_started_and_has_a_debug_twin(made: M
         assert (file.parent / f"{method}_{model.rpartition('_')[0]}_debug.toml").is_file(), name
 
 
-def test_the_teacher_of_a_distillation_is_planned_as_what_it_is(made: ModuleType) -> None:
+def test_the_teacher_of_a_distillation_is_planned_as_what_it_is() -> None:
     pytest.importorskip("titan_distil")
     recipe = load_recipe("titan-distil:distil_qwen3_0.6b").recipe
-    assert made._teacher(recipe) == 2 * 8_190_735_360
+    found = estimate(recipe, recipe.degrees(1), DEVICES["H100"])
+    assert found is not None and found.worst.classes["frozen"] == 2 * 8_190_735_360

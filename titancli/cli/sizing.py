@@ -81,7 +81,7 @@ def size(
         needs = f"{where}: it does not fit, on each GPU it needs {_gib(found.worst.total)}"
         return Size(batch, needs if adapters else f"{needs}; adapters need less: --lora")
     batch = [*batch, *change.overrides]
-    return Size(batch, f"{where}: fits with {' '.join(batch)}: {_gib(change.peak)}")
+    return Size(batch, f"{where}: fits with {' '.join(batch)}: {_gib(change.peak_bytes)}")
 
 
 def _gib(size: float) -> str:

@@ -36,8 +36,7 @@ class Remedy:
     """Changes that make a recipe fit, with the peak memory and speed they lead to."""
 
     overrides: list[str]
-    peak: float
-    """Bytes."""
+    peak_bytes: int
     tokens_per_second: float | None
     slower: float | None
     """Speed lost relative to the unchanged recipe, if that fitted; 0.1 is 10 % slower."""
@@ -81,10 +80,11 @@ def _worth(found: Estimate) -> float:
 
 def _remedy(found: Estimate, other: Estimate, chosen: tuple[Change, ...]) -> Remedy:
     overrides = list(dict.fromkeys(override for change in chosen for override in change.overrides))
+    peak = round(other.worst.total)
     if found.speed is None or other.speed is None:
-        return Remedy(overrides, other.worst.total, None, None)
+        return Remedy(overrides, peak, None, None)
     rate = other.speed.tokens_per_second
-    return Remedy(overrides, other.worst.total, rate, 1 - rate / found.speed.tokens_per_second)
+    return Remedy(overrides, peak, rate, 1 - rate / found.speed.tokens_per_second)
 
 
 def _with(
@@ -203,14 +203,8 @@ def as_data(recipe: Recipe, found: Estimate | None) -> dict[str, Any] | None:
     """Return the verdict as plain JSON; None if nothing was estimated."""
     if found is None:
         return None
-    change = remedy(recipe, found) if found.fits is False else None
-    cheapest = None
-    if change is not None:
-        cheapest = {
-            "overrides": change.overrides,
-            "peak_bytes": round(change.peak),
-            "tokens_per_second": change.tokens_per_second,
-            "slower": change.slower,
-        }
-    ranks = ranks_that_fit(recipe, found) if found.fits is False else None
-    return {"fits": found.fits, "change": cheapest, "ranks": ranks}
+    if found.fits is not False:
+        return {"fits": found.fits, "change": None, "ranks": None}
+    change = remedy(recipe, found)
+    cheapest = None if change is None else dataclasses.asdict(change)
+    return {"fits": False, "change": cheapest, "ranks": ranks_that_fit(recipe, found)}

@@ -52,8 +52,8 @@ class Estimate:
     def reserve(self) -> float:
         """Return the bytes that the allocator takes beyond those of tensors, on the rank where these are
         highest."""
-        moving = [rank.total - rank.classes["parameters"] - rank.classes["optimizer"] for rank in self.ranks]
-        return RESERVED * max(moving)
+        still = ("parameters", "optimizer", "frozen")
+        return RESERVED * max(rank.total - sum(rank.classes[one] for one in still) for rank in self.ranks)
 
     @property
     def limit(self) -> float | None:

@@ -19,7 +19,7 @@ from titancli.planning.measure import BACK, FRONT, Piece
 from titancli.planning.pipeline import in_flight
 from titancli.planning.workload import Group, Stage, Workload, groups, reshards, stages
 
-CLASSES = ("parameters", "gradients", "optimizer", "activations", "loss", "communication")
+CLASSES = ("parameters", "gradients", "optimizer", "activations", "loss", "communication", "frozen")
 """Uses of memory."""
 FORWARD_FIRST = ("GPipe", "LoopedBFS")
 """Schedules in which all micro-batches finish forward before the first goes backward."""
@@ -121,6 +121,8 @@ class _Step:
         largest = max(g.largest for g in every)
         at_rest = 0.0 if work.offloaded else own - sum(g.spared for g in every)
         tally.add("parameters", at_rest * work.stored)
+        beside = [numbers_at_rest(one, self.pp_rank) * one.stored for one in work.frozen]
+        tally.add("frozen", 0.0 if work.offloaded else sum(beside))
         trained = sum(g.own * g.trained for g in every)
         tally.add("optimizer", 0.0 if work.offloaded else trained * work.optimizer_state)
         tally.add("activations", work.measured().batch * work.local_rows / work.rows)

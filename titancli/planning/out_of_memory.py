@@ -37,13 +37,11 @@ def advice(recipe: Recipe, degrees: Degrees, device: str) -> str | None:
     """Return the overrides that save enough at the least cost, as typed on the command line; None if none
     is known."""
     found = _estimate(recipe, degrees, device)
-    if found is None:
-        return None
-    change = remedy(recipe, _refused(found))
+    change = None if found is None else remedy(recipe, _refused(found))
     if change is None:
         return None
     slower = f", {change.slower:.0%} slower" if change.slower is not None and change.slower > 0.005 else ""
-    return f"{' '.join(change.overrides)} (estimate: {_gib(change.peak)}{slower})"
+    return f"{' '.join(change.overrides)} (estimate: {_gib(change.peak_bytes)}{slower})"
 
 
 def _estimate(recipe: Recipe, degrees: Degrees, device: str) -> Estimate | None:

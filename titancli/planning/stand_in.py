@@ -16,7 +16,7 @@ from titancli.recipe.schema import Compile, Recipe, needs_dataset
 
 def on_a_cpu(recipe: Recipe) -> tuple[Recipe, list[str]]:
     """Return the recipe without features that need a GPU or take minutes, and the names of those left out."""
-    left_out = []
+    left_out = ["frozen models beside the trained one"] * bool(recipe.loop.frozen_models(recipe))
     if recipe.compile.enable:
         budget = recipe.activation_checkpoint.mode == "memory_budget"
         left_out.append("compile" + ("(and with it the memory_budget of activations)" if budget else ""))

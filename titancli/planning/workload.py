@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property, reduce
+from functools import cached_property, partial, reduce
 from typing import Any
 
 import torch
@@ -88,6 +88,16 @@ class Workload:
     def tokens_per_step(self) -> float:
         """Return the tokens of all ranks in a step."""
         return self.rows * self.passes * self.seq_len * self.degrees.dp
+
+    @property
+    def frozen(self) -> Iterator[Workload]:
+        """Yield the frozen models beside the trained one; the reference of adapters is their base."""
+        for recipe in self.recipe.loop.frozen_models(self.recipe):
+            if recipe is not self.recipe:
+                blueprint: Any = self._known(("beside", repr(recipe.model)), partial(Blueprint, recipe))
+                yield workload(recipe, blueprint, recipe.degrees(self.degrees.world), self.device)
+            elif len(recipe.converters) == len(self.blueprint.left_out):
+                yield self
 
     # ----------------------------------------------------------------------------------- measured
 
@@ -247,12 +257,8 @@ def assumed(recipe: Recipe, blueprint: Blueprint) -> list[str]:
             f"the optimizer {name} does not declare its state: two fp32 numbers per parameter are assumed"
         )
     if not needs_dataset(recipe.loop):
-        needs_reference = recipe.loss.needs_reference
-        copy = " and the reference model" if needs_reference else ""
-        found.append(
-            f"a step of the loop {component_info(recipe.loop).name} is assumed to be one micro-batch "
-            f"per rank, without sampling{copy}"
-        )
+        name = component_info(recipe.loop).name
+        found.append(f"a step of the loop {name} is assumed to be one micro-batch per rank, without sampling")
     if not _is(recipe.parallelize, "decoder"):
         name = component_info(recipe.parallelize).name
         found.append(f"the plan {name} is assumed to shard the model like titan's decoder")

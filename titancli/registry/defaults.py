@@ -252,6 +252,10 @@ class LoopConfigDefaults:
         """Return whether it compares with the model at the run's start until the run's end."""
         return False
 
+    def frozen_models(self, recipe: Any) -> list[Any]:
+        """Return the recipes of the frozen models beside the trained one; `recipe` itself: a copy of it."""
+        return [recipe] if self.needs_reference(recipe) else []
+
 
 class GeneratorConfigDefaults:
     """Members of a generator's config."""

@@ -40,7 +40,7 @@ def _computed(recipe: Recipe, world: int) -> list[int] | None:
     from titancli.planning.estimate import estimate
 
     found = estimate(recipe, recipe.degrees(world), DEVICES["cpu"])
-    return None if found is None else [round(rank.total) for rank in found.ranks]
+    return None if found is None else [round(rank.total - rank.classes["frozen"]) for rank in found.ranks]
 
 
 def _peak_rss() -> int | None:

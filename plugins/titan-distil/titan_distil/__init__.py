@@ -76,6 +76,11 @@ class Distil:
         elif self.teacher.weights.exists() or self.teacher.model is not None:
             yield from self._check_vocabulary(recipe)
 
+    def frozen_models(self, recipe: Recipe) -> list[Recipe]:
+        from titan_distil.teacher import recipe_of  # brings torch
+
+        return [] if self.teacher.topk is not None else [recipe_of(recipe, self.teacher)]
+
     def _check_stored(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         if recipe.validation.datasets:
             message = (
