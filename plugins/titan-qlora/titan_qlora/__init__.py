@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from titancli import component, hookimpl
 from titancli.converters import LoRA
@@ -21,6 +21,8 @@ class QLoRA(LoRA):
     bitsandbytes does. Checkpoints hold the adapters alone; the base is quantized anew from `weights`.
     """
 
+    values_per_block: ClassVar[int] = 64
+    """Values along a row that no rank may share, for `titan prove`."""
     skip: list[str] = field(default_factory=list)
     """Layers and stacks of experts to leave as they are: a full name (`layers.0.attention.wq`), the end of
     one (`wq`, `experts.w2`), or a pattern (`layers.0.*`)."""

@@ -157,11 +157,20 @@ def engine_of(recipe: Recipe) -> Engine:
         raise Refusal(error) from error
 
 
+def writable(engine: Engine) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters but for those that are stored in fewer bits than their dtype's, whose values
+    cannot be changed."""
+    for name, parameter in engine.named_parameters():
+        own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        if getattr(own, "bytes_per_value", None) is None:
+            yield name, parameter
+
+
 def _nudge(engine: Engine, size: float, draw: int) -> None:
-    """Change every weight a little, as much as rounding might."""
+    """Change weights a little, as much as rounding might."""
     generator = torch.Generator().manual_seed(draw)
     with torch.no_grad():
-        for _, parameter in engine.named_parameters():
+        for _, parameter in writable(engine):
             whole = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             whole.mul_(1 + size * torch.randn(whole.shape, generator=generator).to(whole.device))
 

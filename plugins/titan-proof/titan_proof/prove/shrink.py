@@ -164,16 +164,19 @@ def _steady(optimizer: dict[str, Any]) -> None:
 def _moves(recipe: Recipe, small: Recipe) -> Iterator[list[dict[str, int]]]:
     """Yield changes of [model]; the first valid one of each list is made."""
     model = small.model
-    yield from ([{key: most}] for key, most in SINGLE.items())
+    # Of a weight that is stored in blocks, each of four ranks of tensor parallelism needs whole ones.
+    block = max((getattr(one, "values_per_block", 1) for one in small.converters), default=1)
+    blocks = {"hidden_dim": 4 * block, "moe.hidden_dim": 4 * block, "v_head_dim": block}
+    yield from ([{key: max(most, blocks.get(key, 0))}] for key, most in SINGLE.items())
     heads, kv_heads = model.n_heads, model.n_kv_heads
     if heads:
         fewer_kv = math.gcd(kv_heads or heads, 4)
         fewer = fewer_kv * min(heads // (kv_heads or heads), 2)
         # Converters may need sizes that 16 divides on each of four ranks (float8).
-        width = max(WIDTH // fewer, 16 if small.converters else 8)
+        width = max(WIDTH // fewer, 16 if small.converters else 8, 4 * block // fewer)
         sizes = {"n_heads": fewer, **({"n_kv_heads": fewer_kv} if kv_heads else {})}
         yield [
-            {**sizes, "dim": WIDTH, "head_dim": 16},
+            {**sizes, "dim": WIDTH, "head_dim": max(16, 4 * block // fewer)},
             {**sizes, "dim": fewer * width},
             {"dim": WIDTH},
         ]

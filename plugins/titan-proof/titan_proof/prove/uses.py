@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from titan_proof.prove.compare import FACTOR, FLOOR, Reference, compared, distance, finite, reference_of
-from titan_proof.prove.measure import Record, Refusal, Results, batches_of, engine_of, mine
+from titan_proof.prove.measure import Record, Refusal, Results, batches_of, engine_of, mine, writable
 from titancli import Engine, Recipe
 from titancli.checkpoint import export_hf, open_weights
 from titancli.errors import TitanError
@@ -31,7 +31,8 @@ PROMPT = 5
 
 def exported(recipe: Recipe, sizes: Sequence[int], folder: Path) -> dict[str, Any]:
     """Do a step, export the weights, and compare the next step of an engine that starts from the export with
-    that of the exported engine. Collective; the answer is rank 0's.
+    that of the exported engine. If the base is stored in fewer bits, which would round the merged weights
+    once more, the new engine has no converters. Collective; the answer is rank 0's.
 
     Raises:
         Refusal: the model has no Hugging Face form, or the engine cannot be built.
@@ -44,6 +45,7 @@ def exported(recipe: Recipe, sizes: Sequence[int], folder: Path) -> dict[str, An
         except TitanError as error:  # transformers' model lacks something
             raise Refusal(error) from error
         adapted = engine.adapters is not None
+        rounds = len(list(writable(engine))) < len(list(engine.named_parameters()))
         second = _after_a_step(engine, recipe, sizes)
         if engine.hf_form.loses_biases:  # and warns: they begin at zero again
             _clear_biases(engine)
@@ -56,7 +58,8 @@ def exported(recipe: Recipe, sizes: Sequence[int], folder: Path) -> dict[str, An
         dist.barrier()
         lost = {name: parameter.detach().clone() for name, parameter in _lost(engine, form)}
         expected = _recorded(engine, second, sizes)
-    with _closed(engine_of(replace(recipe, weights=folder / "hf"))) as engine:
+    again = replace(recipe, weights=folder / "hf", converters=[] if rounds else recipe.converters)
+    with _closed(engine_of(again)) as engine:
         engine.step = 1  # the same random numbers, where the model draws some
         with torch.no_grad():
             for name, parameter in engine.named_parameters():
@@ -139,7 +142,7 @@ def generated(
     with _closed(engine_of(recipe if recipe.converters else replace(recipe, weights=None))) as engine:
         batch = mine(engine, _after_a_step(engine, recipe, sizes), sizes)[0]
         with torch.no_grad():
-            for name, parameter in engine.named_parameters():
+            for name, parameter in writable(engine):
                 if name.startswith("layers.") and parameter.ndim > 1:
                     parameter.mul_(GROWN)
         if "tokens" not in batch:
