@@ -1,6 +1,6 @@
 """Fine-tuning beside TRL and peft: the same losses step for step, and CPU-seconds a step.
 
-    python benchmarks/beside_trl.py [--rounds N] [--only sft lora dpo] [--shapes even ragged]
+    python benchmarks/beside_trl.py [--rounds N] [--only sft lora qlora dpo] [--shapes even ragged]
 
 A Qwen 3 of 4 layers with random weights (fp32, written by transformers), a byte-level BPE tokenizer with
 ChatML's template that is trained here, and conversations of random words. Both sides get the same folder,
@@ -12,7 +12,9 @@ one step each. No activation checkpointing, no saves. TRL pads a batch to its lo
   most `training.seq_len` tokens, without padding between them.
 
 - `sft`: all weights; `lora`: adapters of all linear layers, rank 8, which titan has drawn and peft loads;
-  `dpo`: all weights, with a frozen copy as the reference.
+  `qlora`: the same adapters beside a base in NF4 with double quantization, by bitsandbytes on TRL's side;
+  products and adapters are fp32 on both (TRL would round its adapters to bfloat16);
+- `dpo`: all weights, with a frozen copy as the reference.
 - `even`: conversations of equal length, where packing has nothing to save and its masks cost.
 - `ragged`: one of eight in every other batch is long, all others are short: unkind to padding.
 
@@ -37,7 +39,7 @@ import sidebyside as side
 
 from titancli import component, hookimpl
 
-CASES, SHAPES = ("sft", "lora", "dpo"), ("even", "ragged")
+CASES, SHAPES = ("sft", "lora", "qlora", "dpo"), ("even", "ragged")
 ROWS, LONGEST, SHORTEST = 8, 256, 24
 WARM = 2
 CHATML = (
@@ -228,7 +230,8 @@ def rate(case: str) -> float:
 
 def recipe(job: Job, *, loggers: bool = True) -> str:
     """Return the recipe of a case."""
-    dpo, lora = job.case == "dpo", job.case == "lora"
+    dpo, lora = job.case == "dpo", job.case in ("lora", "qlora")
+    converter = f'{{type = "{job.case}", rank = 8, alpha = 16.0}}'
     return RECIPE.format(
         folder=job.folder,
         shape=job.shape,
@@ -238,7 +241,7 @@ def recipe(job: Job, *, loggers: bool = True) -> str:
         dataset="preference" if dpo else "chat",
         rows="pairs" if dpo else "chats",
         pack="" if dpo else "pack = false",
-        converters='converters = [{type = "lora", rank = 8, alpha = 16.0}]' if lora else "",
+        converters=f"converters = [{converter}]" if lora else "",
         no_decay="" if lora else '"*norm*"',
         lr=rate(job.case),
         seq_len=LONGEST,
@@ -311,7 +314,7 @@ def trl(job: Job) -> None:
     import torch
     from datasets import Dataset
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, TrainerCallback
     from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
     torch.set_num_threads(1)
@@ -354,17 +357,27 @@ def trl(job: Job) -> None:
         "processing_class": AutoTokenizer.from_pretrained(job.folder / "model"),
         "callbacks": [Turn()],
     }
-    model = load()
+    four_bits = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32,
+    )
+    model = load(quantization_config=four_bits if job.case == "qlora" else None)
     if job.case == "dpo":
         rows = rows_of(job.folder, "pairs", job.shape, ("prompt", "chosen", "rejected"))
         given |= {"train_dataset": Dataset.from_list(rows), "ref_model": load()}
         trainer: Any = DPOTrainer(model=model, args=DPOConfig(beta=0.1, **options), **given)
     else:
-        if job.case == "lora":
+        if job.case in ("lora", "qlora"):
             model = PeftModel.from_pretrained(model, job.folder / "adapters", is_trainable=True)
         rows = rows_of(job.folder, "chats", job.shape, ("prompt", "completion"))
         given["train_dataset"] = Dataset.from_list(rows)
+        drawn = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
         trainer = SFTTrainer(model=model, args=SFTConfig(**options), **given)
+        for name, parameter in trainer.model.named_parameters() if job.case == "qlora" else ():
+            if parameter.requires_grad:  # TRL rounds adapters beside such a base to bfloat16
+                parameter.data = drawn[name]
     step = trainer.training_step
 
     def with_loss(*arguments: Any, **more: Any) -> Any:
@@ -423,7 +436,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=CASES, default=CASES)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=SHAPES)
     asked = parser.parse_args()
-    print(side.machine("titancli", "torch", "transformers", "trl", "peft"))
+    print(side.machine("titancli", "torch", "transformers", "trl", "peft", "bitsandbytes"))
     print(f"one thread, {ROWS} rows of at most {LONGEST} tokens a step, {asked.rounds} steps\n")
     print("| | loss of TRL | Δ titan | Δ script | titan, CPU-s | script | TRL | titan / TRL | script / TRL |")
     print("|---|---|---|---|---|---|---|---|---|")

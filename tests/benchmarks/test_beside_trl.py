@@ -26,6 +26,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("case", beside_trl.CASES)
 def test_losses_are_those_of_trl(folder: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one process: what takes long is to import both sides."""
+    if case == "qlora":
+        pytest.importorskip("bitsandbytes", reason="needs the package bitsandbytes")
     losses: dict[str, list[float]] = {}
     for peer, train in beside_trl.PEERS.items():
         told: list[sidebyside.Numbers] = []
