@@ -234,9 +234,9 @@ class Run:
         self.saved_step = step
         self.hooks.call("checkpoint_saved", step, path)
 
-    def export(self, step: int, name: str, weights: Mapping[str, Tensor]) -> None:
+    def export(self, step: int, name: str, weights: Mapping[str, Tensor], adapters: Any = None) -> None:
         """Save weights, by the names of parameters, as `exports/step-N-NAME` in the run folder; where the run
-        saves nothing, do nothing. Collective.
+        saves nothing, do nothing. `adapters`: what they are, if they are adapters alone. Collective.
 
         Raises:
             EnvironmentProblem: the disk is full, or cannot be written.
@@ -244,7 +244,8 @@ class Run:
         if self.checkpoints is None or self.folder is None:
             return
         path = self.folder / "exports" / f"step-{step}-{name}"
-        self.checkpoints.save_apart(path, {f"model.{key}": tensor for key, tensor in weights.items()})
+        state = {"engine": {"adapters": adapters}} if adapters else {}
+        self.checkpoints.save_apart(path, {f"model.{key}": tensor for key, tensor in weights.items()}, state)
         logger.info("weights only: exports/%s", path.name)
 
     def save_named(self, name: str, engine: Engine, facts: Mapping[str, Any]) -> None:

@@ -51,5 +51,6 @@ class Average:
 
     def run_end(self, why: str) -> None:
         if self._config.export and self._engine.step and self._run.has_ended:
-            weights = dict(self._engine.plain_parameters()) | self._average
-            self._run.export(self._engine.step, self.name, weights)
+            adapters = self._engine.save_state()[1].get("adapters")  # as checkpoints have them, without base
+            weights = {} if adapters else dict(self._engine.plain_parameters())
+            self._run.export(self._engine.step, self.name, weights | self._average, adapters)
