@@ -405,6 +405,33 @@ def test_references_that_lead_nowhere_are_told(
     assert remarks and words in remarks[0].text and remarks[0].line == 1
 
 
+def test_references_of_references_are_bounded(made: Callable[..., Translation]) -> None:
+    chain = "".join(f"k{n}: ${{k{n + 1}}}\n" for n in range(100)) + "k100: 1\n"
+    found = made("torchtune", configs.TORCHTUNE + chain)
+    assert any(row.name == "k0" and "more than 50 references" in row.text for row in found.lost)
+    for double in ("${%d}${%d}", "['${%d}', '${%d}']"):
+        lines = [f"a{n}: {double.replace('%d', f'a{n - 1}')}\n" for n in range(1, 41)]
+        try:
+            made("torchtune", configs.TORCHTUNE + "a0: xx\n" + "".join(lines))
+        except RecipeError as error:
+            assert "references are more than" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("tool", "text"),
+    [
+        ("axolotl", "base_model:\nlearning_rate: 1e-4\n"),
+        ("llamafactory", "model_name_or_path:\ndataset: x\n"),
+        ("torchtune", "optimizer: {_component_: torch.optim.AdamW}\n"),
+    ],
+)
+def test_a_config_that_names_no_model_says_so(at: Path, tool: str, text: str) -> None:
+    Path("config.yaml").write_text(text)
+    done = run_cli("recipe", f"from-{tool}", "config.yaml", "mine.toml")
+    assert done.code == 3 and "no model is named: set weights" in done.stdout
+    assert "None" not in Path("mine.toml").read_text()
+
+
 @pytest.mark.parametrize(
     ("tool", "text", "words"),
     [

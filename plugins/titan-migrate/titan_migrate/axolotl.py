@@ -91,7 +91,9 @@ def _layers(config: Config) -> list[str] | None:
             return None
         named = [named]
     if config.value("lora_target_linear") or not named:
-        config.take(source)
+        if heads := [name for name in named or [] if str(name).rpartition(".")[2] in parts.HEADS]:
+            config.change(source, f"all linear layers of the blocks, without {', '.join(heads)}")
+        config.take(*([] if source in config.handled() else [source]))
         return None
     layers = parts.targets(config, map(str, named), source)
     config.take(*([] if source in config.handled() else [source]))

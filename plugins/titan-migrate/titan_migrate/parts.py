@@ -37,8 +37,10 @@ FLOAT32 = "with weights in float32, which it needs: training.dtype"
 
 def model(config: Config, source: str) -> Path | None:
     """Set the weights and the tokenizer; return the folder, if it is on this machine."""
-    named = str(config.value(source))
-    given = config.asked.model or named
+    given = config.asked.model or str(config.value(source) or "")
+    if not given:
+        config.note(source, "no model is named: set weights and tokenizer.path, or give --model FOLDER")
+        given = "./your-model"
     folder = Path(os.path.expanduser(given))
     if not (folder / "config.json").is_file():
         if HUB.match(given) and not folder.parent.is_dir():

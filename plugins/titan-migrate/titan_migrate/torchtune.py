@@ -8,11 +8,13 @@ from typing import Any
 
 from titan_migrate import parts
 from titan_migrate.config import Config
-from titan_migrate.document import Leaf
+from titan_migrate.document import DEEPEST, MOST, Leaf
 from titan_migrate.torchtune_keys import ON_POLICY
 from titancli.errors import RecipeError
 
 INTERPOLATION = re.compile(r"\$\{([^${}]*)\}")
+LONGEST = 10_000
+"""Characters of a text that references make."""
 MODULES = ("q_proj", "k_proj", "v_proj", "output_proj")
 ALPACA = ("instruction", "input", "output")
 SFT = {
@@ -44,25 +46,48 @@ PROMPTS = {"alpaca_dataset", "alpaca_cleaned_dataset", "grammar_dataset", "samsu
 
 
 def resolve(leaves: list[Leaf]) -> tuple[list[Leaf], list[tuple[Leaf, str]]]:
-    """Return values with OmegaConf's `${key}` replaced, and those that cannot be, with the reason."""
-    known = {leaf.name: leaf for leaf in leaves}
+    """Return values with OmegaConf's `${key}` replaced, and those that cannot be, with the reason.
+
+    Raises:
+        RecipeError: references of references are more than `MOST`.
+    """
+    references = _References(leaves)
     found, lost = [], []
     for leaf in leaves:
         try:
-            value = _resolved(leaf.value, leaf, known, ())
-            found.append(Leaf(leaf.path, value, leaf.line))
+            found.append(Leaf(leaf.path, references.resolved(leaf.value, leaf), leaf.line))
         except LookupError as error:
             lost.append((leaf, str(error.args[0])))
     return found, lost
 
 
-def _resolved(value: Any, at: Leaf, known: dict[str, Leaf], seen: tuple[str, ...]) -> Any:
-    if isinstance(value, list):
-        return [_resolved(one, at, known, seen) for one in value]
-    if not isinstance(value, str) or "${" not in value:
-        return value
+class _References:
+    """What `${key}` stands for. A few lines that refer to one another twice each would make a text of any
+    length: look-ups, depth and length are bounded."""
 
-    def of(reference: str) -> Any:
+    def __init__(self, leaves: list[Leaf]) -> None:
+        self._known = {leaf.name: leaf for leaf in leaves}
+        self._count = 0
+
+    def resolved(self, value: Any, at: Leaf, seen: tuple[str, ...] = ()) -> Any:
+        if isinstance(value, list):
+            return [self.resolved(one, at, seen) for one in value]
+        if not isinstance(value, str) or "${" not in value:
+            return value
+        if whole := INTERPOLATION.fullmatch(value):
+            return self._of(whole[1], at, seen)
+        text, done = "", 0
+        for match in INTERPOLATION.finditer(value):
+            text += value[done : match.start()] + str(self._of(match[1], at, seen))
+            done = match.end()
+            if len(text) > LONGEST:
+                raise LookupError(f"it becomes longer than {LONGEST:,} characters")
+        text += value[done:]
+        if "${" in text:
+            raise LookupError("it is computed when the tool starts: write the value")
+        return text
+
+    def _of(self, reference: str, at: Leaf, seen: tuple[str, ...]) -> Any:
         name = reference.strip()
         if ":" in name:
             raise LookupError(f"${{{name}}} is computed when the tool starts: write the value")
@@ -71,16 +96,14 @@ def _resolved(value: Any, at: Leaf, known: dict[str, Leaf], seen: tuple[str, ...
             name = ".".join([*at.path[: max(0, len(at.path) - up)], name.lstrip(".")])
         if name in seen:
             raise LookupError(f"${{{name}}} refers to itself")
-        if name not in known:
+        if name not in self._known:
             raise LookupError(f"${{{name}}} is not set in this config: write the value")
-        return _resolved(known[name].value, known[name], known, (*seen, name))
-
-    if whole := INTERPOLATION.fullmatch(value):
-        return of(whole[1])
-    text = INTERPOLATION.sub(lambda match: str(of(match[1])), value)
-    if "${" in text:
-        raise LookupError("it is computed when the tool starts: write the value")
-    return text
+        if len(seen) >= DEEPEST:
+            raise LookupError(f"${{{name}}} is a reference of more than {DEEPEST} references")
+        self._count += 1
+        if self._count > MOST:
+            raise RecipeError(f"the config's references are more than {MOST:,}", hint="write the values")
+        return self.resolved(self._known[name].value, self._known[name], (*seen, name))
 
 
 def refuse(path: str, leaves: list[Leaf]) -> None:
@@ -104,8 +127,6 @@ def refuse(path: str, leaves: list[Leaf]) -> None:
 def translate(config: Config) -> None:
     """Translate what belongs together; the rest is in `torchtune_keys.KEYS`."""
     folder = parts.model(config, "checkpointer.checkpoint_dir")
-    if not config.written("checkpointer.checkpoint_dir"):
-        config.lose("checkpointer.checkpoint_dir", "the folder of the model is not named: set weights")
     _adapters(config)
     _precision(config)
     _objective(config)
