@@ -175,6 +175,15 @@ def test_a_python_without_llama_cpp_is_told(run: Path, titan: Any, monkeypatch: 
     assert Path("m.gguf").exists()
 
 
+def test_a_python_that_is_not_there_is_told_before_the_conversion(
+    run: Path, titan: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TITAN_LLAMACPP", "/no/such/python")
+    done = gguf(titan, run, "m.gguf", "--verify")
+    assert done.code == 5 and "TITAN_LLAMACPP names /no/such/python" in done.err
+    assert not Path("m.gguf").exists()
+
+
 @pytest.mark.llamacpp
 @there
 def test_llama_cpp_takes_part_where_it_is_named(

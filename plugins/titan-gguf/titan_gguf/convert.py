@@ -41,7 +41,10 @@ def convert(
         TitanError: `src` is not a good checkpoint, its model or its tokenizer cannot be written, or `dst` is
             not free.
     """
+    from titan_gguf.verify import python_with_llamacpp, verdict
+
     refuse_file(dst)
+    python = python_with_llamacpp() if verify else None
     folder = find_checkpoint(src, say)
     config, tokenizer, loss = recipe_of(folder)
     form = hf_form(config)
@@ -76,9 +79,7 @@ def convert(
     lines = [*_sizes(model), f"GGUF file: {dst}", f"use it with: llama-cli -m {dst}"]
     if not verify:
         return lines, True
-    from titan_gguf.verify import verdict
-
-    found, good = verdict(dst, model, config, built, words.pre)
+    found, good = verdict(dst, model, config, built, words.pre, python)
     return [*found, *lines], good
 
 

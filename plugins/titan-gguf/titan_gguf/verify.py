@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -47,20 +48,22 @@ TEXTS = (
 """The last one has combining marks."""
 
 
-def verdict(file: Path, model: Model, config: Any, tokenizer: Any, pre: str) -> tuple[list[str], bool]:
+def verdict(
+    file: Path, model: Model, config: Any, tokenizer: Any, pre: str, python: str | None
+) -> tuple[list[str], bool]:
     """Return lines for the user, and whether the file holds what it should.
 
     Args:
         config: the model's.
         tokenizer: the recipe's; None: its texts are not compared.
         pre: llama.cpp's name of what splits texts.
+        python: what `python_with_llamacpp` returned.
 
     Raises:
         EnvironmentProblem: llama.cpp cannot be started.
     """
     found = Stored(file, model)
     lines, good = _compare(found)
-    python = python_with_llamacpp()
     if python is None:
         lines.append("not run by llama.cpp, which is not installed (pip install llama-cpp-python)")
     else:
@@ -140,8 +143,14 @@ def _compare(stored: Stored) -> tuple[list[str], bool]:
 
 
 def python_with_llamacpp() -> str | None:
-    """Return a Python that has the package llama_cpp; None: there is none."""
+    """Return a Python that has the package llama_cpp; None: there is none.
+
+    Raises:
+        EnvironmentProblem: the one that `TITAN_LLAMACPP` names is not there.
+    """
     if named := os.environ.get(PYTHON):
+        if shutil.which(named) is None:
+            raise EnvironmentProblem(f"{PYTHON} names {named}, which cannot be started")
         return named
     return sys.executable if importlib.util.find_spec("llama_cpp") else None
 
