@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The environment of `make test-null-gpu`: torch's CUDA build on a device whose kernels do nothing.
 #
-#   NULL_GPU_ENV=FOLDER   where; else .venv-null-gpu (2 GB: torch and Triton, and nothing of NVIDIA's)
+#   NULL_GPU_ENV=FOLDER   where; else .venv-null-gpu (3.5 GB: torch and Triton, and nothing of NVIDIA's)
 #   PYTHON=python3.12     another Python
 #
 # Made once, and anew where the versions have changed; the library, from device/*.c, at each call.
