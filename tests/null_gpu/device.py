@@ -52,7 +52,8 @@ def contexts() -> set[int]:
 
 def numbers(kind: str) -> None:
     """Say what the host reads of the device: what was copied there (`kept`), `zeros`, or `true`: zeros, and 1
-    for a single byte, as `tensor.all()` is read. Kept numbers are those of whatever lay in a block before."""
+    for a single byte or int, as `tensor.all()` and the vote of torch's pipeline stages are read. Kept numbers
+    are those of whatever lay in a block before."""
     _library().null_gpu_numbers(("kept", "zeros", "true").index(kind))
 
 

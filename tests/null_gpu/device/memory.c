@@ -14,7 +14,7 @@ static struct Range *ranges; /* by address */
 static size_t known, room;
 static size_t used[DEVICES];
 static unsigned long long next_id = 1;
-static int numbers = -1; /* what the host reads: 0 what was copied there, 1 zeros, 2 zeros, and a truth for a single byte */
+static int numbers = -1; /* what the host reads: 0 what was copied there, 1 zeros, 2 zeros, and 1 for a single byte or int */
 
 void null_gpu_numbers(int wanted) { numbers = wanted; }
 
@@ -139,7 +139,10 @@ static size_t lates, room_for_lates;
 
 static void read_by_host(void *to, const void *from, size_t size) {
     if (!numbers) copy_bytes(to, from, size);
-    else memset(to, numbers == 2 && size == 1, size); /* else what lay there before would be read */
+    else {
+        memset(to, 0, size); /* else what lay there before would be read */
+        if (numbers == 2 && (size == 1 || size == sizeof(int))) *(char *)to = 1;
+    }
 }
 
 static void put_off(struct CUstream_st *stream, void *to, const void *from, size_t size) {
