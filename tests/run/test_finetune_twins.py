@@ -18,11 +18,18 @@ from titancli.recipe import bundled_folder
 pytestmark = pytest.mark.e2e
 
 PLUGINS = Path(__file__).parents[2] / "plugins"
-FILES = [*(bundled_folder() / "finetune").glob("*.toml"), *PLUGINS.glob("titan-distil/*/recipes/*.toml")]
+OF_PLUGINS = {"distil": "titan-distil", "qlora": "titan-qlora"}
+FILES = [
+    *(bundled_folder() / "finetune").glob("*.toml"),
+    *(file for name in OF_PLUGINS.values() for file in PLUGINS.glob(f"{name}/*/recipes/*.toml")),
+]
 BY_NAME = {file.stem: file for file in sorted(FILES)}
 TWINS = [name for name in BY_NAME if name.endswith("_debug")]
 REAL = [name for name in BY_NAME if name not in TWINS]
-QUICK = ("sft_qwen3_8b", "lora_gpt_oss_20b", "dpo_llama3_3b", "grpo_qwen3_8b", "distil_qwen3_0.6b")
+QUICK = (
+    *("sft_qwen3_8b", "lora_gpt_oss_20b", "dpo_llama3_3b", "grpo_qwen3_8b", "distil_qwen3_0.6b"),
+    "qlora_gpt_oss_20b",
+)
 """One of each method, and of most families."""
 SMALLER = ("model.n_layers=2", "training.seq_len=64")
 Titan = Callable[..., Finished]
@@ -33,6 +40,11 @@ def titan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capture
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("TITAN_RUNS", raising=False)
     return in_this_process(capfd)
+
+
+def needs_its_plugin(name: str) -> None:
+    if (plugin := OF_PLUGINS.get(name.partition("_")[0])) is not None:
+        pytest.importorskip(plugin.replace("-", "_"))
 
 
 def commands(twin: Path) -> list[list[str]]:
@@ -56,8 +68,7 @@ def goes_on_and_exports(titan: Titan, steps: int) -> None:
 
 @pytest.mark.parametrize("name", rows(REAL, slow=set(REAL) - set(QUICK)))
 def test_a_recipe_made_small_trains_resumes_and_exports(titan: Titan, name: str) -> None:
-    if name.startswith("distil"):
-        pytest.importorskip("titan_distil")
+    needs_its_plugin(name)
     twin = twin_of(name)
     text = re.sub(r'^extends = ".*"', f'extends = "{BY_NAME[name]}"', twin.read_text(), flags=re.MULTILINE)
     Path("twin.toml").write_text(text.replace("recipe:", f"{twin.parent}/"))
@@ -75,8 +86,7 @@ def test_a_recipe_made_small_trains_resumes_and_exports(titan: Titan, name: str)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TWINS)
 def test_a_twin_runs_by_the_commands_in_it(titan: Titan, name: str) -> None:
-    if name.startswith("distil"):
-        pytest.importorskip("titan_distil")
+    needs_its_plugin(name)
     begin, own = commands(BY_NAME[name])
     assert own[1].rpartition(":")[2] == name
     for words in (begin, [*own, "--run-dir", "run"]):

@@ -106,7 +106,7 @@ class Trace(TorchDispatchMode):
 
     def know(self, tensors: Iterable[Tensor]) -> None:
         """Register the storages of tensors made before, whose memory is counted elsewhere."""
-        for tensor in tensors:
+        for tensor in (one for given in tensors for one in (given, *plain_tensors(given))):
             self.number(tensor, 0.0)
 
     def number(self, tensor: Tensor, size: float | None = None) -> int:

@@ -11,6 +11,9 @@ import pytest
 from tests.cli.conftest import Titan, titan  # noqa: F401 - a fixture
 from tests.cli.test_new_finetune import SMALL, TEMPLATE, rows
 from tests.generate.models import make_tokenizer
+from titancli.observe.peaks import DEVICES
+from titancli.planning.estimate import estimate
+from titancli.recipe import load_recipe
 
 
 def test_a_new_recipe_trains_beside_a_quantized_base(
@@ -38,3 +41,15 @@ def test_a_new_recipe_trains_beside_a_quantized_base(
     assert "in NF4" in said and "trained are" in said
     done = titan("recipe", "new", "b.toml", "--from-hf", "hf", "--qlora", "c.jsonl", "--lora")
     assert done.code != 0 and "either --lora or --qlora" in done.err
+
+
+def test_a_plan_counts_the_activations_that_lora_has() -> None:
+    """The base in 4 bits is made anew for each product, so none of its values stay."""
+    at_most = {}
+    for converter in ("lora", "qlora"):
+        recipe = load_recipe("lora_qwen3_8b", [f'converters=[{{type = "{converter}", rank = 16}}]']).recipe
+        found = estimate(recipe, recipe.degrees(1), DEVICES["RTX4090"])
+        assert found is not None
+        at_most[converter] = found.worst.classes
+    assert at_most["qlora"]["activations"] == pytest.approx(at_most["lora"]["activations"], rel=0.06)
+    assert at_most["qlora"]["parameters"] < 0.4 * at_most["lora"]["parameters"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import field
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from titancli import component, hookimpl
@@ -50,3 +51,8 @@ class QLoRA(LoRA):
 @hookimpl
 def titan_components() -> list[type]:
     return [QLoRA]
+
+
+@hookimpl
+def titan_recipes() -> Path:
+    return Path(__file__).parent / "recipes"
