@@ -153,6 +153,20 @@ def test_many_kinds_of_blocks_that_run_again_are_compiled_with_and_without_gradi
     torch.testing.assert_close(out, expected)
 
 
+def test_models_that_keep_different_products_are_compiled_in_one_process() -> None:
+    """A teacher and its student, say: torch makes a number symbolic that differs in the second model."""
+    expected = model()(torch.arange(32)[None]).detach()
+    for option in ("products", "op"):
+        made = build(MODEL, seq_len=32)
+        made.init_weights(lambda name: torch.Generator().manual_seed(len(name)))
+        section = ActivationCheckpoint(mode="selective", selective_ac_option=option)
+        apply_activation_checkpoint(made.layers, section)
+        compile_model(made, Compile(enable=True, backend="eager"), section, CPU)
+        out = made(torch.arange(32)[None])
+        out.square().sum().backward()
+        torch.testing.assert_close(out, expected)
+
+
 @pytest.mark.parametrize("name", ["two words", "o'brien"])
 @pytest.mark.parametrize("moved", ["torch", "TMPDIR", "TORCHINDUCTOR_CACHE_DIR"])
 def test_inductor_is_refused_where_it_cannot_call_the_compiler(

@@ -54,7 +54,7 @@ def apply_activation_checkpoint(layers: nn.ModuleDict, section: ActivationCheckp
     if section.mode == "full":
         every, context = 1, None
     elif option in BY_OPERATION:
-        every, context = 1, partial(_keep_products, BY_OPERATION[option])
+        every, context = 1, partial(_keep_products, option)  # torch may make a number symbolic
     elif option.isdecimal() and int(option) > 0:
         every, context = int(option), None
     else:
@@ -84,11 +84,11 @@ def _recomputing(forward: Callable[..., Any], context: Callable[[], Any] | None)
     return partial(checkpoint, forward, **options)
 
 
-def _keep_products(of_each: int) -> Any:
-    """Return a policy that keeps attention and the first of every `of_each` matrix products. With 2, it keeps
-    the costly half of a block for half of its memory; with 1, everything that costs more to recompute than to
-    read."""
+def _keep_products(option: str) -> Any:
+    """Return a policy that keeps attention and every nth matrix product. With "op", it keeps the costly half
+    of a block for half of its memory; with "products", all that costs more to recompute than to read."""
     seen: dict[bool, int] = defaultdict(int)
+    of_each = BY_OPERATION[option]
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         # What draws runs again, so that what draws after it finds the generator where it was.
