@@ -42,6 +42,16 @@ def test_waits_are_counted_and_placed() -> None:
     assert not found
 
 
+def test_a_grouped_product_waits_in_float32_alone() -> None:
+    """What is said of experts in `training.mixed_precision_param`."""
+    ends = torch.zeros(4, device="cuda", dtype=torch.int32)
+    for dtype in (torch.float32, torch.bfloat16):
+        x, weight = (torch.zeros(size, device="cuda", dtype=dtype) for size in ((64, 64), (4, 64, 64)))
+        with waits() as found:
+            torch.nn.functional.grouped_mm(x, weight, offs=ends)
+        assert bool(found) == (dtype == torch.float32), found
+
+
 def test_a_pinned_copy_is_over_when_it_was_waited_for() -> None:
     sent = torch.full((5,), 7.0)
     there, back = sent.cuda(), torch.zeros(5).pin_memory()

@@ -73,7 +73,7 @@ class Training:
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype in which parameters, gradients and optimizer state are stored."""
     mixed_precision_param: Literal["float32", "bfloat16"] = BFLOAT16
-    """Dtype of parameters and activations in forward and backward."""
+    """Dtype of parameters and activations in forward and backward; in float32, experts wait for the GPU."""
     mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the gradient reduction over ranks."""
     gc_freq: Annotated[int, Gt(0), Effect("running")] = 50

@@ -1,8 +1,8 @@
 """Products of groups of rows with one matrix per group, as torch operators.
 
 torch's `grouped_mm` has no float32 shapes on meta and fake tensors, so it cannot be traced, planned or
-counted there; and its backward rejects gradients that are not contiguous. These operators call it, and add
-shapes for every dtype, gradients, and FLOP counts.
+counted there; its backward rejects gradients that are not contiguous. On a GPU it has a kernel for bfloat16
+alone: in float32 the host waits for `ends`. These operators add shapes, gradients and FLOP counts.
 """
 
 from __future__ import annotations
