@@ -63,6 +63,7 @@ ROOMS = {
     "plugins/titan-gguf": "GGUF files compared with the checkpoint, by transformers and by llama.cpp",
     "plugins/titan-grain": "Grain: each record once an epoch, on any ranks and from any place",
     "plugins/titan-heads": "rewards, classes and embeddings compared to NumPy, TRL and transformers",
+    "plugins/titan-hub": "models pushed to a server on this machine, whole or not, and nothing private",
     "plugins/titan-migrate": "configs of axolotl, LLaMA-Factory, torchtune: each key converted, or reported",
     "plugins/titan-muon": "Muon: equal to torch's on one device, the same on many",
     "plugins/titan-optimizers": "optimizers compared to torch's and torchao's, on shards as on whole weights",

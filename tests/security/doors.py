@@ -147,7 +147,8 @@ DOORS = [
     ),
     Door(
         "weights of Hugging Face folders",
-        "checkpoint.hf.* checkpoint.format.tensorfile checkpoint.format.tensors",
+        "checkpoint.hf.* checkpoint.format.tensorfile checkpoint.format.tensors titan_hub.files"
+        " titan_hub.source",
         f"{RUN}test_hostile.py::test_a_run_refuses_them_and_nothing_is_executed",
         f"{HF}::test_a_truncated_file_is_named",
     ),
@@ -166,7 +167,7 @@ DOORS = [
     ),
     Door(
         "the Hub",
-        "data.hub",
+        "data.hub titan_hub.push",
         "tests/data/test_hf_datasets.py::test_what_cannot_be_loaded_is_named_with_a_way_out",
         "tests/cli/test_download.py",
     ),

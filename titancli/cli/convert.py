@@ -146,5 +146,4 @@ def _require_local(src: Path) -> None:
 
 
 def _progress(name: str, done: int, total: int) -> None:
-    end = "\n" if done == total else ""
-    print(f"\r\x1b[K{done}/{total} {name}", end=end, file=sys.stderr, flush=True)
+    print(f"\r\x1b[K{done}/{total} {name}", end="\n" * (done == total), file=sys.stderr, flush=True)

@@ -10,6 +10,7 @@ COMMANDS = {
     "bisect": "titan-proof",
     "convert-checkpoint --to gguf": "titan-gguf",
     "flux-encode": "titan-flux",
+    "hub": "titan-hub",
     "launch": "titan-slurm",
     "lm-eval": "titan-eval",
     "plugin new": "titan-testing",
