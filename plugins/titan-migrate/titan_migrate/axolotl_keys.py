@@ -8,7 +8,7 @@ from titan_migrate.trainer import fsdp_names
 
 FOLDER = "the run folder is set on the command line: titan train RECIPE --run-dir DIR"
 KERNELS = "titan chooses kernels by the device"
-HUB = "`titan convert-checkpoint RUN OUT --to hf` writes a folder, `hf upload` sends it"
+HUB = "`titan hub push RUN OWNER/NAME` of the plugin titan-hub pushes a model"
 TOKENIZER = "the tokenizer is that of the model's folder"
 CACHE = "titan keeps what it prepares in its cache"
 TEXT_ONLY = "titan trains on text"

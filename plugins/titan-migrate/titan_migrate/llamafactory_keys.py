@@ -171,7 +171,7 @@ WATCHING = [
     part("report_to", (str, list), "none", "`[[loggers]]`"),
     *gone("resume_from_checkpoint", "titan train RUN --resume"),
     *gone("export_*", EXPORT),
-    *gone("push_to_hub hub_*", "`titan convert-checkpoint RUN OUT --to hf`, then `hf upload`"),
+    *gone("push_to_hub hub_*", "`titan hub push RUN OWNER/NAME` of the plugin titan-hub"),
     *gone("use_swanlab swanlab_* project trackio_*", "titan's loggers: csv, tensorboard, wandb, trackio"),
     *idle("infer_backend vllm_* sglang_*", "generation is no part of training"),
 ]  # fmt: skip
