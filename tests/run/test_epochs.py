@@ -180,6 +180,18 @@ def test_more_epochs_after_the_end_use_the_following_rows(
     assert ids(seen(here / run)) == each(2)
 
 
+def test_a_finished_run_that_is_resumed_leaves_its_export(
+    train: Train, here: Path, note: tuple[str, ...]
+) -> None:
+    """How many steps its epochs are is known only when its rows are counted."""
+    how = (*DATASETS["chat, one in a row"], "training.epochs=1", "checkpoint.last_save_in_hf=true")
+    done = train(*note, *how, "--run-dir", "r")
+    assert done.code == 0 and "Hugging Face folder: exports/step-5-hf" in done.err, done.err
+    again = train("r", *note[1:3], "--resume")
+    assert again.code == 0 and "Hugging Face folder, as before: exports/step-5-hf" in again.err, again.err
+    assert [path.name for path in (here / "r/exports").iterdir()] == ["step-5-hf"]
+
+
 def test_a_part_of_an_epoch_is_rounded_up_to_whole_steps(
     train: Train, here: Path, note: tuple[str, ...]
 ) -> None:
