@@ -26,7 +26,13 @@ DENSE = Llama3(dim=128, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=256, voc
 _SIZES: dict[str, Any] = dict(
     dim=128, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=32, vocab_size=VOCABULARY, rope_theta=10000.0
 )
-_ROUTING: dict[str, Any] = dict(hidden_dim=64, score_func="softmax", route_norm=True, load_balance_coeff=None)
+_ROUTING: dict[str, Any] = dict(
+    hidden_dim=64,
+    score_func="softmax",
+    route_norm=True,
+    score_before_experts=False,
+    load_balance_coeff=None,
+)
 # One key head of 6 rows: of four ranks the last has none.
 UNEVEN = Qwen3(**{**_SIZES, "n_heads": 32, "n_kv_heads": 1, "head_dim": 6}, hidden_dim=256)
 MOE = Qwen3(**_SIZES, moe=MoE(num_experts=4, top_k=2, **_ROUTING))

@@ -171,8 +171,8 @@ def test_exports_are_what_was_trained(
         code = main(
             ["convert-checkpoint", str(folder), str(tmp_path / form), "--to", form, "--verify", *options]
         )
-        out = capsys.readouterr().out
-        assert code == 0 and "verified: yes" in out, out
+        said = capsys.readouterr()
+        assert code == 0 and "verified: yes" in said.out, said.err
     found = read_hf(tmp_path / "hf", hf_form(MODELS[model]))
     for name, tensor in hf_tensors(found, MODELS[model]).items():
         assert far(tensor, trained[name]) < 1e-6, name
