@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from titan_qlora import nf4
 from titan_qlora.converter import bytes_of, rounded
@@ -89,3 +90,18 @@ def test_bitsandbytes_is_used_where_it_is_asked_for_or_on_gpus(monkeypatch: pyte
     assert not uses_library("auto", gpu)
     with pytest.raises(EnvironmentProblem, match="not installed"):
         uses_library("bitsandbytes", gpu)
+
+
+def test_tables_of_a_dry_run_are_not_kept() -> None:
+    """They are fake: every later product of the process would be, too."""
+    made = []
+
+    @nf4.kept
+    def table(device: torch.device) -> torch.Tensor:
+        made.append(device)
+        return torch.ones(3, device=device)
+
+    cpu = torch.device("cpu")
+    with FakeTensorMode():
+        assert type(table(cpu)) is not torch.Tensor
+    assert type(table(cpu)) is torch.Tensor and table(cpu) is table(cpu) and made == [cpu, cpu]

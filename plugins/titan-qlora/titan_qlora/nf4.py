@@ -9,7 +9,8 @@ section 1.3. Codes, scales and values are those of bitsandbytes, bit for bit.
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
+from functools import wraps
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -117,18 +118,34 @@ def _nearest(values: Tensor, levels: Tensor) -> Tensor:
     return torch.bucketize(values, (levels[:-1] + levels[1:]) / 2, out_int32=True).to(torch.uint8)
 
 
-@cache
+def kept(make: Callable[[torch.device], Tensor]) -> Callable[[torch.device], Tensor]:
+    """Make a table once for each device; one that has no memory, as of a dry run, is not for others."""
+    tables: dict[torch.device, Tensor] = {}
+
+    @wraps(make)
+    def table(device: torch.device) -> Tensor:
+        found = tables.get(device)
+        if found is None:
+            found = make(device)
+            if type(found) is Tensor:
+                tables[device] = found
+        return found
+
+    return table
+
+
+@kept
 def _levels(device: torch.device) -> Tensor:
     return torch.tensor(LEVELS, device=device)
 
 
-@cache
+@kept
 def _nearest_of_step(device: torch.device) -> Tensor:
     steps = torch.arange(STEPS + 1, dtype=torch.float32, device=device)
     return _nearest(-1 + 2 * steps / STEPS, _dynamic_levels(device))
 
 
-@cache
+@kept
 def _dynamic_levels(device: torch.device) -> Tensor:
     """Return the levels: 0, 1, and ±10^-k times the centres of 2^(6 - k) equal parts of [0.1, 1]."""
     found = [0.0, 1.0]
