@@ -75,16 +75,15 @@ class QuantisedBase(Adapters):
                     module._parameters[key] = nn.Parameter(parameter.detach().float())
         self._tell(model)
 
-    def _refuse_cut_blocks(self, model: Any, names: Iterable[str]) -> None:
+    def _refuse_cut_blocks(self, model: Any, names: set[str]) -> None:
         styles = model.tensor_plan
-        parameters = dict(model.named_parameters())
-        for name in names if self._tp > 1 else ():
+        for name, parameter in model.named_parameters():  # on all ranks the same one is refused
             style = next((s for pattern, s in styles.items() if fnmatchcase(name, pattern)), None)
-            blocks = parameters[name].shape[-1] // BLOCK
-            if style == "row" and blocks % self._tp:
+            blocks = parameter.shape[-1] // BLOCK
+            if name in names and style == "row" and blocks % self._tp:
                 raise RecipeError(
                     f"qlora: mesh.tp = {self._tp} would cut through blocks of {BLOCK} values of {name} "
-                    f"{list(parameters[name].shape)}",
+                    f"{list(parameter.shape)}",
                     hint=f"use a mesh.tp that divides {blocks}, or add it to skip",
                 )
 
