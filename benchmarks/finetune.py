@@ -82,18 +82,23 @@ def recipes() -> dict[str, Path]:
 
 
 def planned(name: str, file: Path) -> Planned:
-    """
+    """Plan a recipe for the GPU that it names.
+
     Raises:
-        AssertionError: the recipe does not fit its GPU.
+        SystemExit: it names none, cannot be planned, or does not fit.
     """
     line = PLANNED.search(file.read_text(encoding="utf-8"))
-    assert line is not None, f"{file} names no GPU"
+    if line is None:
+        raise SystemExit(f"{file} names no GPU: add a line '# Planned for one H100 (80 GB):'")
     recipe = load_recipe(file).recipe
     found = estimate(recipe, recipe.degrees(1), DEVICES[line[1]])
-    assert found is not None and found.limit is not None
+    if found is None or found.limit is None:
+        raise SystemExit(f"{file}: its memory on one {line[1]} cannot be planned")
     static = sum(found.worst.classes[part] for part in ("parameters", "optimizer", "frozen"))
     peak = max(found.worst.total, static + _sampling(recipe))
-    assert peak <= found.limit, f"{name} needs {peak / GIB:.1f} GiB"
+    if peak > found.limit:
+        has = f"{found.limit / GIB:.1f} on one {line[1]}"
+        raise SystemExit(f"{file} needs {peak / GIB:.1f} GiB of {has}: name a larger GPU")
     return Planned(name, recipe, line[1], int(line[2]), peak / GIB, found.limit / GIB)
 
 

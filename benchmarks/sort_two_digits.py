@@ -60,7 +60,8 @@ def solved(checkpoint: Path) -> int:
 def by_script(seed: int, folder: Path) -> Outcome:
     """The script of the page on post-training."""
     found = re.search(r"<!-- file: sorts.py -->\n```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
-    assert found, f"{PAGE} has no sorts.py"
+    if found is None:
+        raise SystemExit(f"{PAGE} has no sorts.py")
     (folder / "sorts.py").write_text(found[1], "utf-8")
     said, cpu = run([sys.executable, "sorts.py", str(seed)], folder)
     examples, end = re.findall(r"(\d+) of 100 right", said)
