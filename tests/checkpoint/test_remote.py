@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import shutil
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -285,6 +288,26 @@ def test_who_was_taken_for_gone_writes_no_manifest(
     with pytest.raises(TitanError, match="is gone, or was replaced: another process"):
         upload(tmp_path / "step-2", at(url) / "step-2")
     assert not steps(at(url))
+
+
+def test_a_file_that_is_closed_while_its_progress_is_read_is_uploaded(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread may end between two looks at one number, which then is nobody's."""
+
+    class Closing(BytesIO):
+        def tell(self) -> int:
+            looked.set()
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+
+        def read(self, size: int | None = -1) -> bytes:
+            assert looked.wait(10)
+            return super().read(size)
+
+    looked, place = threading.Event(), at(url) / "closing"
+    monkeypatch.setattr(place._line, "limit", 1.0)  # then it looks, if it has not yet
+    place._write("writing it", lambda: Closing(b"all of it"))
+    assert place.read_bytes() == b"all of it"
 
 
 def test_a_run_that_went_back_keeps_what_it_does_now(tmp_path: Path, url: str) -> None:

@@ -206,7 +206,7 @@ class RemotePath:
                 self._store.write(self._key, source)
 
         def moved() -> object:
-            with suppress(ValueError):  # it has just been closed
+            with suppress(ValueError, OSError):  # it is closed, or the thread is closing it meanwhile
                 return len(sources), sources[-1].tell() if sources else None
             return None
 
