@@ -23,6 +23,7 @@ from tests.checkpoint.tensors import RUN, same, save, some_tensors, zeros
 from titancli.checkpoint import load_checkpoint, newest_good, read_manifest
 from titancli.checkpoint.format.manifest import FORMAT, SEAL, faults, steps
 from titancli.checkpoint.remote import marks
+from titancli.checkpoint.remote.fsspec_store import FsspecStore
 from titancli.checkpoint.remote.marks import mark_name
 from titancli.checkpoint.remote.requests import Unreachable
 from titancli.checkpoint.remote.store import RemotePath, at
@@ -300,14 +301,15 @@ def test_a_file_that_is_closed_while_its_progress_is_read_is_uploaded(
             looked.set()
             raise OSError(errno.EBADF, os.strerror(errno.EBADF))
 
-        def read(self, size: int | None = -1) -> bytes:
-            assert looked.wait(10)
-            return super().read(size)
+    def slowly(self: Any, key: str, source: Any, original: Any = FsspecStore.write) -> None:
+        assert looked.wait(10)
+        original(self, key, source)
 
     looked, place = threading.Event(), at(url) / "closing"
     monkeypatch.setattr(place._line, "limit", 1.0)  # then it looks, if it has not yet
+    monkeypatch.setattr(FsspecStore, "write", slowly)
     place._write("writing it", lambda: Closing(b"all of it"))
-    assert place.read_bytes() == b"all of it"
+    assert looked.is_set() and place.read_bytes() == b"all of it"
 
 
 def test_a_run_that_went_back_keeps_what_it_does_now(tmp_path: Path, url: str) -> None:
