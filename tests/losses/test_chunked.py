@@ -254,7 +254,6 @@ def test_compiled_arithmetic_makes_no_fp32_logits(monkeypatch):
     second tensor of them would be two passes more."""
     if refusal():
         pytest.skip(refusal())
-    monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
     # A CPU is spared exponentials that are used twice, at the price of a tensor; a GPU makes them again.
     monkeypatch.setattr(torch._inductor.ir, "is_cpu", lambda node: False)
     metrics, log = torch._inductor.metrics, torch._inductor.compile_fx.inductor_metrics_log
@@ -264,7 +263,8 @@ def test_compiled_arithmetic_makes_no_fp32_logits(monkeypatch):
         metrics.reset()
         logits = torch.randn(64, 500).to(torch.bfloat16)
         compiled = torch.compile(chunked.chunk.token_loss, backend="inductor", fullgraph=True)
-        with torch.no_grad():
+        # By torch's own patch: one that deletes settings at its end leaves none for later tests.
+        with torch.no_grad(), torch._inductor.config.patch(force_disable_caches=True):
             compiled(logits, torch.randint(0, 500, (64,)), torch.ones(64), None, True)
     finally:
         log.setLevel(level)
