@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,12 @@ OUT_OF_MEMORY = 77
 WORDS = 4096
 """Different tokens in the rows, at most."""
 
+LORA = ['weights="."', 'converters=[{type="lora", rank=16, alpha=32.0}]', 'training.dtype="bfloat16"']
 OVERRIDES = {
     "titan": [],
+    "titan documents": [],
+    "titan lora": LORA,
+    "titan bf16": ['training.dtype="bfloat16"'],
     "titan none": ['activation_checkpoint.mode="none"'],
     "titan equal": ['optimizer.state_dtype="float32"'],
     "titan float8": ['converters=[{type="float8_linear", recipe="tensorwise", skip=["output"]}]'],
@@ -36,6 +40,10 @@ TORCHTITAN = {
     for version in ("0.2.2", "0.3.0")
     for setting in torchtitan_step.SETTINGS
 }
+OTHER_FLOPS = ("titan documents", "titan lora")
+"""Variants that compute fewer than the model's FLOPs of a token: no MFU is reported."""
+LONGEST = 2048
+"""Tokens of a document, at most, in `titan documents`; the mean is half of it."""
 VARIANTS = (*OVERRIDES, "titan train", "plain", "plain bf16", *TORCHTITAN)
 
 
@@ -83,14 +91,46 @@ def titan(case: Case, device: torch.device) -> Step:
     from titancli.engine import Engine
     from titancli.protocols.batch import Batch
 
-    engine = Engine.build(recipe(case), device=device)
+    made = recipe(case)
+    if case.variant == "titan lora":
+        made = replace(made, weights=base(case, device))
+    engine = Engine.build(made, device=device)
+    draw = torch.Generator().manual_seed(0)
 
     def step(tokens: torch.Tensor, targets: torch.Tensor, read: bool = False) -> Any:
-        metrics = engine.forward_backward(Batch({"tokens": tokens, "targets": targets}))
+        batch = {"tokens": tokens, "targets": targets}
+        if case.variant == "titan documents":
+            batch |= documents(*tokens.shape, draw)
+        metrics = engine.forward_backward(Batch(batch))
         metrics |= engine.optim_step()
         return float(metrics["loss"]) if read else None
 
     return step
+
+
+def base(case: Case, device: torch.device) -> Path:
+    """Return a folder of weights for adapters, written once for each model: random ones, no speed depends on
+    them."""
+    from titancli.engine import Engine
+
+    folder = Path(tempfile.gettempdir()) / f"titan-base-{case.model}"
+    if not folder.exists():
+        with Engine.build(recipe(replace(case, variant="titan bf16")), device=device) as engine:
+            engine.export(folder)
+    return folder
+
+
+def documents(rows: int, seq_len: int, draw: torch.Generator) -> dict[str, torch.Tensor]:
+    """Return `document_ids` and `positions` of rows packed with documents of 1 to `LONGEST` tokens."""
+    begins = torch.zeros(rows, seq_len, dtype=torch.bool)
+    for row in begins:
+        row[torch.randint(1, LONGEST + 1, (seq_len,), generator=draw).cumsum(0).clamp(max=seq_len - 1)] = True
+        row[0] = True
+    places = torch.arange(seq_len).expand(rows, seq_len)
+    return {
+        "document_ids": begins.cumsum(1, dtype=torch.int32) - 1,
+        "positions": places - torch.where(begins, places, 0).cummax(1).values,
+    }
 
 
 def plain(case: Case, device: torch.device, *, bf16: bool) -> Step:
@@ -201,7 +241,7 @@ def measure(case: Case, device: torch.device) -> dict[str, Any]:
     rate = case.rows * case.seq_len * case.steps / seconds
     numbers = {
         "tokens_per_second": rate,
-        "mfu": mfu(flops * rate, device),
+        "mfu": None if case.variant in OTHER_FLOPS else mfu(flops * rate, device),
         "flops_per_token": flops,
         "peak_memory_bytes": memory,
         "step_seconds": seconds / case.steps,

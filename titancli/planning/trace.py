@@ -136,13 +136,12 @@ class Trace(TorchDispatchMode):
             return out
         reads = [self.number(t) for value in tree_iter((args, kwargs)) for t in plain_tensors(value)]
         writes = [self.number(t) for value in tree_iter(out) for t in plain_tensors(value)]
-        formula = flop_registry.get(func.overloadpacket)
         self.ops.append(
             Op(
                 func,
                 reads,
                 writes,
-                formula(*args, **kwargs, out_val=out) * _share_seen(func, args, kwargs) if formula else 0.0,
+                _flops(func, args, kwargs, out),
                 0.0 if func in FREE else moved_by(func, args, kwargs, out),
                 self._taken_inside(func, args) if func in IMPLEMENTATIONS else 0,
                 _sent(func, args, kwargs, out),
@@ -241,19 +240,26 @@ def _named(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
-def _share_seen(func: Any, args: Any, kwargs: Any) -> float:
-    """Return the fraction computed of the query-key pairs that torch counts: about half of the square if
-    attention is causal."""
-    if "attention" not in func.overloadpacket.__name__:
-        return 1.0
+def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> float:
+    """Return the FLOPs of an operator by torch's formula; of causal attention only those of the query-key pairs
+    that are seen."""
+    formula = flop_registry.get(func.overloadpacket)
+    if formula is None or "attention" not in func.overloadpacket.__name__:
+        return formula(*args, **kwargs, out_val=out) if formula else 0.0
     given = _named(func, args, kwargs)
+    if ours := "q" in given:
+        counted = formula(*args, **kwargs, out_val=out)
+    else:  # torch 2.11 counts only as many heads of keys as of queries
+        shared = {
+            name: given[name][:, :1].expand(-1, given["query"].shape[1], -1, -1) for name in ("key", "value")
+        }
+        counted = formula(*(given | shared).values(), out_val=out)
     if not (given.get("is_causal") or given.get("causal")):
-        return 1.0
-    ours = "q" in given
+        return float(counted)
     q, k = (given["q"], given["k"]) if ours else (given["query"], given["key"])
     length, keys = q.shape[1 if ours else 2], k.shape[1 if ours else 2]
     wide = min(keys, given.get("window") or keys)
-    return seen(length, keys, wide) / (length * wide)
+    return float(counted * seen(length, keys, wide) / (length * wide))
 
 
 def seen(length: int, keys: int, window: int) -> float:
