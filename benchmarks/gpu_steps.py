@@ -73,10 +73,10 @@ Step = Callable[..., Any]
 # ---------------------------------------------------------------------------------------------- variants
 
 
-def recipe(case: Case) -> Any:
+def recipe(case: Case, *more: str) -> Any:
     from titancli.recipe import load_recipe
 
-    return load_recipe(RECIPES[case.model], overrides(case)).recipe
+    return load_recipe(RECIPES[case.model], [*overrides(case), *more]).recipe
 
 
 def overrides(case: Case) -> list[str]:
@@ -115,8 +115,12 @@ def base(case: Case, device: torch.device) -> Path:
 
     folder = Path(tempfile.gettempdir()) / f"titan-base-{case.model}"
     if not folder.exists():
-        with Engine.build(recipe(replace(case, variant="titan bf16")), device=device) as engine:
-            engine.export(folder)
+        case = replace(case, variant="titan bf16")
+        with tempfile.TemporaryDirectory() as name:
+            words = words_in(Path(name), facts(case)[1])
+            made = recipe(case, f'tokenizer={{type="hf", path="{words}"}}')
+            with Engine.build(made, device=device) as engine:
+                engine.export(folder)
     return folder
 
 

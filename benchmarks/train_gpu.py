@@ -295,6 +295,8 @@ def main() -> None:
     if arguments.plan:
         show_plan(cases)
         return
+    if not cases:
+        raise SystemExit("nothing is left to measure")
     arguments.out.mkdir(parents=True, exist_ok=True)
     lock = locked(arguments.out)
     path = arguments.out / "results.json"
