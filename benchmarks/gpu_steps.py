@@ -251,6 +251,7 @@ def measure(case: Case, device: torch.device) -> dict[str, Any]:
         "mfu": None if case.variant in OTHER_FLOPS else mfu(flops * rate, device),
         "flops_per_token": flops,
         "peak_memory_bytes": memory,
+        "peak_allocated_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
         "step_seconds": seconds / case.steps,
         "start_seconds": start - began,
         "loss": loss,
