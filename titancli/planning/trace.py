@@ -241,8 +241,8 @@ def _named(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
 
 
 def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> float:
-    """Return the FLOPs of an operator by torch's formula; of causal attention only those of the query-key pairs
-    that are seen."""
+    """Return the FLOPs of an operator by torch's formula; of causal attention only those of the pairs
+    of query and key that are seen."""
     formula = flop_registry.get(func.overloadpacket)
     if formula is None or "attention" not in func.overloadpacket.__name__:
         return formula(*args, **kwargs, out_val=out) if formula else 0.0
