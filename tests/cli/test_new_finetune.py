@@ -95,10 +95,10 @@ def test_adapters_alone_learn_conversations(
 @pytest.mark.parametrize(
     ("answer", "reward"),
     [
-        ("7", {"type": "titan/numeric"}),
-        ("$1,234.50", {"type": "titan/numeric"}),
-        ("3 and 4 are 7. #### 7", {"type": "titan/numeric", "after": "####"}),
-        ("Paris", {"type": "titan/exact_match"}),
+        ("7", {"type": "titan-rl/numeric"}),
+        ("$1,234.50", {"type": "titan-rl/numeric"}),
+        ("3 and 4 are 7. #### 7", {"type": "titan-rl/numeric", "after": "####"}),
+        ("Paris", {"type": "titan-rl/exact_match"}),
     ],
 )
 def test_the_reward_fits_the_answers(tmp_path: Path, answer: str, reward: dict[str, str]) -> None:
@@ -123,7 +123,7 @@ FILES = {
 def test_data_of_every_kind_are_looked_into(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(FILES[name])
     made = Task("grpo", str(tmp_path / name)).sections(64)
-    assert made["loop.task"]["prompt"] == "question" and made["[loop.rewards]"]["type"] == "titan/numeric"
+    assert made["loop.task"]["prompt"] == "question" and made["[loop.rewards]"]["type"] == "titan-rl/numeric"
     assert Task("pretrain", str(tmp_path / name)).sections(64)["dataset"]["type"] == "titan/jsonl"
 
 

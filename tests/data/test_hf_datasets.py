@@ -11,11 +11,11 @@ from typing import Any, cast
 import pytest
 
 from tests.data.helpers import global_rows, make, rows_of, stream
+from titan_rl import Prompts
 from titancli.data import Chat, HFDataset, Preference
 from titancli.errors import EnvironmentProblem, RecipeError
 from titancli.parallel import Decoder
 from titancli.registry.component import build
-from titancli.rl import Prompts
 
 TEXTS = [f"row {i} " * (i % 5) for i in range(150)]
 """Some are empty."""

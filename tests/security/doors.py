@@ -86,7 +86,7 @@ DOORS = [
     ),
     Door(
         "requests and answers: profiles, replays, evaluations, rollouts, sweeps, jobs",
-        "observe.profile_request titan_proof.replay titan_report.view rl.rollouts titan_slurm.jobs"
+        "observe.profile_request titan_proof.replay titan_report.view titan_rl.recorded titan_slurm.jobs"
         " run.verification titan_eval.command",
         SMALL,
         SMALL,
@@ -174,7 +174,7 @@ DOORS = [
     Door(
         "text, rows and prompts",
         "data.files data.formats data.jsonl data.row_formats data.tables data.compressed"
-        " data.packing generate.prompts rl.rewards titan_grain.dataset",
+        " data.packing generate.prompts titan_rl.rewards titan_grain.dataset",
         "tests/data/test_formats.py::test_what_is_not_read_is_refused_by_name",
         "tests/data/test_jsonl.py::test_where_strict_a_bad_row_is_an_error_with_file_and_line",
     ),

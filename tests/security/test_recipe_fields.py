@@ -27,10 +27,10 @@ CLASSES: dict[str, tuple[list[str], str]] = {
         callback/titan/best.metric callback/titan/early_stop.metric
         description tokenizer/titan/hf.eos dataset/titan/*.fim.* dataset/titan*.name dataset/titan*.revision
         dataset/titan*.split dataset/titan/*.text dataset/titan*.fields dataset/titan*.roles
-        logger/titan-trackio/* logger/titan-wandb/* task/titan/prompts.name
-        task/titan/prompts.revision task/titan/prompts.split
-        task/titan/prompts.prompt task/titan/prompts.answer task/titan/prompts.system
-        generator/titan/local.stop reward/titan/numeric.after
+        logger/titan-trackio/* logger/titan-wandb/* task/titan-rl/prompts.name
+        task/titan-rl/prompts.revision task/titan-rl/prompts.split
+        task/titan-rl/prompts.prompt task/titan-rl/prompts.answer task/titan-rl/prompts.system
+        generator/titan/local.stop reward/titan-rl/numeric.after
         loss/titan-heads/classification.classes dataset/titan-heads/labelled.classes
         """,
     ),
@@ -43,7 +43,7 @@ CLASSES: dict[str, tuple[list[str], str]] = {
         converter/titan-qlora/qlora.skip converter/titan-qlora/qlora.targets
         optimizer/titan-optimizers/by_name.groups.*
         optimizer/titan-muon/muon.exclude checkpoint.exclude_from_loading
-        optimizer/titan/adamw.no_decay reward/titan/regex.pattern pipeline.module_fqns_per_model_part
+        optimizer/titan/adamw.no_decay reward/titan-rl/regex.pattern pipeline.module_fqns_per_model_part
         """,
     ),
     # files that are read as data when the run starts, or a repository on the Hub of which data alone is read
@@ -55,7 +55,7 @@ CLASSES: dict[str, tuple[list[str], str]] = {
         dataset/titan/*.paths dataset/titan-heads/*.path reward/titan-heads/reward_model.checkpoint
         loop/titan-eval/lm_eval.checkpoint loop/titan/evaluate.checkpoint
         loop/titan-distil/*.teacher.*
-        task/titan/prompts.path model/titan-transformers/hf_causal_lm.config
+        task/titan-rl/prompts.path model/titan-transformers/hf_causal_lm.config
         """,
     ),
     # a folder in memory that is written into
@@ -91,7 +91,7 @@ CLASSES: dict[str, tuple[list[str], str]] = {
     # folders of such files
     "task folders": (["."], "loop/titan-eval/lm_eval.include_path"),
     # a JSON Schema that refers to no other document
-    "schema": ([], "reward/titan/json_schema.schema"),
+    "schema": ([], "reward/titan-rl/json_schema.schema"),
 }
 """For each class the values that `validate` refuses, and the fields."""
 

@@ -13,6 +13,7 @@ import pytest
 from tests.security.test_run_folders import deep, device, endless, fifo, folder, garbage
 from titan_proof.digests import read_digests
 from titan_report import view
+from titan_rl import recorded
 from titan_slurm.jobs import SlurmFiles
 from titan_sweep import sweep
 from titancli.errors import TitanError
@@ -20,7 +21,6 @@ from titancli.launchers import meeting
 from titancli.observe import failures, notes, profile_request
 from titancli.observe.summary import Summary
 from titancli.recipe import load_recipe
-from titancli.rl import rollouts
 from titancli.runs import RunFolder
 
 
@@ -34,7 +34,7 @@ READERS: dict[str, Callable[[Path], Any]] = {
     "logs/rank-0.error.json": lambda path: failures.read(path / "logs"),
     "slurm/jobs.json": lambda path: SlurmFiles(RunFolder(path)).jobs(),
     sweep.SWEEP_NAME: sweep._record,
-    "rollouts/step-1.jsonl": lambda path: rollouts.read(path / "rollouts/step-1.jsonl"),
+    "rollouts/step-1.jsonl": lambda path: recorded.read(path / "rollouts/step-1.jsonl"),
     "evaluations/step-1/a.json": lambda path: view.evaluations(summary(path)),
     "digests/1.0/rank-0.bin": read_digests,
     "rendezvous/1": lambda path: (meeting._read(path / "rendezvous/1"), silent(path)),

@@ -65,11 +65,11 @@ NEEDS = {
     "loop/titan-eval/lm_eval": 'tasks = ["arc_easy"]',
     "loop/titan-ft/ft": 'lighthouse = "http://localhost:1", replica = 0, replicas = 2',
     "optimizer/titan-optimizers/by_name": 'groups = [{match = ["*norm*"]}]',
-    "task/titan/prompts": 'path = "./x.jsonl"',
+    "task/titan-rl/prompts": 'path = "./x.jsonl"',
     "loss/titan-heads/classification": 'classes = ["a", "b"]',
     "reward/titan-heads/reward_model": 'checkpoint = "./x"',
-    "reward/titan/json_schema": 'schema = {type = "object"}',
-    "reward/titan/regex": 'pattern = "x"',
+    "reward/titan-rl/json_schema": 'schema = {type = "object"}',
+    "reward/titan-rl/regex": 'pattern = "x"',
 }
 BESIDE = {
     "titan-distil/distil": '[loss]\ntype = "distil"\n',

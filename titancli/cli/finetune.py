@@ -49,7 +49,7 @@ def finetune_sections(
     Raises:
         EnvironmentProblem: the folder has no config.json with a model_type, or no tokenizer.json.
         PluginError: none of titan's families reads it, and titan-transformers is not installed; or the plugin
-            with `adapters` is not.
+            with the task's loop or with `adapters` is not.
     """
     config = _config(folder)
     if not (folder / "tokenizer.json").is_file():
@@ -64,6 +64,8 @@ def finetune_sections(
     if model := model_section(folder, registry):
         made["model"] = model
     made["tokenizer"] = {"type": "titan/hf", "path": str(folder)}
+    if task.kind == "grpo":
+        registry.find("loop", "titan-rl/grpo")  # says what to install
     made |= task.sections(length)
     if adapters is not None:
         kind = registry.full_name(registry.find("converter", adapters))

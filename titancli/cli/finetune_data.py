@@ -78,13 +78,13 @@ class Task:
         answer = _key(rows, ANSWERS, "answer", self.data)
         answers = [str(row.get(answer, "")) for row in rows]
         # "#### 42" at the end of a worked solution, as in GSM8K; else a bare number, or any text
-        reward: dict[str, Any] = {"type": "titan/exact_match"}
+        reward: dict[str, Any] = {"type": "titan-rl/exact_match"}
         if answers and all(re.search(r"####\s*[-\d]", one) for one in answers):
-            reward = {"type": "titan/numeric", "after": "####"}
+            reward = {"type": "titan-rl/numeric", "after": "####"}
         elif answers and all(re.fullmatch(r"\s*[-+$]?[\d,]+(\.\d+)?\s*%?\s*", one) for one in answers):
-            reward = {"type": "titan/numeric"}
+            reward = {"type": "titan-rl/numeric"}
         task = {
-            "type": "titan/prompts",
+            "type": "titan-rl/prompts",
             "path": self.data,
             "prompt": prompt,
             "answer": answer,
@@ -94,10 +94,10 @@ class Task:
             ),
         }
         return {
-            "loop": {"type": "titan/grpo", "prompts": 16, "samples": 8},
+            "loop": {"type": "titan-rl/grpo", "prompts": 16, "samples": 8},
             "loop.task": task,
             "[loop.rewards]": reward,
-            "loop.advantage": {"type": "titan/group_norm"},
+            "loop.advantage": {"type": "titan-rl/group_norm"},
             "loop.generator": {"type": "titan/local", "max_new_tokens": length // 2},
             "loss": {"type": "titan/grpo", "clip_high": 0.28, "length_norm": "token"},
         }
@@ -150,10 +150,10 @@ def _text(data: str | None) -> dict[str, Any]:
 
 def _located(data: str | None) -> list[tuple[str, Any]]:
     """Return the first rows of local data with their locations, or why they are bad; none of the Hub's."""
+    from titancli.data import Chat
     from titancli.data.chat_source import rows_of
-    from titancli.rl import Prompts
 
-    config: Any = Prompts(path=str(data), shuffle=False, max_bytes=LONGEST)
+    config: Any = Chat(path=str(data), shuffle=False, max_bytes=LONGEST)
     if not os.path.isabs(config.path):
         return []
     return list(rows_of(config, "rows", seed=0, dp_rank=1).first(LOOKED_AT))

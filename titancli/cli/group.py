@@ -41,7 +41,7 @@ ROWS = [
     Row("Train", {"eval": "evaluate", "lm-eval": None}, "Measure loss, perplexity; run benchmarks"),
     Row("Train", {"sweep": None, "launch": None}, "Train all combinations; as jobs of a cluster"),
     Row("Look", {"runs": "runs", "report": None}, "List, watch, compare, remove runs; as a page"),
-    Row("Look", {"profile": "profile", "rollouts": "rollouts"}, "Trace steps; samples and rewards"),
+    Row("Look", {"profile": "profile", "rollouts": None}, "Trace steps; samples and rewards"),
     Row("Look", {"checkpoint": HERE, "hub": None}, "Verify, convert checkpoints; push models"),
     Row("Look", {"convert-checkpoint": "convert"}, "Write a Hugging Face folder, or read one"),
     Row("Prove", {"prove": None, "reproduce": None}, "Prove that layouts agree; that a run repeats"),

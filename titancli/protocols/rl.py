@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -90,6 +91,24 @@ class Reward(Protocol):
     """
 
     def __call__(self, prompt: Prompt, completion: Completion) -> float: ...
+
+
+class NoNumber(ValueError):
+    """A reward returned something that is not a number."""
+
+
+def number_of(value: Any) -> float:
+    """Return the result of a reward as a number.
+
+    Raises:
+        NoNumber: it is not a number, or not finite.
+    """
+    if isinstance(value, (str, bytes)) or value is None:
+        raise NoNumber(f"it returned {value!r}, which is not a number")
+    number = float(value)
+    if not math.isfinite(number):
+        raise NoNumber(f"it returned {number}")
+    return number
 
 
 class RewardBuilder(Protocol):

@@ -22,11 +22,16 @@ COMMANDS = {
     "replay": "titan-proof",
     "report": "titan-report",
     "reproduce": "titan-proof",
+    "rollouts": "titan-rl",
     "sweep": "titan-sweep",
 }
 """Commands, with the plugin that provides each."""
 COMPONENTS = {
     "advantage/gae": "titan-ppo",
+    "advantage/global_norm": "titan-rl",
+    "advantage/group_mean": "titan-rl",
+    "advantage/group_norm": "titan-rl",
+    "advantage/leave_one_out": "titan-rl",
     "callback/ema": "titan-optimizers",
     "callback/param_norm": "titan-optimizers",
     "callback/probe": "titan-proof",
@@ -47,6 +52,7 @@ COMPONENTS = {
     "loop/distil_on_policy": "titan-distil",
     "loop/distil_store": "titan-distil",
     "loop/ft": "titan-ft",
+    "loop/grpo": "titan-rl",
     "loop/kto": "titan-preference",
     "loop/lm_eval": "titan-eval",
     "loss/apo_zero_unpaired": "titan-preference",
@@ -69,8 +75,16 @@ COMPONENTS = {
     "optimizer/lion": "titan-optimizers",
     "optimizer/muon": "titan-muon",
     "optimizer/schedule_free": "titan-optimizers",
+    "reward/exact_match": "titan-rl",
+    "reward/json_schema": "titan-rl",
+    "reward/length": "titan-rl",
+    "reward/numeric": "titan-rl",
+    "reward/regex": "titan-rl",
     "reward/reward_model": "titan-heads",
     "schedule/from_zero": "titan-migrate",
+    "task/digit": "titan-rl",
+    "task/prompts": "titan-rl",
+    "task/sum": "titan-rl",
 }
 """Components, `kind/name`, with the plugin that provides each."""
 MODEL_TYPES = dict.fromkeys(

@@ -20,7 +20,7 @@ def test_the_plugin_is_sound(tmp_path: Path) -> None:
         "titan-distil",
         configs={
             "loop/distil": {"teacher": {"weights": str(folder)}},
-            "loop/distil_on_policy": {"teacher": {"weights": str(folder)}, "task": {"type": "titan/sum"}},
+            "loop/distil_on_policy": {"teacher": {"weights": str(folder)}, "task": {"type": "titan-rl/sum"}},
         },
         skip={"loss/distil": loss},
     )

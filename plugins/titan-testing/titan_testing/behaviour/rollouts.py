@@ -14,11 +14,11 @@ from titan_testing.behaviour.engines import engine_of, gradients, small_model, s
 from titan_testing.behaviour.subject import Check, Subject, first_difference
 from titancli.data import ByteTokenizer
 from titancli.protocols.batch import IGNORE, Batch
+from titancli.protocols.rl import NoNumber, number_of
 from titancli.protocols.samples import Completion, Prompt, Sample
 from titancli.registry.component import build
 from titancli.registry.plugins import own_traceback
 from titancli.rl.prompts import PromptSource
-from titancli.rl.scoring import NoNumber, number_of
 
 SEED = 7
 NUMBERS = (3, 0, 7, 1, 2, 5, 4, 6)

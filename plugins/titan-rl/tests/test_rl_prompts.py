@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from titan_rl import Digit, Prompts, Sum
+from titan_rl.tasks import Made
 from titancli.data.byte_tokenizer import ByteTokenizer
 from titancli.errors import EnvironmentProblem, TitanError
 from titancli.protocols.samples import Prompt
 from titancli.registry.component import build
-from titancli.rl import Digit, Prompts, Sum
 from titancli.rl.prompts import PromptSource
-from titancli.rl.tasks import Made
 
 
 @pytest.mark.parametrize("config", [Digit(), Sum()])

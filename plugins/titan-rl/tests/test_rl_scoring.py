@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from titan_rl import PATIENCE, ExactMatch, JsonSchema, Length, Numeric, Regex
+from titan_rl.scoring import Scorer
 from titancli.errors import RecipeError
 from titancli.protocols.samples import Completion, Prompt
 from titancli.registry.component import build
-from titancli.rl import PATIENCE, ExactMatch, JsonSchema, Length, Numeric, Regex
-from titancli.rl.scoring import Scorer
 
 
 def said(text: str, tokens: int = 1) -> Completion:

@@ -9,16 +9,16 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from titancli.loops.grpo_failures import Failures
-from titancli.loops.grpo_rollouts import Stopwatch, collect, record_routes
-from titancli.loops.grpo_steps import Evaluation, Learner, check_fits
+from titan_rl.failures import Failures
+from titan_rl.recorded import Recorder
+from titan_rl.rollouts import Stopwatch, collect, record_routes
+from titan_rl.scoring import Scorer
+from titan_rl.steps import Evaluation, Learner, check_fits
 from titancli.registry.component import build as build_component
-from titancli.rl.rollouts import Recorder
-from titancli.rl.scoring import Scorer
 
 if TYPE_CHECKING:
+    from titan_rl import Grpo
     from titancli.engine import Engine
-    from titancli.loops import Grpo
     from titancli.loops.run import Run
     from titancli.observe.observers import Observers
     from titancli.protocols import Advantage, Generator

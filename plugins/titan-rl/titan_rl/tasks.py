@@ -13,7 +13,7 @@ from titancli.errors import EnvironmentProblem
 from titancli.protocols.samples import Prompt
 
 if TYPE_CHECKING:
-    from titancli import rl
+    import titan_rl as rl
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from titancli import rl
+    import titan_rl as rl
 
 EPSILON = 1e-4
 """Constant added to a standard deviation."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-import math
 import signal
 import traceback
 import types
@@ -22,10 +21,11 @@ from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple
 
+from titan_rl import PATIENCE
+from titancli.protocols.rl import NoNumber, number_of
 from titancli.protocols.samples import Completion, Prompt
 from titancli.registry.blame import blame
 from titancli.registry.component import build, component_info
-from titancli.rl import PATIENCE
 
 logger = logging.getLogger(__name__)
 
@@ -207,24 +207,6 @@ def _in_steps(answer: Awaitable[Any], alarm: _Alarm, seconds: float) -> Generato
             go = partial(steps.throw, error)
         else:
             go = partial(next, steps) if sent is None else partial(steps.send, sent)
-
-
-class NoNumber(ValueError):
-    """A reward returned something that is not a number."""
-
-
-def number_of(value: Any) -> float:
-    """Return the result of a reward as a number.
-
-    Raises:
-        NoNumber: it is not a number, or not finite.
-    """
-    if isinstance(value, (str, bytes)) or value is None:
-        raise NoNumber(f"it returned {value!r}, which is not a number")
-    number = float(value)
-    if not math.isfinite(number):
-        raise NoNumber(f"it returned {number}")
-    return number
 
 
 def _place(error: BaseException) -> str:

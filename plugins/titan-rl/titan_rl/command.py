@@ -9,9 +9,8 @@ from typing import Any
 
 import click
 
-from titancli.cli.output import colored, note, print_json
+from titancli.commands import colored, note, print_json, printable
 from titancli.errors import UsageError
-from titancli.terminal import printable
 
 GREEN, RED, DIM, BOLD = 32, 31, 2, 1
 
@@ -32,7 +31,7 @@ def command(run: Path, step: int | None, prompts: int | None, samples: int | Non
     The best and worst samples come first. Samples with a positive advantage become more probable (green),
     those with a negative one less probable (red).
     """
-    from titancli.rl.rollouts import read, recorded
+    from titan_rl.recorded import read, recorded
     from titancli.runs import RunFolder
 
     found = recorded(RunFolder.open(run).path)

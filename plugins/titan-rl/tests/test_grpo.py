@@ -17,19 +17,18 @@ import torch.distributed as dist
 from tests.ranks import Ranks
 from tests.run.conftest import Finished, here, train, train_on
 from titan_proof.digests import read_digests
+from titan_rl import Digit, ExactMatch, Grpo
+from titan_rl.failures import Failures
+from titan_rl.scoring import Scorer
+from titan_rl.steps import check_fits
 from titan_testing import run_cli
 from titancli import Engine, Sample, SamplingParams, load_recipe
 from titancli.cli import main
 from titancli.engine.rng import derive
 from titancli.errors import RecipeError
-from titancli.loops import Grpo
-from titancli.loops.grpo_failures import Failures
-from titancli.loops.grpo_steps import check_fits
 from titancli.observe.events import read_events
 from titancli.registry.component import build
-from titancli.rl import Digit, ExactMatch
 from titancli.rl.prompts import PromptSource
-from titancli.rl.scoring import Scorer
 
 __all__ = ["here", "train", "train_on"]
 

@@ -10,22 +10,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from titan_rl.rollouts import ROUNDING, Rollouts, continued, counts, summed
+from titancli import phase
 from titancli.errors import RecipeError, TitanError
-from titancli.loops.grpo_rollouts import ROUNDING, Rollouts, continued, counts, summed
 from titancli.loops.reference import Reference
-from titancli.observe.phases import phase
 from titancli.registry.component import build
 from titancli.rl.prompts import PromptSource, TokenizedPrompt
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from titan_rl import Grpo
+    from titan_rl.scoring import Scorer
     from titancli.engine import Engine
-    from titancli.loops import Grpo
     from titancli.loops.run import Run
     from titancli.protocols import Advantage, Generator
     from titancli.protocols.samples import Sample
-    from titancli.rl.scoring import Scorer
 
     OfTokens = Callable[[list[Sample], Callable[[Tensor], Tensor]], list[Sample]]
 

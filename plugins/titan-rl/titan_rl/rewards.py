@@ -10,7 +10,7 @@ from titancli.errors import RecipeError
 from titancli.protocols.samples import Completion, Prompt
 
 if TYPE_CHECKING:
-    from titancli import rl
+    import titan_rl as rl
 
 NUMBER = re.compile(r"[-+\u2212]?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+\u2212]?\d+)?")
 """A comma is part of a number only between thousands: `(3,4)` ends with 4. U+2212 is also a minus."""

@@ -10,9 +10,9 @@ from titancli.distributed.together import Ranks
 from titancli.errors import TitanError
 
 if TYPE_CHECKING:
+    from titan_rl.rollouts import Rollouts
+    from titan_rl.scoring import Scorer
     from titancli.engine import Engine
-    from titancli.loops.grpo_rollouts import Rollouts
-    from titancli.rl.scoring import Scorer
 
 logger = logging.getLogger(__name__)
 

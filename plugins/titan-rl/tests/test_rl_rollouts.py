@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import Ranks
+from titan_rl.recorded import Recorder, read, recorded
+from titan_rl.rollouts import Rollouts, Sampled, sample
+from titan_rl.scoring import Score
+from titan_rl.steps import Learner
 from titancli.errors import EnvironmentProblem, TitanError
-from titancli.loops.grpo_rollouts import Rollouts, Sampled, sample
-from titancli.loops.grpo_steps import Learner
 from titancli.protocols.samples import Completion, Prompt, Sample
 from titancli.rl.prompts import TokenizedPrompt
-from titancli.rl.rollouts import Recorder, read, recorded
-from titancli.rl.scoring import Score
 
 ASKED = [TokenizedPrompt(Prompt("a"), [1]), TokenizedPrompt(Prompt("b"), [2])]
 ENGINE: Any = SimpleNamespace(

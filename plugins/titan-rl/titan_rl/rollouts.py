@@ -12,21 +12,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from titan_rl.recorded import packed_routes
+from titancli import phase
 from titancli.distributed.together import Ranks
 from titancli.engine.rng import derive
 from titancli.errors import TitanError
-from titancli.observe.phases import phase
 from titancli.protocols.samples import Completion, Sample
 from titancli.rl.prompts import PromptSource, TokenizedPrompt
-from titancli.rl.rollouts import packed_routes
 
 if TYPE_CHECKING:
+    from titan_rl import Grpo
+    from titan_rl.recorded import Recorder
+    from titan_rl.scoring import Score, Scorer
     from titancli.engine import Engine
-    from titancli.loops import Grpo
     from titancli.protocols import Advantage, Generator
     from titancli.protocols.samples import Prompt
-    from titancli.rl.rollouts import Recorder
-    from titancli.rl.scoring import Score, Scorer
 
 ROUNDING = 1e-9
 """Sums of weighted rewards that differ by less are equal."""

@@ -14,10 +14,10 @@ import pytest
 from tests.engine.flips import flipped
 from tests.loops.test_grpo import TINY, learnt, rollouts, steps
 from tests.run.conftest import Finished, here, train, train_on
+from titan_rl.recorded import packed_routes, unpacked_routes
 from titancli.cli import main
 from titancli.errors import EnvironmentProblem
 from titancli.rl.generator import LocalGenerator
-from titancli.rl.rollouts import packed_routes, unpacked_routes
 
 __all__ = ["here", "train", "train_on"]
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from titan_rl import GlobalNorm, GroupMean, GroupNorm, LeaveOneOut
 from titancli.registry.component import build
-from titancli.rl import GlobalNorm, GroupMean, GroupNorm, LeaveOneOut
 
 REWARDS = torch.tensor(
     [[1.0, 0.0, 0.5, 2.0], [1.0, 1.0, 1.0, 1.0], [3.0, torch.nan, 1.0, 0.0], [2.0, 7.0, 7.0, 7.0]]
