@@ -19,11 +19,11 @@ from tests.docs.markdown import ROOT, blocks
 from tests.engine.cases import my_batches, recipe, small
 from tests.engine.test_samples import GOOD, TINY, drawn, engine_of
 from tests.ranks import Ranks
+from titan_rl import Grpo
 from titancli import Engine, Sample, SamplingParams, TitanError
 from titancli.converters import LoRA
 from titancli.data import ByteTokenizer
 from titancli.errors import UsageError
-from titancli.losses import Grpo
 from titancli.models import Llama3
 from titancli.optimizers import AdamW, WarmupStableDecay
 from titancli.recipe.schema import Training

@@ -20,13 +20,14 @@ from tests.engine.test_guard import bits
 from tests.engine.test_router_losses import BOTH, own_losses
 from tests.ranks import Ranks
 from tests.ranks.layouts import EIGHT, FURTHER
+from titan_rl import Grpo
 from titan_testing.behaviour.losses import example, log_probs
 from titan_testing.behaviour.subject import Subject
 from titancli import registry
 from titancli.engine import Engine
 from titancli.engine.inputs import checked
 from titancli.errors import TitanError
-from titancli.losses import SFT, Grpo
+from titancli.losses import SFT
 from titancli.protocols.batch import IGNORE, Batch
 from titancli.protocols.result import LossResult
 from titancli.recipe.schema import Stability
@@ -37,7 +38,7 @@ PLAIN, ROUTED = (replace(c, n_layers=1, moe=replace(c.moe, load_balance_coeff=No
 """Without biases, which a step moves: the next one would be of another model."""
 LOSSES = [name for name, _ in registry.current().components("loss") if name.startswith("titan/")]
 MORE: dict[str, list[Any]] = {
-    "titan/grpo": [Grpo(length_norm="token"), Grpo(length_norm="constant", constant=9)],
+    "titan-rl/grpo": [Grpo(length_norm="token"), Grpo(length_norm="constant", constant=9)],
 }
 """Other values of a loss, which divide by something else."""
 CASES = (

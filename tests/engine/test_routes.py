@@ -19,8 +19,8 @@ from tests.engine.cases import Layout, recipe, small, whole_batch, wholes
 from tests.engine.flips import flipped
 from tests.ranks import Ranks
 from tests.ranks.layouts import BY_OP, EIGHT, FULL_AC, FURTHER, GPT_OSS, IROPE, LATENT
+from titan_rl import Grpo
 from titancli import Engine, Sample, SamplingParams, TitanError
-from titancli.losses import Grpo
 from titancli.models.blocks.moe import MoE, moe_layers, recorded
 from titancli.models.blocks.router import Router
 from titancli.recipe.schema import Stability

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from tests.engine.cases import LENGTH, Layout, recipe, small, whole_batch, wholes
 from tests.ranks import Ranks
+from titan_rl import Grpo
 from titancli import Batch, Engine, LossResult, Sample, TitanError
-from titancli.losses import CrossEntropy, CrossEntropyFull, Grpo
+from titancli.losses import CrossEntropy, CrossEntropyFull
 from titancli.models import Llama3
 from titancli.optimizers import AdamW
 from titancli.recipe.schema import Training

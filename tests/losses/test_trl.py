@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from titancli.losses import Cispo, Grpo, Gspo
+from titan_rl import Cispo, Grpo, Gspo
 from titancli.protocols.batch import Batch
 from titancli.registry.component import build
 

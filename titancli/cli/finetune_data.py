@@ -99,7 +99,7 @@ class Task:
             "[loop.rewards]": reward,
             "loop.advantage": {"type": "titan-rl/group_norm"},
             "loop.generator": {"type": "titan/local", "max_new_tokens": length // 2},
-            "loss": {"type": "titan/grpo", "clip_high": 0.28, "length_norm": "token"},
+            "loss": {"type": "titan-rl/grpo", "clip_high": 0.28, "length_norm": "token"},
         }
 
 

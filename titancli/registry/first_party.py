@@ -56,10 +56,14 @@ COMPONENTS = {
     "loop/kto": "titan-preference",
     "loop/lm_eval": "titan-eval",
     "loss/apo_zero_unpaired": "titan-preference",
+    "loss/cispo": "titan-rl",
     "loss/classification": "titan-heads",
     "loss/distil": "titan-distil",
     "loss/embedding": "titan-heads",
     "loss/flow_matching": "titan-flux",
+    "loss/grpo": "titan-rl",
+    "loss/gspo": "titan-rl",
+    "loss/importance_sampling": "titan-rl",
     "loss/ipo": "titan-preference",
     "loss/kto": "titan-preference",
     "loss/orpo": "titan-preference",
@@ -99,13 +103,30 @@ FOLDER = Path(__file__).resolve().parents[2] / "plugins"
 
 
 def install_command(requirement: str, *options: str) -> str:
-    """Return the command that installs a plugin: from the checkout if it is one of titan's own."""
+    """Return the command that installs a plugin: from the checkout if it is one of titan's own, together with
+    those that it requires."""
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 
-    folder = FOLDER / canonicalize_name(Requirement(requirement).name)
-    target = requirement
-    if (folder / "pyproject.toml").is_file():
-        near = os.path.relpath(folder)
-        target = str(folder) if near.startswith("..") else f"./{near}"
-    return " ".join(["pip install", *options, shlex.quote(target)])
+    found = _with_required(FOLDER / canonicalize_name(Requirement(requirement).name))
+    targets = [_from_here(folder) for folder in found] or [requirement]
+    return " ".join(["pip install", *options, *map(shlex.quote, targets)])
+
+
+def _with_required(folder: Path) -> list[Path]:
+    """Return the folder of a plugin in the checkout after those of the plugins that it requires; none if it
+    is not in the checkout."""
+    import tomli
+    from packaging.requirements import Requirement
+
+    try:
+        project = tomli.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    except FileNotFoundError:
+        return []
+    required = sorted(PLUGINS & {Requirement(one).name for one in project["dependencies"]})
+    return [*(FOLDER / name for name in required), folder]
+
+
+def _from_here(folder: Path) -> str:
+    near = os.path.relpath(folder)
+    return str(folder) if near.startswith("..") else f"./{near}"

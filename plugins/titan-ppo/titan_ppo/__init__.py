@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from annotated_types import Ge, Gt, Le
 
+from titan_rl import Policy
 from titancli import component, hookimpl
-from titancli.losses import Policy
 from titancli.registry.component import component_info
 
 if TYPE_CHECKING:

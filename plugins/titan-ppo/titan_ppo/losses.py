@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
+from titan_rl import Grpo
+from titan_rl.losses import Grpo as Objective
+from titan_rl.losses import Samples
 from titancli import Batch, LossResult
 from titancli.errors import RecipeError
-from titancli.losses import Grpo
-from titancli.losses.policy import Grpo as Objective
-from titancli.losses.policy import Samples
 from titancli.models.blocks.init import zeros_
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from tests.ranks import Ranks
 from tests.run.conftest import Finished, here, train, train_on
 from titan_proof.digests import read_digests
-from titan_rl import Digit, ExactMatch, Grpo
+from titan_rl import Digit, ExactMatch, GrpoLoop
 from titan_rl.failures import Failures
 from titan_rl.scoring import Scorer
 from titan_rl.steps import check_fits
@@ -446,7 +446,7 @@ def test_what_does_not_fit_is_said_before_a_run(
 
 
 def test_prompts_that_cannot_be_dealt_out_are_refused() -> None:
-    config = Grpo(task=Digit(), rewards=[ExactMatch()], prompts=12, updates=3)
+    config = GrpoLoop(task=Digit(), rewards=[ExactMatch()], prompts=12, updates=3)
     check_fits(config, dp=4)
     with pytest.raises(RecipeError, match=r"prompts = 12 is not a multiple of data-parallel ranks \(8\)"):
         check_fits(config, dp=8)

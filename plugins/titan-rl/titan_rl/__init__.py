@@ -1,12 +1,12 @@
-"""Reinforcement learning from rewards: the loop grpo, with its tasks, rewards and advantages. This file has
-the configs and imports no torch; the code is in the files beside it."""
+"""Reinforcement learning from rewards: the loop grpo, with its tasks, rewards, advantages and losses. This
+file has the configs and imports no torch; the code is in the files beside it."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import field
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, MinLen
 
@@ -178,8 +178,98 @@ class Length:
             yield "limit", f"must be greater than free = {self.free}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """The common fields of losses that learn from samples and their advantages."""
+
+    learns_from_samples: ClassVar[bool] = True
+
+    kl_coef: Annotated[float, Ge(0)] = 0.0
+    """Weight of the KL divergence from the initial model, of which a copy is kept if this is above 0."""
+    entropy_coef: Annotated[float, Ge(0)] = 0.0
+    """Weight of the entropy, which is maximised, averaged as the objective is."""
+    temperature: Annotated[float, Gt(0)] | None = None
+    """Divisor of the logits in log-probabilities and entropy, so that they are those of sampling; None: the
+    generator's in the loop grpo, else 1."""
+    importance: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = "none"
+    """Correction for a sampler whose log-probabilities differ from the model's: each token's objective is
+    multiplied by the ratio of both, or by that of its whole sample. Ratios above `importance_max` are
+    truncated to it, or masked: multiplied by 0."""
+    importance_max: Annotated[float, Gt(0)] = 3.0
+    """Upper bound of the ratios of `importance`."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """Return whether a copy of the initial model is kept."""
+        return self.kl_coef > 0
+
+
+@component("loss", "grpo", target="titan_rl.losses:Grpo")
+class Grpo(Policy):
+    """Clipped policy gradient per token: GRPO, or DAPO and Dr. GRPO by its fields.
+
+    GRPO (arXiv 2402.03300) is the default. DAPO (2503.14476): clip_high = 0.28, length_norm = "token".
+    Dr. GRPO (2503.20783): length_norm = "constant", with the advantage group_mean.
+    """
+
+    clip_low: Annotated[float, Ge(0)] = 0.2
+    """Lower clipping bound: ratios are clipped at 1 - this."""
+    clip_high: Annotated[float, Ge(0)] = 0.2
+    """Upper clipping bound: ratios are clipped at 1 + this."""
+    length_norm: Literal["sample", "token", "constant"] = "sample"
+    """Averaging: over samples, of their means; over all tokens; or over samples, of their sums /
+    `constant`."""
+    constant: Annotated[int, Gt(0)] | None = None
+    """Divisor of the sum over a sample's tokens, such as the generator's max_new_tokens."""
+    delta: Annotated[float, Gt(1)] | None = None
+    """Upper bound of ratios where the advantage is negative (dual clip, arXiv 1912.09729); None: there is
+    none."""
+
+    def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
+        if (self.length_norm == "constant") != (self.constant is not None):
+            yield "constant", 'set constant if length_norm = "constant", and only then'
+        yield from _delta(self)
+
+
+@component("loss", "gspo", target="titan_rl.losses:Gspo")
+class Gspo(Policy):
+    """Clipped policy gradient per sample (GSPO, arXiv 2507.18071)."""
+
+    clip_low: Annotated[float, Ge(0)] = 3e-4
+    """Lower clipping bound: a sample's ratio is clipped at 1 - this."""
+    clip_high: Annotated[float, Ge(0)] = 4e-4
+    """Upper clipping bound: a sample's ratio is clipped at 1 + this."""
+    per_token: bool = True
+    """The ratio is that of the whole sample to the power of 1 / length; false: of the whole sample, as in
+    TRL's RLOO."""
+    delta: Annotated[float, Gt(1)] | None = None
+    """Upper bound of ratios where the advantage is negative (dual clip); None: there is none."""
+
+    def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
+        yield from _delta(self)
+
+
+@component("loss", "cispo", target="titan_rl.losses:Cispo")
+class Cispo(Policy):
+    """Policy gradient with clipped importance weights for every token (CISPO, arXiv 2506.13585)."""
+
+    clip_high: Annotated[float, Ge(0)] = 5.0
+    """Upper clipping bound: weights are at most 1 + this, the paper's ε_high; what others call ε_max or
+    epsilon_high is 1 + this. There is no lower bound, as in the paper's experiments."""
+
+
+@component("loss", "importance_sampling", target="titan_rl.losses:ImportanceSampling")
+class ImportanceSampling(Policy):
+    """Policy gradient with importance weights, unclipped, averaged over tokens."""
+
+
+def _delta(loss: Grpo | Gspo) -> Iterator[tuple[str, str]]:
+    if loss.delta is not None and loss.delta <= 1 + loss.clip_high:
+        yield "delta", f"must be greater than 1 + clip_high = {1 + loss.clip_high:g}"
+
+
 @component("loop", "grpo", target="titan_rl.loop:build")
-class Grpo:
+class GrpoLoop:
     """Reinforcement learning from rewards: sample completions, score them, and train on them.
 
     `[loss]` and `advantage` select the algorithm (GRPO, DAPO, Dr. GRPO, GSPO, CISPO, RLOO).
@@ -279,7 +369,8 @@ def _replay_problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
 @hookimpl
 def titan_components() -> list[type]:
     return [
-        *(Grpo, Digit, Sum, Prompts),
+        *(GrpoLoop, Digit, Sum, Prompts),
+        *(Grpo, Gspo, Cispo, ImportanceSampling),
         *(ExactMatch, Regex, Numeric, JsonSchema, Length),
         *(GroupMean, GroupNorm, LeaveOneOut, GlobalNorm),
     ]

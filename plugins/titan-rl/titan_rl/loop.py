@@ -17,7 +17,7 @@ from titan_rl.steps import Evaluation, Learner, check_fits
 from titancli.registry.component import build as build_component
 
 if TYPE_CHECKING:
-    from titan_rl import Grpo
+    from titan_rl import GrpoLoop
     from titancli.engine import Engine
     from titancli.loops.run import Run
     from titancli.observe.observers import Observers
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def build(
-    config: Grpo, *, engine: Engine, data: PromptSource, tokenizer: Any, observers: Observers, run: Run
+    config: GrpoLoop, *, engine: Engine, data: PromptSource, tokenizer: Any, observers: Observers, run: Run
 ) -> Callable[[], None]:
     """
     Raises:
@@ -47,7 +47,7 @@ def build(
 
 
 def grpo(
-    config: Grpo,
+    config: GrpoLoop,
     engine: Engine,
     data: PromptSource,
     generator: Generator,

@@ -21,7 +21,7 @@ from titancli.protocols.samples import Completion, Sample
 from titancli.rl.prompts import PromptSource, TokenizedPrompt
 
 if TYPE_CHECKING:
-    from titan_rl import Grpo
+    from titan_rl import GrpoLoop
     from titan_rl.recorded import Recorder
     from titan_rl.scoring import Score, Scorer
     from titancli.engine import Engine
@@ -70,7 +70,7 @@ class Sampled:
 
 
 def collect(
-    config: Grpo,
+    config: GrpoLoop,
     engine: Engine,
     data: PromptSource,
     generator: Generator,
@@ -215,7 +215,7 @@ def _check_routes(sampled: Sampled, name: str) -> None:
 class Rollouts:
     """The samples of this rank in a step, with their scores."""
 
-    def __init__(self, sampled: Sampled, scores: list[list[Score]], config: Grpo) -> None:
+    def __init__(self, sampled: Sampled, scores: list[list[Score]], config: GrpoLoop) -> None:
         self._sampled, self._scores, self._config = sampled, scores, config
         self.rewards = torch.tensor([[one.total for one in row] for row in scores], dtype=torch.float64)
         """[prompts, samples], float64, on the CPU."""
@@ -350,7 +350,7 @@ class Rollouts:
         }
 
 
-def counts(score: Score, config: Grpo) -> bool:
+def counts(score: Score, config: GrpoLoop) -> bool:
     """Return whether the policy for failed rewards keeps a completion."""
     return config.failed_reward == "zero" or not score.failed
 

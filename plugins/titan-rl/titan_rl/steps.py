@@ -20,7 +20,7 @@ from titancli.rl.prompts import PromptSource, TokenizedPrompt
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from titan_rl import Grpo
+    from titan_rl import GrpoLoop
     from titan_rl.scoring import Scorer
     from titancli.engine import Engine
     from titancli.loops.run import Run
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     OfTokens = Callable[[list[Sample], Callable[[Tensor], Tensor]], list[Sample]]
 
 
-def check_fits(config: Grpo, dp: int) -> None:
+def check_fits(config: GrpoLoop, dp: int) -> None:
     """
     Raises:
         RecipeError: the prompts of a step cannot be dealt evenly, to the ranks and to the updates of each.
@@ -50,7 +50,7 @@ def check_fits(config: Grpo, dp: int) -> None:
 class Learner:
     """Makes of rollouts the samples of each update, and learns from them."""
 
-    def __init__(self, config: Grpo, engine: Engine, run: Run, advantage: Advantage) -> None:
+    def __init__(self, config: GrpoLoop, engine: Engine, run: Run, advantage: Advantage) -> None:
         self._updates, self._passes, self._engine = config.updates, config.passes, engine
         self._advantage = advantage
         rows, length = run.batch_shape
@@ -132,7 +132,7 @@ class Evaluation:
 
     def __init__(
         self,
-        config: Grpo,
+        config: GrpoLoop,
         engine: Engine,
         data: PromptSource,
         tokenizer: Any,

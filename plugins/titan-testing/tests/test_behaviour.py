@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.nn.functional import dropout
 
+from titan_rl import Grpo
 from titan_testing import Example
 from titan_testing.behaviour import behaviour_faults, checks_of
 from titan_testing.behaviour.engines import LENGTH, small_model
@@ -24,7 +25,7 @@ from titan_testing.behaviour.ranks import take_jobs
 from titan_testing.behaviour.subject import Subject
 from titancli import Batch, LossResult
 from titancli.data import ByteTokenizer, PythonStdlib
-from titancli.losses import CrossEntropy, Grpo
+from titancli.losses import CrossEntropy
 from titancli.models import Llama3
 from titancli.optimizers import AdamW, WarmupStableDecay
 from titancli.protocols import Entry

@@ -27,7 +27,7 @@ from titancli.protocols.batch import IGNORE
 from titancli.protocols.result import LossResult
 
 if TYPE_CHECKING:
-    from titancli import losses
+    import titan_rl as rl
     from titancli.protocols.batch import Batch
 
 
@@ -166,7 +166,7 @@ def _clipped(ratio: Tensor, advantages: Tensor, config: Any) -> tuple[Tensor, Te
 class Grpo(PolicyLoss):
     """min(r·A, clip(r)·A), r the ratio of a token's probabilities."""
 
-    def __init__(self, config: losses.Grpo) -> None:
+    def __init__(self, config: rl.Grpo) -> None:
         super().__init__(config)
 
     def objective(self, out: Tensor, log_ratio: Tensor, advantages: Tensor, samples: Samples) -> Any:
@@ -186,7 +186,7 @@ class Gspo(PolicyLoss):
     """min(s·A, clip(s)·A), s the ratio of a whole sample's probabilities, `per_token` to the power of
     1 / length."""
 
-    def __init__(self, config: losses.Gspo) -> None:
+    def __init__(self, config: rl.Gspo) -> None:
         super().__init__(config)
 
     def objective(self, out: Tensor, log_ratio: Tensor, advantages: Tensor, samples: Samples) -> Any:
@@ -202,7 +202,7 @@ class Gspo(PolicyLoss):
 class Cispo(PolicyLoss):
     """clip(r)·A·log p, the clipped ratio without gradient: no token loses its gradient."""
 
-    def __init__(self, config: losses.Cispo) -> None:
+    def __init__(self, config: rl.Cispo) -> None:
         super().__init__(config)
 
     def objective(self, out: Tensor, log_ratio: Tensor, advantages: Tensor, samples: Samples) -> Any:
@@ -214,7 +214,7 @@ class Cispo(PolicyLoss):
 class ImportanceSampling(PolicyLoss):
     """r·A."""
 
-    def __init__(self, config: losses.ImportanceSampling) -> None:
+    def __init__(self, config: rl.ImportanceSampling) -> None:
         super().__init__(config)
 
     def objective(self, out: Tensor, log_ratio: Tensor, advantages: Tensor, samples: Samples) -> Any:

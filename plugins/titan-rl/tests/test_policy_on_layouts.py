@@ -7,8 +7,8 @@ import torch
 
 from tests.engine.cases import LENGTH, ROWS, Layout, recipe, small, whole_batch, wholes
 from tests.ranks import Ranks
+from titan_rl import Cispo, Grpo, Gspo, ImportanceSampling
 from titancli.engine import Engine
-from titancli.losses import Cispo, Grpo, Gspo, ImportanceSampling
 from titancli.protocols.batch import Batch
 
 LOSSES = {

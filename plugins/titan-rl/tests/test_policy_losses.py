@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from titancli.losses import Cispo, Grpo, Gspo, ImportanceSampling
+from titan_rl import Cispo, Grpo, Gspo, ImportanceSampling
 from titancli.protocols.batch import Batch
 from titancli.registry.component import build
 
