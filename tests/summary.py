@@ -57,6 +57,7 @@ ROOMS = {
     "tests/rl": "the generator compared to the trainer, and text as it comes",
     "plugins/titan-distil": "distillation compared to torch and TRL, on layouts; a student gains over SFT",
     "plugins/titan-eval": "lm-evaluation-harness: each answer is that on the exported checkpoint",
+    "plugins/titan-families": "DeepSeek-V3 and Llama 4: latent attention, groups, iRoPE, as transformers",
     "plugins/titan-float8": "float8: the same result on any layout, plain checkpoints",
     "plugins/titan-flux": "Flux: images, on every supported layout",
     "plugins/titan-ft": "replicas that are killed and come back: the others train on, weights stay equal",

@@ -181,18 +181,20 @@ THEIR_TYPES = {
     "titancli.checkpoint.hf.quantise": {"gpt_oss"},
 }
 """What other libraries do with a model_type of theirs."""
-EXAMPLES = {"titancli.models"}
-"""The list of families."""
+EXAMPLES = {"titancli.models", "titancli.registry.first_party"}
+"""The lists of families."""
 
 
 def test_no_shared_room_names_a_family():
     """What is peculiar to a family is a value of its specs: nothing asks which one it is."""
+    from titan_families import FAMILIES
     from titancli.models import COMPONENTS
     from titancli.registry.component import component_info
 
     own = tuple(cls.__module__ for cls in COMPONENTS)
-    names = {cls.__name__ for cls in COMPONENTS} | {component_info(cls).name for cls in COMPONENTS}
-    names |= {model_type for cls in COMPONENTS for model_type in getattr(cls, "model_types", ())}
+    families = [*COMPONENTS, *FAMILIES]
+    names = {cls.__name__ for cls in families} | {component_info(cls).name for cls in families}
+    names |= {model_type for cls in families for model_type in getattr(cls, "model_types", ())}
     for here, path in FILES.items():
         if here in EXAMPLES or here.startswith(own):
             continue

@@ -16,12 +16,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.checkpoint.tensors import bits
+from titan_families.deepseek_v3 import DeepSeekV3
 from titancli.checkpoint.hf.folder import read_hf
 from titancli.checkpoint.hf.load import load_hf_weights
 from titancli.checkpoint.hf.which import hf_form
 from titancli.distributed.together import Ranks
 from titancli.errors import EnvironmentProblem
-from titancli.models.deepseek_v3 import DeepSeekV3
 from titancli.models.gpt_oss import GptOss
 from titancli.models.sections import MoE
 from titancli.protocols import HFForm

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
+from titan_families import DeepSeekV3, Llama4
 from titan_transformers import HFCausalLM
 from titancli.checkpoint.hf.likeness import complaint, differing_fields
 from titancli.errors import EnvironmentProblem
-from titancli.models import DeepSeekV3, GptOss, Llama3, Llama4, Qwen3
+from titancli.models import GptOss, Llama3, Qwen3
 from titancli.models.sections import MoE
 from titancli.registry import current
 from titancli.registry.binding import bind

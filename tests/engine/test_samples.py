@@ -178,7 +178,7 @@ def test_a_step_is_the_same_on_every_layout_and_however_samples_are_dealt(
 
 
 def experts(mesh: dict[str, int]) -> dict[str, Tensor]:
-    from titancli.models import Mixtral
+    from titan_families import Mixtral
     from titancli.models.sections import MoE
 
     model = Mixtral(

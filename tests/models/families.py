@@ -8,23 +8,12 @@ from typing import Any
 
 import torch
 
+from titan_families import DeepSeekV3, Glm4Moe, Granite, Llama4, Mixtral, Olmo3
+from titan_families.deepseek_v3 import LatentYarn
 from titan_qwen3_next import Qwen3Next
 from titancli.checkpoint.hf.which import hf_form
-from titancli.models import (
-    DeepSeekV3,
-    Gemma3,
-    Glm4Moe,
-    GptOss,
-    Granite,
-    Llama3,
-    Llama4,
-    Mixtral,
-    Olmo3,
-    Qwen3,
-    RopeScaling,
-)
+from titancli.models import Gemma3, GptOss, Llama3, Qwen3, RopeScaling
 from titancli.models.blocks.state import named_state
-from titancli.models.deepseek_v3 import LatentYarn
 from titancli.models.sections import AttnTemperature, LinearScaling, MoE, Yarn
 from titancli.registry import current
 from titancli.registry.binding import bind

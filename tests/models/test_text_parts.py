@@ -42,7 +42,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     ),
     "glm4v_moe": (
         "Glm4vMoe",
-        "titan/glm4_moe",
+        "titan-families/glm4_moe",
         {
             **TEXT,
             **EXPERTS,

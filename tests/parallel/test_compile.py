@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from titan_families import DeepSeekV3
 from titancli.errors import RecipeError
-from titancli.models import DeepSeekV3, Llama3
+from titancli.models import Llama3
 from titancli.models.blocks.decoder import Decoder, build
 from titancli.models.blocks.decoder import build as build_latent
 from titancli.models.sections import MoE

@@ -8,22 +8,13 @@ from typing import Any
 from tests.engine.cases import VOCABULARY, Layout
 from tests.models import hf_configs
 from tests.models.by_spec import Gemma2, Phi, StarCoder2
+from titan_families import DeepSeekV3, Glm4Moe, Granite, Llama4, Mixtral, Olmo3
+from titan_families.deepseek_v3 import LatentYarn
 from titan_float8 import Float8Linear
 from titan_qwen3_next import Qwen3Next
 from titancli.layout.stages import SCHEDULES
 from titancli.losses import CrossEntropyFull
-from titancli.models import (
-    DeepSeekV3,
-    Gemma3,
-    Glm4Moe,
-    GptOss,
-    Granite,
-    Llama4,
-    Mixtral,
-    Olmo3,
-    Qwen3,
-)
-from titancli.models.deepseek_v3 import LatentYarn
+from titancli.models import Gemma3, GptOss, Qwen3
 from titancli.models.sections import AttnTemperature, LinearScaling, MoE, Yarn
 
 TOLERANCE = 1e-5

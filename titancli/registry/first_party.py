@@ -70,8 +70,14 @@ COMPONENTS = {
     "loss/ppo": "titan-ppo",
     "loss/reward": "titan-heads",
     "loss/simpo": "titan-preference",
+    "model/deepseek_v3": "titan-families",
     "model/flux": "titan-flux",
+    "model/glm4_moe": "titan-families",
+    "model/granite": "titan-families",
     "model/hf_causal_lm": "titan-transformers",
+    "model/llama4": "titan-families",
+    "model/mixtral": "titan-families",
+    "model/olmo3": "titan-families",
     "model/qwen3_next": "titan-qwen3-next",
     "optimizer/adafactor": "titan-optimizers",
     "optimizer/adamw_8bit": "titan-optimizers",
@@ -91,9 +97,19 @@ COMPONENTS = {
     "task/sum": "titan-rl",
 }
 """Components, `kind/name`, with the plugin that provides each."""
-MODEL_TYPES = dict.fromkeys(
-    ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text"), "titan-qwen3-next"
-)
+MODEL_TYPES = {
+    **dict.fromkeys(
+        (
+            *("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "kimi_k25", "glm_moe_dsa"),
+            *("glm4_moe", "glm4v_moe", "glm4v_moe_text", "granite", "llama4", "llama4_text"),
+            *("mixtral", "olmo3"),
+        ),
+        "titan-families",
+    ),
+    **dict.fromkeys(
+        ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text"), "titan-qwen3-next"
+    ),
+}
 """Values of `model_type` in config.json, with the plugin that reads them."""
 PLUGINS = frozenset({*COMMANDS.values(), *COMPONENTS.values()})
 COMMANDS_ALONE = PLUGINS - set(COMPONENTS.values())

@@ -10,9 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM, Llama4Config, Llama4ForConditionalGeneration
 
 from tests.models.families import CHUNK, LLAMA4
+from titan_families import Llama4
 from titancli.checkpoint import export_hf, read_hf
 from titancli.errors import TitanError
-from titancli.models import Llama4
 from titancli.models.blocks.hf import DecoderHF
 from titancli.models.blocks.moe import moe_layers
 from titancli.models.blocks.state import named_state

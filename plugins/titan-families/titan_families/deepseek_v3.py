@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from annotated_types import Ge, Gt
 
+from titan_families.mtp import MTP, MTP_KEY
 from titancli.errors import EnvironmentProblem
 from titancli.models.config_json import (
     NO_BIAS,
@@ -26,7 +27,6 @@ from titancli.models.config_json import (
     routing,
     yarn_keys,
 )
-from titancli.models.mtp import MTP, MTP_KEY
 from titancli.models.names import EXPERT_BIAS, EXPERTS, LAYER, MTP_LAYER, SHARED, Names, Pairs, Source
 from titancli.models.sections import BUILD, FORM, MoE, Yarn
 from titancli.protocols.shape import Block, Latent, Rope

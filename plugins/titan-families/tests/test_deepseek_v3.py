@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 
 from tests.models.families import DEEPSEEK
 from tests.models.specs import size_of
+from titan_families import DeepSeekV3
 from titancli.checkpoint import export_hf, read_hf
 from titancli.checkpoint.hf.which import model_of
 from titancli.errors import TitanError
-from titancli.models import DeepSeekV3
 from titancli.models.blocks.hf import DecoderHF
 from titancli.models.blocks.state import named_state
 from titancli.registry import current
@@ -210,7 +210,7 @@ def test_a_folder_of_kimi_k2_is_read(tmp_path: Path) -> None:
     whole = {"model_type": "kimi_k25", "text_config": {**keys, "model_type": "kimi_k2"}}
     (tmp_path / "hf" / "config.json").write_text(json.dumps(whole))
     name, _, config = model_of(tmp_path / "hf", None)
-    assert name == "titan/deepseek_v3"
+    assert name == "titan-families/deepseek_v3"
     reader = read_hf(tmp_path / "hf", DecoderHF(config))
     reader.check({name: tuple(tensor.shape) for name, tensor in state.items()})
     assert all(torch.equal(reader.parameter(name), tensor) for name, tensor in state.items())

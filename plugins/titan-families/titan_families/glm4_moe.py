@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from annotated_types import Ge, Gt, Le
 
+from titan_families.mtp import MTP, MTP_KEY
 from titancli.models.config_json import (
     GROUPED,
     SHARED_EXPERTS,
@@ -21,7 +22,6 @@ from titancli.models.config_json import (
     expert_groups,
     routing,
 )
-from titancli.models.mtp import MTP, MTP_KEY
 from titancli.models.names import BIASES, EXPERT_BIAS, EXPERTS, LAYER, MTP_LAYER, QK_NORM, SHARED, Names
 from titancli.models.sections import BUILD, FORM, DecoderConfig, MoE
 from titancli.protocols.shape import Block
