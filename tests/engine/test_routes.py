@@ -19,11 +19,12 @@ from tests.engine.cases import Layout, recipe, small, whole_batch, wholes
 from tests.engine.flips import flipped
 from tests.ranks import Ranks
 from tests.ranks.layouts import BY_OP, EIGHT, FULL_AC, FURTHER, GPT_OSS, IROPE, LATENT
+from titan_proof import Recheck
 from titan_rl import Grpo
 from titancli import Engine, Sample, SamplingParams, TitanError
 from titancli.models.blocks.moe import MoE, moe_layers, recorded
 from titancli.models.blocks.router import Router
-from titancli.recipe.schema import Stability
+from titancli.registry.component import build
 
 pytestmark = pytest.mark.ranks
 
@@ -242,8 +243,8 @@ def test_a_router_scores_the_experts_that_it_is_given() -> None:
 
 def computed_twice() -> None:
     layout = Layout({"dp_shard": 2, "ep": 2}, config=EIGHT, activation_checkpoint=FULL_AC)
-    known = dataclasses.replace(recipe(layout), stability=Stability(recheck_every=1))
-    with Engine.build(known) as engine, engine_of(layout) as other:
+    with engine_of(layout) as engine, engine_of(layout) as other:
+        engine.hooks.add(build(Recheck(every=1), engine=engine, run=None))
         for own in (engine, other):
             own.forward_backward(samples_of(EIGHT), "grpo")
             own.optim_step()

@@ -43,7 +43,6 @@ def test_every_section_and_every_kind_declares_one() -> None:
         ("training.gc_freq", "running"),
         ("training.local_batch_size", "speed"),
         ("training.dataloader.num_workers", "running"),
-        ("stability.recheck_every", "running"),
         ("checkpoint.interval", "running"),
         ("checkpoint.exclude_from_loading", "numbers"),
         ("debug.digests", "watching"),

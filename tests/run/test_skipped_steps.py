@@ -115,13 +115,15 @@ def test_two_ranks_stop_together_when_one_of_them_goes_wrong(
 
 
 def test_a_step_that_is_computed_twice_and_differs_ends_the_run_before_it(train: Train, here: Path) -> None:
-    flip = ("loss.fault=flip", "loss.call=4", "stability.recheck_every=3")  # its second pass
+    flip = ("loss.fault=flip", "loss.call=4", 'callbacks=[{type="recheck",every=3}]')  # its second pass
     done = train("tiny.toml", *FAULTY, *flip, *SAVED, "--run-dir", "r")
     assert done.code == 1
     assert "step 3 was computed twice from the same state, and rank 0 (host " in done.err
     assert "device cpu) computed different numbers; the first that differs is the output of " in done.err
     assert sorted(path.name for path in (here / "r/checkpoints").glob("step-*")) == ["step-1", "step-2"]
-    resumed = train("r", "--resume", "-p", "./faulty.py", "loss.call=99", "stability.recheck_every=1")
+    resumed = train(
+        "r", "--resume", "-p", "./faulty.py", "loss.call=99", 'callbacks=[{type="recheck",every=1}]'
+    )
     assert resumed.code == 0
     sound = train("tiny.toml", *FAULTY, "loss.call=99", "loss.fault=flip", "--run-dir", "s", *SAVED)
     assert sound.code == 0

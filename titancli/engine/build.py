@@ -33,7 +33,6 @@ from titancli.engine.first_weights import FirstWeights, awaited_checkpoint, firs
 from titancli.engine.inputs import loss_of
 from titancli.engine.optimizer_state import keep_peaks, remember
 from titancli.engine.pipelined import PipelinedModel
-from titancli.engine.recheck import Rechecks, refuse_on_device
 from titancli.engine.runners import Runner, WholeModel
 from titancli.engine.skip_step import Guard
 from titancli.engine.status import EngineSettings, Unusable
@@ -88,7 +87,6 @@ def build_engine(
     check_torch()
     degrees = recipe.degrees(dist.get_world_size())
     refuse_unfit(recipe, degrees)
-    refuse_on_device(recipe, device)
     with groups_wait_as_the_default_one():
         mesh = Mesh(degrees, device)
     model, roles = sharded_model(recipe, mesh, device)
@@ -252,9 +250,7 @@ def trainer_of(
     keep_peaks(optimizer, recipe.optimizer.lr)
     remember(optimizer)
     report_frozen(recipe)
-    every, compiled = recipe.stability.recheck_every, recipe.compile.enable
-    rechecks = Rechecks(every, model.parts, model.placement, device, compiled=compiled)
-    own: list[Any] = [rechecks, balancing, Renewal(model.parts, model.converters)]
+    own: list[Any] = [balancing, Renewal(model.parts, model.converters)]
     if hasattr(optimizer, "around_backward"):  # gradients are wanted elsewhere than at the weights
         own.insert(0, optimizer)
     return optimizer, Hooks(own, last=Guard(recipe.stability, device))

@@ -183,7 +183,7 @@ class Checkpoint:
 
 @section
 class Stability:
-    """Skip bad steps, and find devices that compute wrong numbers."""
+    """Skip bad steps."""
 
     effect: ClassVar = "numbers"
     skip_nonfinite: bool = True
@@ -200,11 +200,6 @@ class Stability:
     max_skips: Annotated[int, Gt(0)] = 10
     """End the run after this many consecutive skipped steps, with a checkpoint of the weights before them; in
     a script, `optim_step` raises an error."""
-    recheck_every: Annotated[int, Ge(0), Effect("running")] = 0
-    """Interval, in steps, at which gradients are computed twice and compared bit by bit, to find a device
-    that computes wrong numbers: the run then ends before the step is applied, with an error that names rank,
-    host, device and tensor. Such a step takes about twice as long; other results are unchanged. On a GPU it
-    needs `debug.deterministic`. 0 disables it."""
 
 
 @section

@@ -35,6 +35,7 @@ COMPONENTS = {
     "callback/ema": "titan-optimizers",
     "callback/param_norm": "titan-optimizers",
     "callback/probe": "titan-proof",
+    "callback/recheck": "titan-proof",
     "converter/float8_linear": "titan-float8",
     "converter/neftune": "titan-optimizers",
     "converter/qlora": "titan-qlora",

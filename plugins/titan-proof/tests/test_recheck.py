@@ -14,19 +14,31 @@ from tests.engine.test_guard import bits
 from tests.parallel.dropout_cases import Dropping
 from tests.ranks.layouts import EIGHT
 from tests.rows import rows
+from titan_proof import Recheck
+from titan_proof.recheck import (
+    COMPUTED,
+    RECEIVED,
+    REDUCED,
+    SAME,
+    checksum,
+    refuse_unreproducible,
+    suspects,
+)
 from titancli.engine import Engine
-from titancli.engine.recheck import COMPUTED, RECEIVED, REDUCED, SAME, checksum, suspects
 from titancli.errors import RecipeError, TitanError
 from titancli.models.blocks.moe import moe_layers
 from titancli.observe.metrics import collector
-from titancli.recipe.schema import Stability
+from titancli.registry.component import build
 
 pytestmark = pytest.mark.ranks
 BALANCED = dataclasses.replace(EIGHT, moe=dataclasses.replace(EIGHT.moe, aux_loss_coeff=1e-2))
 
 
 def engine_of(layout: Layout, every: int) -> Engine:
-    return Engine.build(dataclasses.replace(recipe(layout), stability=Stability(recheck_every=every)))
+    engine = Engine.build(recipe(layout))
+    if every:
+        engine.hooks.add(build(Recheck(every=every), engine=engine, run=None))
+    return engine
 
 
 def _trained(layout: Layout, every: int, steps: int = 3) -> Any:
@@ -257,11 +269,7 @@ def test_a_checksum_tells_every_bit_and_place(dtype: torch.dtype) -> None:
 
 
 def test_a_gpu_that_is_not_deterministic_is_refused() -> None:
-    from titancli.engine.recheck import refuse_on_device
-
-    made = dataclasses.replace(recipe(small()), stability=Stability(recheck_every=5))
-    refuse_on_device(made, torch.device("cpu"))
-    with pytest.raises(RecipeError, match=r"recheck_every needs debug.deterministic = true"):
-        refuse_on_device(made, torch.device("cuda", 0))
-    fixed = dataclasses.replace(made, debug=dataclasses.replace(made.debug, deterministic=True))
-    refuse_on_device(fixed, torch.device("cuda", 0))
+    refuse_unreproducible(torch.device("cpu"), deterministic=False)
+    with pytest.raises(RecipeError, match=r"recheck needs debug.deterministic = true on a cuda device"):
+        refuse_unreproducible(torch.device("cuda", 0), deterministic=False)
+    refuse_unreproducible(torch.device("cuda", 0), deterministic=True)

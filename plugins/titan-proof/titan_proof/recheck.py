@@ -1,4 +1,4 @@
-"""Steps computed twice (`[stability] recheck_every`), to find a device that computes wrong numbers.
+"""Steps computed twice, to find a device that computes wrong numbers: the callback `recheck`.
 
 Each rank takes checksums of local values in the order of computation: inputs and outputs of modules, their
 gradients, and the gradients of parameters before they are reduced over ranks; reduction spreads a wrong
@@ -19,17 +19,16 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from titancli.distributed.together import name_ranks
-from titancli.engine.ranks import RankGroup, rank_group
-from titancli.errors import RecipeError, TitanError
+from titancli import TitanError, phase
+from titancli.distributed.together import Ranks, name_ranks
+from titancli.errors import RecipeError
 from titancli.observe.metrics import collector
-from titancli.observe.phases import phase
 from titancli.parallel.wrapped import is_wrapped
 
 if TYPE_CHECKING:
+    from titan_proof import Recheck as Config
+    from titancli import Engine
     from titancli.engine.step import Backward
-    from titancli.parallel.pipeline import Placement
-    from titancli.recipe.schema import Recipe
 
 SAME, COMPUTED, RECEIVED, REDUCED = range(4)
 """Kinds of the first difference between the two passes of a rank."""
@@ -54,45 +53,42 @@ class Finding(NamedTuple):
 
 
 class Rechecks:
-    """A hook (`titancli.engine.step`) that computes every `every`th step twice."""
+    """Computes every `every`th step twice."""
 
-    def __init__(
-        self,
-        every: int,
-        parts: Sequence[Any],
-        placement: Placement | None,
-        device: torch.device,
-        *,
-        compiled: bool,
-    ) -> None:
+    def __init__(self, config: Config, *, engine: Engine, run: Any = None) -> None:
         """
-        Args:
-            every: interval in steps; 0: never.
-            compiled: whether blocks are compiled.
+        Raises:
+            RecipeError: the device would not reproduce its numbers.
         """
-        self._every, self._device, self._ranks = every, device, rank_group()
-        self._parts, self._placement, self._compiled = parts, placement, compiled
+        refuse_unreproducible(engine.device, deterministic=engine.recipe.debug.deterministic)
+        self._every, self._engine = config.every, engine
 
     def around_backward(self, backward: Backward) -> AbstractContextManager[None] | None:
-        due = self._every and backward.is_first and backward.step.number % self._every == 0
+        due = backward.is_first and backward.step.number % self._every == 0
         return self._twice(backward) if due else None
 
     @contextmanager
     def _twice(self, backward: Backward) -> Iterator[None]:
-        recheck = Recheck(self._parts, self._placement, compiled=self._compiled)
+        engine = self._engine
+        recheck = Passes(engine.parts, engine.placement, compiled=engine.recipe.compile.enable)
         with phase("recheck"), recheck.rehearsed():
             backward.compute()
         backward.forget()
         with recheck.recorded():
             yield
         with phase("recheck"):
-            recheck.compare(self._ranks, backward.step.number, self._device)
+            recheck.compare(engine.ranks.on_the_cpu, backward.step.number, engine.device)
 
 
-class Recheck:
+class Passes:
     """Two passes over the same batches, from the same weights, generators and buffers."""
 
-    def __init__(self, parts: Sequence[Any], placement: Placement | None, *, compiled: bool) -> None:
+    def __init__(self, parts: Sequence[Any], placement: Any, *, compiled: bool) -> None:
+        """
+        Args:
+            placement: of pipeline stages; None without a pipeline.
+            compiled: whether blocks are compiled.
+        """
         self._parts, self._placement, self._compiled = parts, placement, compiled
         self._passes: list[list[Record]] = []
         self._reduced: list[dict[str, Tensor]] = []
@@ -154,7 +150,7 @@ class Recheck:
                 return Finding(REDUCED, 0, f"the reduced gradient of {name}")
         return Finding(SAME, 0, "")
 
-    def compare(self, ranks: RankGroup, step: int, device: torch.device) -> None:
+    def compare(self, ranks: Ranks, step: int, device: torch.device) -> None:
         """Compare the two passes on every rank. Collective.
 
         Raises:
@@ -162,12 +158,11 @@ class Recheck:
         """
         mine = self.finding()
         stage = 0 if self._placement is None else self._placement.rank
-        everyone = ranks.on_the_cpu
-        table = everyone.numbers([mine.kind, mine.place, stage])
+        table = ranks.numbers([mine.kind, mine.place, stage])
         if all(kind == SAME for kind, _, _ in table):
             return
         own = (mine.name, f"host {socket.gethostname()}, device {device}")
-        findings = everyone.gather(own)
+        findings = ranks.gather(own)
         raise _error(step, suspects(table), table, findings)
 
 
@@ -284,15 +279,15 @@ def _error(
     )
 
 
-def refuse_on_device(recipe: Recipe, device: torch.device) -> None:
+def refuse_unreproducible(device: torch.device, *, deterministic: bool) -> None:
     """Check that the device computes deterministically.
 
     Raises:
         RecipeError: the device would not reproduce its numbers.
     """
-    if recipe.stability.recheck_every and device.type != "cpu" and not recipe.debug.deterministic:
+    if device.type != "cpu" and not deterministic:
         raise RecipeError(
-            f"stability.recheck_every needs debug.deterministic = true on a {device.type} device, on which "
-            "two computations of the same step differ without it",
-            hint="add debug.deterministic=true, or remove stability.recheck_every",
+            f"the callback recheck needs debug.deterministic = true on a {device.type} device, on which two "
+            "computations of the same step differ without it",
+            hint="add debug.deterministic=true, or remove the callback",
         )
