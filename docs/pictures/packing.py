@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
-from titancli.data import ByteTokenizer, Chat, JsonLines, Preference
+from titan_preference import Preference
+from titancli.data import ByteTokenizer, Chat, JsonLines
 from titancli.protocols.batch import IGNORE, Batch
 from titancli.registry.component import build
 

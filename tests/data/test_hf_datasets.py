@@ -11,8 +11,9 @@ from typing import Any, cast
 import pytest
 
 from tests.data.helpers import global_rows, make, rows_of, stream
+from titan_preference import Preference
 from titan_rl import Prompts
-from titancli.data import Chat, HFDataset, Preference
+from titancli.data import Chat, HFDataset
 from titancli.errors import EnvironmentProblem, RecipeError
 from titancli.parallel import Decoder
 from titancli.registry.component import build

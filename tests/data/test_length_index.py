@@ -17,7 +17,8 @@ import pytest
 
 from tests.data.helpers import global_rows, make, rows_of, same
 from tests.data.test_workers import loader
-from titancli.data import Chat, Preference, lengths
+from titan_preference import Preference
+from titancli.data import Chat, lengths
 from titancli.data.chat import ConversationReader
 from titancli.data.lengths import BAD, CHUNK, row_lengths
 from titancli.errors import EnvironmentProblem

@@ -15,7 +15,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.data.helpers import global_rows, make
-from titancli.data import Chat, HFTokenizer, Preference
+from titan_preference import Preference
+from titancli.data import Chat, HFTokenizer
 from titancli.data.chat_template import ChatRefused
 from titancli.errors import EnvironmentProblem, RecipeError
 from titancli.observe.metrics import collector

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.docs.markdown import ROOT, blocks
+from titan_preference import DPO
 from titan_rl import Grpo, Gspo
 from titan_transformers import HFCausalLM
 from titancli import Batch, Engine, LossResult, TitanError, load_recipe
@@ -29,7 +30,7 @@ from titancli.checkpoint.format.tensorfile import read_header
 from titancli.engine import inputs, recipes
 from titancli.engine.inputs import RESERVED
 from titancli.errors import EnvironmentProblem, RecipeError, UsageError
-from titancli.losses import DPO, SFT, CrossEntropy, CrossEntropyFull
+from titancli.losses import SFT, CrossEntropy, CrossEntropyFull
 from titancli.models import Llama3
 from titancli.optimizers import AdamW, WarmupStableDecay
 from titancli.optimizers.schedule import schedule_of

@@ -15,11 +15,12 @@ from torch import Tensor
 from tests.engine.cases import LENGTH, ROWS, Layout, recipe, whole_batch, wholes
 from tests.ranks import Ranks
 from tests.ranks.layouts import EIGHT, FURTHER, LATENT, SHARED
+from titan_preference import DPO
 from titan_rl import Grpo, ImportanceSampling
 from titancli.engine import Engine
 from titancli.engine.replicas import reduce_gradients
 from titancli.errors import RankFailure, TitanError
-from titancli.losses import DPO, SFT, CrossEntropy, CrossEntropyFull
+from titancli.losses import SFT, CrossEntropy, CrossEntropyFull
 from titancli.models import Qwen3
 from titancli.models.blocks.decoder import Decoder, build
 from titancli.models.blocks.moe import moe_layers

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tests.engine.cases import Layout, recipe
 from tests.models.families import DEEPSEEK, GLM4_MOE, Family
+from titan_preference import DPO
 from titan_rl import Grpo
 from titancli.checkpoint import export_hf
 from titancli.checkpoint.base import open_base
@@ -25,7 +26,6 @@ from titancli.checkpoint.reader import CheckpointReader
 from titancli.checkpoint.start_from import start_from
 from titancli.engine.first_weights import load_weights
 from titancli.errors import TitanError
-from titancli.losses import DPO
 from titancli.losses.cross_entropy import CrossEntropy, CrossEntropyFull
 from titancli.losses.sft import SFT
 from titancli.models.blocks.state import named_state

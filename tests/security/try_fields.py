@@ -54,7 +54,7 @@ NEEDS = {
     "dataset/titan/jsonl": 'paths = ["x"]',
     "dataset/titan/mix": 'datasets = {a = {type = "python_stdlib"}}, weights = {a = 1.0}',
     "dataset/titan/parquet": 'paths = ["x"]',
-    "dataset/titan/preference": 'path = "./x.jsonl"',
+    "dataset/titan-preference/preference": 'path = "./x.jsonl"',
     "dataset/titan-preference/unpaired": 'path = "./x.jsonl"',
     "dataset/titan/text_files": 'paths = ["x"]',
     "dataset/titan/token_shards": 'paths = ["x"]',

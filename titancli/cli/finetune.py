@@ -33,6 +33,9 @@ COMMENTS = {
 }
 """By key, at the end of its line."""
 
+PROGRAMS = {"dpo": "titan-preference/dpo", "grpo": "titan-rl/grpo"}
+"""Loops of plugins, by what is learned."""
+
 Sections = dict[str, dict[str, Any]]
 """Values by section and key, in the order of the file; `""` has the top."""
 
@@ -64,8 +67,8 @@ def finetune_sections(
     if model := model_section(folder, registry):
         made["model"] = model
     made["tokenizer"] = {"type": "titan/hf", "path": str(folder)}
-    if task.kind == "grpo":
-        registry.find("loop", "titan-rl/grpo")  # says what to install
+    if (loop := PROGRAMS.get(task.kind)) is not None:
+        registry.find("loop", loop)  # says what to install
     made |= task.sections(length)
     if adapters is not None:
         kind = registry.full_name(registry.find("converter", adapters))

@@ -68,9 +68,9 @@ class Task:
         rows = _rows(self.data)
         for key in ("chosen", "rejected"):
             _key(rows, (key,), key, self.data)
-        dataset = {"type": "titan/preference", "path": self.data}
-        loss = {"type": "titan/dpo", "beta": 0.1}
-        return {"dataset": dataset, "loss": loss, "loop": {"type": "titan/dpo"}}
+        dataset = {"type": "titan-preference/preference", "path": self.data}
+        loss = {"type": "titan-preference/dpo", "beta": 0.1}
+        return {"dataset": dataset, "loss": loss, "loop": {"type": "titan-preference/dpo"}}
 
     def _grpo(self, length: int) -> dict[str, dict[str, Any]]:
         rows = _rows(self.data)

@@ -6,8 +6,8 @@ from the stream (`packing.py`) or filled with whole documents (`text.py`). The t
 `byte_tokenizer.py` and `hf_tokenizer.py`; `loader.py` prefetches batches to the device. A new dataset of text
 documents needs only a source, see `source.py`.
 
-Conversations and preference pairs are not a stream: their rows (`chat_source.py`) become examples (`chat.py`,
-`chat_pairs.py`), and whole examples become the rows of batches (`rows.py`, `fitting.py`).
+Conversations are not a stream: their rows (`chat_source.py`) become examples (`chat.py`), and whole examples
+become the rows of batches (`rows.py`, `fitting.py`).
 
 Files of tokens are read by `shards/`, which also writes them (`titan data tokenize`). `mix.py` mixes the rows
 of several datasets.
@@ -386,29 +386,6 @@ class Chat(RowsOfExamples):
             yield "pack", message + 'false, or "allgather"'
 
 
-@component("dataset", "preference", target="titancli.data.chat_pairs:build")
-class Preference(RowsOfExamples):
-    """Preference pairs of a `chosen` and a `rejected` answer; bad rows are skipped and counted.
-
-    Answers are messages or text. The prompt is in `prompt` (messages, or the text of a user message), or both
-    answers are whole conversations that begin alike. A pair takes two rows of a batch, so
-    training.local_batch_size must be even.
-    """
-
-    path: Annotated[str, MinLen(1), LocalPath()]
-    reference_logps: bool = False
-    """Read `reference_chosen_logp` and `reference_rejected_logp` from each row: the summed
-    log-probabilities of the answers under the reference model, which then need not be in memory."""
-    gives_pairs: ClassVar[bool] = True
-
-    def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
-        yield from super().check(recipe)
-        if recipe.training.local_batch_size % 2:
-            yield "", "a pair consists of two rows: use an even training.local_batch_size"
-        if recipe.mesh.pp != 1 and recipe.pipeline.microbatch_size % 2:
-            yield "", "a pair consists of two rows: use an even pipeline.microbatch_size"
-
-
 @component("tokenizer", "byte", target="titancli.data.byte_tokenizer:build")
 class ByteTokenizer:
     """UTF-8 bytes as ids 0 to 255, and an end marker 256. Needs no files.
@@ -429,6 +406,6 @@ class HFTokenizer:
 
 
 COMPONENTS: list[type] = [
-    *(TextFiles, PythonStdlib, JsonLines, Parquet, TokenShards, Mix, HFDataset, Chat, Preference),
+    *(TextFiles, PythonStdlib, JsonLines, Parquet, TokenShards, Mix, HFDataset, Chat),
     *(ByteTokenizer, HFTokenizer),
 ]

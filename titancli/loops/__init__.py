@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from titancli.registry.component import component, component_info
+from titancli.registry.component import component
 
 if TYPE_CHECKING:
     from titancli.recipe.schema import Recipe
@@ -20,30 +20,6 @@ class Pretrain:
 @component("loop", "sft", target="titancli.loops.pretrain:build")
 class SFT:
     """Supervised fine-tuning: the same program as pretrain, for the loss sft."""
-
-
-@component("loop", "dpo", target="titancli.loops.dpo:build")
-class DPO:
-    """Direct preference optimization (DPO, arXiv 2305.18290), relative to a reference model.
-
-    The reference is a frozen copy of the initial model, the base model with the converter lora, or
-    log-probabilities stored in the dataset (`dataset.reference_logps`).
-    """
-
-    def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
-        if not recipe.loss.learns_from_pairs:
-            name = component_info(recipe.loss).name
-            yield "", f'the loss {name} cannot be trained on pairs: set loss = "dpo"'
-        if recipe.dataset is None or not recipe.dataset.gives_pairs:
-            yield "", 'dpo needs pairs: set [dataset] type = "preference"'
-        for name, held_out in recipe.validation.datasets.items():
-            if not held_out.gives_pairs:
-                yield "", f'validation.datasets.{name}: dpo is evaluated on pairs: set type = "preference"'
-
-    def needs_reference(self, recipe: Recipe) -> bool:
-        read = (recipe.dataset, *recipe.validation.datasets.values())
-        needed = recipe.loss.needs_reference
-        return needed and not all(data.reference_logps for data in read)
 
 
 @component("loop", "evaluate", target="titancli.loops.evaluate:build")
@@ -67,4 +43,4 @@ class Evaluate:
         return not all(data.reference_logps for data in read)
 
 
-COMPONENTS: list[type] = [Pretrain, SFT, DPO, Evaluate]
+COMPONENTS: list[type] = [Pretrain, SFT, Evaluate]

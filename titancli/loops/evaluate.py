@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from titancli.checkpoint import read_manifest
-from titancli.loops.dpo import Referenced
+from titancli.loops.reference import Referenced
 
 if TYPE_CHECKING:
     from titancli.engine import Engine

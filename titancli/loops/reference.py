@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from titancli.errors import TitanError
 from titancli.observe.phases import phase
+from titancli.protocols.batch import Batch
 
 if TYPE_CHECKING:
     from titancli.engine import Engine
@@ -34,3 +35,20 @@ class Reference:
                 raise TitanError("this loop needs a run that can build the initial model")
             self._frozen = self._build()
         return self._frozen.forward(batch, **how)
+
+
+class Referenced:
+    """Adds `reference_row_logprobs` to a batch that has none: of the model that the run began with. For a
+    loss that reads none it does nothing."""
+
+    def __init__(self, engine: Engine, run: Run) -> None:
+        self._engine, self._reference = engine, Reference(engine, run)
+        self._needed = "reference_row_logprobs" in engine.loss.needs
+
+    def __call__(self, batch: Batch) -> Batch:
+        """Collective."""
+        if not self._needed or "reference_row_logprobs" in batch:  # the data may bring them
+            return batch
+        batch = batch.to(self._engine.device)
+        reference = self._reference.log_probs(batch).sum(1)
+        return Batch({**batch, "reference_row_logprobs": reference}, unit=batch.unit)

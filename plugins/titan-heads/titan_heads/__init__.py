@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, MinLen
 
+from titan_preference import Preference
 from titancli import component, hookimpl, section
-from titancli.data import Preference, RowsOfExamples
+from titancli.data import RowsOfExamples
 from titancli.registry.component import component_info
 from titancli.registry.fields import LocalPath
 

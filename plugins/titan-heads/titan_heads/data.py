@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from titan_preference.pairs import PairReader
 from titancli import report
 from titancli.data.chat import Masked, templated
-from titancli.data.chat_pairs import PairReader
 from titancli.data.chat_source import dataset_of
 from titancli.data.fitting import Conversation, best_fit, row_of
 from titancli.data.jsonl import BadRow, check_characters, value_of

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from test_trl_pairs import ASK, CHATML, said, tokenizer_folder
 
 from tests.data.helpers import global_rows, make
-from tests.data.test_trl_pairs import ASK, CHATML, said, tokenizer_folder
 from titan_preference import ApoZeroUnpaired, Kto, Unpaired
 from titan_preference.kto import another, answers_of, mismatched
 from titan_testing import check_plugin
@@ -39,9 +39,17 @@ def nothing_reported():
     collector.drain()
 
 
-def test_the_plugin_is_sound() -> None:
+def test_the_plugin_is_sound(tmp_path: Path) -> None:
     """The losses of KTO alone train in no loop but their own."""
-    check_plugin("titan-preference", skip=dict.fromkeys(("loss/kto", "loss/apo_zero_unpaired"), ("engine",)))
+    rows = [{"prompt": "q", "chosen": f"{i}", "rejected": f"{i + 1}"} for i in range(64)]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    check_plugin(
+        "titan-preference",
+        configs={"dataset/preference": {"path": str(path)}},
+        seq_len=48,
+        skip=dict.fromkeys(("loss/kto", "loss/apo_zero_unpaired"), ("engine",)),
+    )
 
 
 def problem(kl: float) -> tuple[torch.Tensor, Batch]:

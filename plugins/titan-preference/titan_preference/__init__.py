@@ -1,12 +1,12 @@
-"""Losses of preference pairs and of single answers. This file has the configs and imports no torch; the code
-is in the files beside it."""
+"""DPO, and further losses of preference pairs and of single answers. This file has the configs and imports no
+torch; the code is in the files beside it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from annotated_types import Ge, Gt, MinLen
+from annotated_types import Ge, Gt, Lt, MinLen
 
 from titancli import component, hookimpl
 from titancli.data import RowsOfExamples
@@ -15,6 +15,21 @@ from titancli.registry.fields import LocalPath
 
 if TYPE_CHECKING:
     from titancli import Recipe
+
+
+@component("loss", "dpo", target="titan_preference.dpo:DPO")
+class DPO:
+    """Direct preference optimization (DPO): make the chosen answer of a pair more probable than the rejected.
+
+    DPO (arXiv 2305.18290), averaged over pairs; with label_smoothing cDPO (2403.00409).
+    """
+
+    beta: Annotated[float, Gt(0)] = 0.1
+    """Strength of the pull towards the reference model."""
+    label_smoothing: Annotated[float, Ge(0), Lt(0.5)] = 0.0
+    """Probability that the labels of a pair are swapped."""
+    learns_from_pairs: ClassVar[bool] = True
+    needs_reference: ClassVar[bool] = True
 
 
 @component("loss", "ipo", target="titan_preference.losses:Ipo")
@@ -88,6 +103,29 @@ class ApoZeroUnpaired(Kto):
     """
 
 
+@component("dataset", "preference", target="titan_preference.pairs:build")
+class Preference(RowsOfExamples):
+    """Preference pairs of a `chosen` and a `rejected` answer; bad rows are skipped and counted.
+
+    Answers are messages or text. The prompt is in `prompt` (messages, or the text of a user message), or both
+    answers are whole conversations that begin alike. A pair takes two rows of a batch, so
+    training.local_batch_size must be even.
+    """
+
+    path: Annotated[str, MinLen(1), LocalPath()]
+    reference_logps: bool = False
+    """Read `reference_chosen_logp` and `reference_rejected_logp` from each row: the summed
+    log-probabilities of the answers under the reference model, which then need not be in memory."""
+    gives_pairs: ClassVar[bool] = True
+
+    def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
+        yield from super().check(recipe)
+        if recipe.training.local_batch_size % 2:
+            yield "", "a pair consists of two rows: use an even training.local_batch_size"
+        if recipe.mesh.pp != 1 and recipe.pipeline.microbatch_size % 2:
+            yield "", "a pair consists of two rows: use an even pipeline.microbatch_size"
+
+
 @component("dataset", "unpaired", target="titan_preference.unpaired:build")
 class Unpaired(RowsOfExamples):
     """Answers that are desirable or not, each with its `label`; bad rows are skipped and counted.
@@ -102,6 +140,30 @@ class Unpaired(RowsOfExamples):
     pairs: bool = False
     """Read rows of the dataset `preference`, each of which gives two answers: the desirable `chosen` and the
     undesirable `rejected`."""
+
+
+@component("loop", "dpo", target="titan_preference.dpo_loop:build")
+class DpoLoop:
+    """Direct preference optimization (DPO, arXiv 2305.18290), relative to a reference model.
+
+    The reference is a frozen copy of the initial model, the base model with the converter lora, or
+    log-probabilities stored in the dataset (`dataset.reference_logps`).
+    """
+
+    def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
+        if not recipe.loss.learns_from_pairs:
+            name = component_info(recipe.loss).name
+            yield "", f'the loss {name} cannot be trained on pairs: set loss = "dpo"'
+        if recipe.dataset is None or not recipe.dataset.gives_pairs:
+            yield "", 'dpo needs pairs: set [dataset] type = "preference"'
+        for name, held_out in recipe.validation.datasets.items():
+            if not held_out.gives_pairs:
+                yield "", f'validation.datasets.{name}: dpo is evaluated on pairs: set type = "preference"'
+
+    def needs_reference(self, recipe: Recipe) -> bool:
+        read = (recipe.dataset, *recipe.validation.datasets.values())
+        needed = recipe.loss.needs_reference
+        return needed and not all(data.reference_logps for data in read)
 
 
 @component("loop", "kto", target="titan_preference.kto:build")
@@ -132,4 +194,4 @@ class KtoLoop:
 
 @hookimpl
 def titan_components() -> list[type]:
-    return [Ipo, Simpo, Orpo, Kto, ApoZeroUnpaired, Unpaired, KtoLoop]
+    return [DPO, Ipo, Simpo, Orpo, Kto, ApoZeroUnpaired, Preference, Unpaired, DpoLoop, KtoLoop]

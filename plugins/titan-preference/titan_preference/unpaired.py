@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from titan_preference.pairs import PairReader, answer_of
 from titancli.data.chat import Masked
-from titancli.data.chat_pairs import PairReader, answer_of
 from titancli.data.chat_source import dataset_of
 from titancli.data.fitting import Conversation, row_of
 from titancli.data.jsonl import BadRow, value_of

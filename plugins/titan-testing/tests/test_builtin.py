@@ -49,9 +49,7 @@ def configs(tmp_path: Path) -> dict[str, dict[str, Any]]:
     """Values for all components that need some, but models; the data that they name are there."""
     talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     rows = [{"text": f"row {i} " * (1 + i % 7), "messages": talk, "prompt": f"{i}"} for i in range(64)]
-    pairs = [{"prompt": "q", "chosen": f"{i}", "rejected": f"{i + 1}"} for i in range(64)]
-    for name, found in (("rows", rows), ("pairs", pairs)):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     lines, table = str(tmp_path / "rows.jsonl"), tmp_path / "rows.parquet"
     raw = tmp_path / "tokens.bin"
     raw.write_bytes(b"".join(row["text"].encode() for row in rows))
@@ -70,7 +68,6 @@ def configs(tmp_path: Path) -> dict[str, dict[str, Any]]:
         },
         "dataset/hf": {"path": lines},
         "dataset/chat": {"path": lines},
-        "dataset/preference": {"path": str(tmp_path / "pairs.jsonl")},
     }
 
 

@@ -12,7 +12,8 @@ import pytest
 
 from tests.data.helpers import make
 from tests.data.test_chat import lines, said
-from titancli.data import HFTokenizer, Preference
+from titan_preference import Preference
+from titancli.data import HFTokenizer
 from titancli.errors import EnvironmentProblem, RecipeError
 from titancli.protocols.batch import IGNORE
 from titancli.registry.component import build

@@ -9,7 +9,8 @@ import pytest
 
 from tests.data.helpers import global_rows, make
 from tests.data.test_chat import lines, said
-from titancli.data import Chat, Preference
+from titan_preference import Preference
+from titancli.data import Chat
 from titancli.errors import EnvironmentProblem, RecipeError
 from titancli.observe.metrics import collector
 from titancli.protocols.batch import IGNORE

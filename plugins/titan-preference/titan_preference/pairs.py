@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from titancli.data import Preference
+from titan_preference import Preference
 from titancli.data.chat import Masked
 from titancli.data.chat_source import dataset_of
 from titancli.data.fitting import Conversation, row_of

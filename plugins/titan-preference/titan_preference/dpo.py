@@ -16,7 +16,7 @@ from titancli.protocols.result import LossResult
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from titancli import losses
+    import titan_preference as preference
     from titancli.protocols.batch import Batch
 
 
@@ -31,7 +31,7 @@ class DPO(LossDefaults):
     output = "logprobs"
     needs: Mapping[str, Literal["B", "BS"]] = {"reference_row_logprobs": "B"}
 
-    def __init__(self, config: losses.DPO) -> None:
+    def __init__(self, config: preference.DPO) -> None:
         self.config = config
 
     def check_batch(self, batch: Batch) -> None:

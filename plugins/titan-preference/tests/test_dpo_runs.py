@@ -14,10 +14,9 @@ from tests.data.helpers import make
 from tests.engine.cases import ROWS, Layout, recipe, whole_batch, wholes
 from tests.ranks import Ranks
 from tests.run.conftest import Finished, here, losses, train  # noqa: F401 - fixtures
+from titan_preference import DPO, Preference
 from titan_proof.digests import read_digests
-from titancli.data import Preference
 from titancli.engine import Engine
-from titancli.losses import DPO
 from titancli.observe.events import read_events
 from titancli.protocols.batch import Batch
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from titan_preference import DPO
 from titancli.errors import TitanError
-from titancli.losses import DPO
 from titancli.protocols.batch import IGNORE, Batch
 from titancli.registry.component import build
 
