@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from test_grpo import TINY, learnt, rollouts, steps
 
 from tests.engine.flips import flipped
-from tests.loops.test_grpo import TINY, learnt, rollouts, steps
 from tests.run.conftest import Finished, here, train, train_on
 from titan_rl.recorded import packed_routes, unpacked_routes
 from titancli.cli import main
