@@ -21,10 +21,11 @@ from torch import Tensor
 from tests.engine.cases import wholes
 from tests.rows import rows
 from titan_families import DeepSeekV3, Llama4
+from titan_preference import DPO
 from titan_rl import Cispo, Grpo, Gspo, ImportanceSampling
 from titancli import Batch, Engine, TitanError
 from titancli.distributed.local import local
-from titancli.losses import DPO, SFT, CrossEntropy, CrossEntropyFull
+from titancli.losses import SFT, CrossEntropy, CrossEntropyFull
 from titancli.models import GptOss, Llama3, Qwen3
 from titancli.models.sections import MoE
 from titancli.optimizers import AdamW
