@@ -140,10 +140,11 @@ def _with_required(folder: Path) -> list[Path]:
     from packaging.requirements import Requirement
 
     try:
-        project = tomli.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        about = tomli.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))
     except FileNotFoundError:
         return []
-    required = sorted(PLUGINS & {Requirement(one).name for one in project["dependencies"]})
+    needed = about.get("project", {}).get("dependencies", ())
+    required = sorted(PLUGINS & {Requirement(one).name for one in needed})
     return [*(FOLDER / name for name in required), folder]
 
 

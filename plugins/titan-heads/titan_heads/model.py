@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from titan_heads import RewardModel as Config
     from titancli.protocols.samples import Completion, Prompt
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"titancli.plugins.{__name__}")
 
 
 def outputs(engine: Engine, samples: Sequence[Sample | Sequence[int]], *, rows: int = 8) -> Tensor:

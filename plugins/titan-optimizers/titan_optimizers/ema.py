@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from titancli.engine.step import Step
     from titancli.loops.run import Run
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"titancli.plugins.{__name__}")
 
 
 class Average:

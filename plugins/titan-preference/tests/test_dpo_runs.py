@@ -109,7 +109,7 @@ HELD_OUT = (
     'validation.datasets.pairs={type="preference", path="titan:sums_pairs"}',
     "validation.steps=2",
 )
-BUNDLED = Path(__file__).parents[2] / "titancli/data/bundled/sums_pairs.jsonl"
+BUNDLED = Path(__file__).parents[3] / "titancli/data/bundled/sums_pairs.jsonl"
 
 
 def log_probs(run: Path) -> list[float]:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"titancli.plugins.{__name__}")
 
 
 class Probe:

@@ -32,7 +32,7 @@ def test_the_plugin_is_sound(tmp_path: Path) -> None:
         (("validate", "llama3_debug", "loop=grpo"), "loop 'grpo' comes with titan-rl"),
         (("validate", "llama3_debug", "loss=cispo"), "loss 'cispo' comes with titan-rl"),
         (("rollouts", "."), "titan rollouts comes with titan-rl"),
-        (("recipe", "new", "a.toml", "--from-hf", "hf", "--grpo", "q.jsonl"), "comes with titan-rl"),
+        (("recipe", "new", "a.toml", "--from-hf", "hf", "--grpo", "q.jsonl"), "titan-rl"),
     ],
 )
 def test_without_it_what_needs_it_names_it(
@@ -44,5 +44,5 @@ def test_without_it_what_needs_it_names_it(
     Path("hf/config.json").write_text('{"model_type": "llama"}')
     Path("hf/tokenizer.json").write_text("{}")
     done = run_cli(*arguments, "-p", "no:titan-rl", cwd=tmp_path)
-    assert done.code in (3, 4) and said in done.err + done.out
+    assert done.code in (3, 4) and said in done.stderr + done.stdout
     assert not Path("a.toml").exists()

@@ -113,7 +113,7 @@ def raises(prompt: Prompt, completion: Completion) -> float:
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (raises, r"KeyError: 'no such row' \(.*test_scoring.py:\d+\)"),
+        (raises, r"KeyError: 'no such row' \(.*test_rl_scoring.py:\d+\)"),
         (lambda p, c: float("nan"), "it returned nan"),
         (lambda p, c: 10**400 * 1.0, "OverflowError"),
         (lambda p, c: None, "it returned None, which is not a number"),
@@ -224,7 +224,7 @@ async def says_nothing(prompt: Prompt, completion: Completion) -> None:
         (waits, "took longer than 0.2 s"),
         (blocks, "took longer than 0.2 s"),
         (refuses_to_end, "took longer than 0.2 s"),
-        (is_late_itself, r"TimeoutError: the judge is busy \(.*test_scoring.py:\d+\)"),
+        (is_late_itself, r"TimeoutError: the judge is busy \(.*test_rl_scoring.py:\d+\)"),
         (says_nothing, "it returned None, which is not a number"),
     ],
 )

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from titan_rl.scoring import Scorer
     from titancli.engine import Engine
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"titancli.plugins.{__name__}")
 
 
 class Failures:

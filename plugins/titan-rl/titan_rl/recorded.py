@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 FOLDER = "rollouts"
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"titancli.plugins.{__name__}")
 
 
 class Recorder:

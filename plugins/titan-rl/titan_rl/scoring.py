@@ -27,7 +27,7 @@ from titancli.protocols.samples import Completion, Prompt
 from titancli.registry.blame import blame
 from titancli.registry.component import build, component_info
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"titancli.plugins.{__name__}")
 
 SKIPPED = f"skipped: timed out {PATIENCE} times in this step"
 AGAIN = 1.0

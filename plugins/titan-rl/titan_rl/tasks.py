@@ -15,7 +15,7 @@ from titancli.protocols.samples import Prompt
 if TYPE_CHECKING:
     import titan_rl as rl
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"titancli.plugins.{__name__}")
 
 TOLD = 5
 """Number of bad rows that are reported one by one."""

@@ -20,7 +20,7 @@ from titancli.models.names import JOINED_EXPERTS
 from titancli.models.quantization import KEY
 from titancli.protocols import HFFormDefaults
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"titancli.plugins.{__name__}")
 
 
 class FolderForm(HFFormDefaults):
