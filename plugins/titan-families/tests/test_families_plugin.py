@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from titan_families import FAMILIES
 from titan_testing import check_plugin, run_cli
+from titancli import registry
 from titancli.errors import PluginError
 from titancli.recipe.load import readers_of
 from titancli.registry.first_party import MODEL_TYPES
 from titancli.registry.lookup import Registry
+
+
+@pytest.fixture(autouse=True)
+def all_plugins_again() -> Iterator[None]:
+    """Plugins that a command has blocked are blocked in this process."""
+    yield
+    registry.configure()
 
 
 def test_the_plugin_is_sound() -> None:

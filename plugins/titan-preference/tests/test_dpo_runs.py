@@ -113,7 +113,7 @@ BUNDLED = Path(__file__).parents[3] / "titancli/data/bundled/sums_pairs.jsonl"
 
 
 def log_probs(run: Path) -> list[float]:
-    """Of every row of the pairs, in the order of the file."""
+    """Return a number for every row of the pairs, in the order of the file."""
     engine = Engine.frozen(run)
     data = make(Preference(path=str(BUNDLED), shuffle=False, repeat=False), seq_len=64, rows=8)
     return [float(value) for batch in data for value in engine.forward(batch).sum(1)]

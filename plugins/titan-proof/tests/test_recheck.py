@@ -203,7 +203,7 @@ def test_a_flipped_bit_is_found_and_its_rank_named(ranks: Any, case: str) -> Non
 
 
 def _raising(call: int) -> list[Any]:
-    """What an error in one of the two passes leaves, and whether the step that follows is the usual one."""
+    """Return whether the step after an error in one of the two passes is the usual one."""
     found = []
     for fault in (True, False):
         engine = engine_of(small(), 1)

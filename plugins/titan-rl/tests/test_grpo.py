@@ -1,4 +1,4 @@
-"""GRPO as whole runs: what it learns, what is told of it, and that a resume changes nothing."""
+"""GRPO as whole runs: what it learns, what is reported of it, and that a resume changes nothing."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def steps(run: str) -> dict[int, dict[str, float]]:
 
 
 def learnt(run: str, step: int) -> tuple[str, dict[str, str]]:
-    """What lies on the disk after a step, but for times: weights, optimizer, and all that was sampled."""
+    """Return what lies on the disk after a step, but for times: weights, optimizer, and what was sampled."""
     files = sorted(Path(run, "checkpoints", f"step-{step}").glob("*.safetensors"))
     digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
     return digest, {file.name: file.read_text() for file in Path(run, "rollouts").iterdir()}
@@ -314,7 +314,7 @@ def test_a_reward_that_fails_ends_no_run(train: Callable[..., Finished], tiny: P
 
 
 def failures_of_the_last_rank() -> tuple[dict[str, str], str]:
-    """What a rank knows after two steps in which a reward failed on the last rank alone."""
+    """Return what a rank knows after two steps in which a reward failed on the last rank alone."""
     world = dist.get_world_size()
     mesh = SimpleNamespace(degrees=SimpleNamespace(dp=world), dp_group=dist.group.WORLD)
     scorer = Scorer([ExactMatch()], 1.0)

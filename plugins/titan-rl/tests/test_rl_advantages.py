@@ -31,7 +31,7 @@ def leave_one_out(r: np.ndarray) -> np.ndarray:
     [(GroupMean(), group_mean), (GroupNorm(), group_norm), (LeaveOneOut(), leave_one_out)],
 )
 def test_an_advantage_equals_the_reference(config, reference) -> None:
-    """Of those that count; one alone, and samples that are all alike, have none."""
+    """Compare those that count; one alone, and samples that are all alike, have none."""
     found = build(config)(REWARDS.double(), COUNTED)
     for rewards, counted, row in zip(REWARDS.double(), COUNTED, found, strict=True):
         np.testing.assert_allclose(

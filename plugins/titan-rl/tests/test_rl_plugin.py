@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from titan_testing import check_plugin, run_cli
+from titancli import registry
+
+
+@pytest.fixture(autouse=True)
+def all_plugins_again() -> Iterator[None]:
+    """Plugins that a command has blocked are blocked in this process."""
+    yield
+    registry.configure()
 
 
 def test_the_plugin_is_sound(tmp_path: Path) -> None:
