@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from titancli.errors import TitanError, nearest_name
 
@@ -16,6 +16,23 @@ IGNORE = -100
 MIX = "mix/"
 """Prefix of the names that mark the rows of one dataset of a mixture: `mix/NAME`, [B] fp32, 1 or 0."""
 EXAMPLE = 'pass titancli.Batch({"tokens": ..., "targets": ...})'
+
+
+class Spans(NamedTuple):
+    """Upper bounds of the documents of rows, which the host knows without reading a device."""
+
+    documents: int
+    """In a row."""
+    longest: int
+    """Tokens of a document."""
+
+    @classmethod
+    def of(cls, document_ids: Tensor) -> Spans:
+        """Return the bounds of `document_ids` on the CPU, [B, S] integers."""
+        begins = document_ids.diff(dim=1, prepend=document_ids[:, :1] - 1) != 0
+        starts = begins.flatten().nonzero()[:, 0]
+        lengths = starts.diff(append=starts.new_tensor([begins.numel()]))
+        return cls(int(begins.sum(1).max()), int(lengths.max()))
 
 
 class MissingTensor(TitanError, KeyError):
@@ -87,8 +104,15 @@ class Batch(Mapping[str, "Tensor"]):
         return next(iter(self._tensors.values())).shape[0]
 
     def to(self, device: torch.device | str) -> Batch:
-        """Return the same batch on a device; the copy does not wait for it."""
-        return Batch({k: v.to(device, non_blocking=True) for k, v in self.items()}, unit=self.unit)
+        """Return the same batch on a device; the copy does not wait for it. On a GPU, `document_ids` get the
+        attribute `spans` (`Spans`)."""
+        moved = Batch({k: v.to(device, non_blocking=True) for k, v in self.items()}, unit=self.unit)
+        if "document_ids" in self and moved["document_ids"].is_cuda:
+            ids, there = self["document_ids"], moved["document_ids"]
+            # A fake tensor cannot be read, and the engine refuses other shapes.
+            if ids.is_cpu and not hasattr(ids, "fake_mode") and ids.ndim == 2 and ids.numel():
+                there.spans = Spans.of(ids)  # type: ignore[attr-defined]
+        return moved
 
     def split(self, rows: int) -> list[Batch]:
         """Return pieces of `rows` rows each, a multiple of `unit`."""

@@ -112,7 +112,7 @@ def mask(*, config: Any, mask_function: Callable[..., Any], **rest: Any) -> Any:
 
         return sdpa_mask(mask_function=mask_function, **rest)
     reach = reach_of(mask_function)
-    return Seen(reach, rows.masks(reach))
+    return Seen(reach, rows.masks(reach, rest.get("dtype")))
 
 
 def dense_mask(*, config: Any, mask_function: Callable[..., Any], **rest: Any) -> Any:
@@ -267,10 +267,8 @@ def _capped(
     """
     scale = what.scale or q.shape[-1] ** -0.5
     if mask is not None and not isinstance(mask, Tensor):
-        from titancli.models.blocks.flex import attend_in_blocks  # imports torch's compiler
-
         grouped = q.shape[2] != k.shape[2]
-        return attend_in_blocks(q, k, v, mask, scale=scale, grouped=grouped, sinks=None, cap=cap)
+        return attend(q, k, v, mask, reach=reach, scale=scale, grouped=grouped, cap=cap)
     if mask is None and causal:
         row = range(q.shape[1])
         mask = reach.mask(row, row, q.device)[None, None]

@@ -2,8 +2,8 @@
 
 `attend` is the entry: whatever a family's layers see (all tokens before, a sliding window, chunks, their
 document, a sink), it is computed here by the kernels that `kernel_of` chooses, which are fast on every
-device. Only document masks materialize S x S, and on a GPU they are block masks
-(`titancli.models.blocks.flex`).
+device. Only document masks materialize S x S, and on a GPU none is made
+(`titancli.models.blocks.masks`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from titancli.distributed.collectives import Group, gather
 from titancli.distributed.device import device_type
 from titancli.distributed.local import local
 from titancli.models.blocks.flash import flash_attention, runs_flash
-from titancli.models.blocks.masks import document_mask
+from titancli.models.blocks.masks import Documents, document_mask
 from titancli.models.blocks.norm import norm_of
 from titancli.models.blocks.reach import WHOLE, Reach
 from titancli.models.blocks.rope import rotate
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
     from titancli.models.blocks.cache import LayerStep
     from titancli.protocols.shape import Attention as Spec
+
+    AnyMask = Tensor | Documents | BlockMask
 
 __all__ = ["Attention", "attend", "document_mask"]
 
@@ -40,7 +42,7 @@ class AttentionCall(NamedTuple):
     dtype: torch.dtype
     head_dim: int
     value_dim: int
-    mask: Literal["none", "dense", "blocks"] = "none"
+    mask: Literal["none", "dense", "documents", "blocks"] = "none"
     causal: bool = True
     """Without a mask, whether a token sees only itself and the tokens before it."""
     square: bool = True
@@ -52,7 +54,7 @@ class AttentionCall(NamedTuple):
     cap: bool = False
 
 
-Kernel = Literal["sdpa", "flash", "flex", "chunks", "windows", "masked", "written out"]
+Kernel = Literal["sdpa", "flash", "varlen", "flex", "chunks", "windows", "masked", "written out"]
 
 
 def kernel_of(call: AttentionCall) -> Kernel:
@@ -61,6 +63,7 @@ def kernel_of(call: AttentionCall) -> Kernel:
     - "sdpa": `scaled_dot_product_attention`, which chooses among kernels itself.
     - "flash": `titancli.models.blocks.flash`, which supports sinks and, on a GPU, windows and queries that
       are the last of the keys.
+    - "varlen": the same for documents: rows of any length, one after another.
     - "flex": `titancli.models.blocks.flex`, with block masks.
     - "chunks", "windows": each chunk, or as many queries as a window is wide, becomes a row of its own; a
       kernel is chosen again for these.
@@ -70,11 +73,13 @@ def kernel_of(call: AttentionCall) -> Kernel:
     """
     if call.mask == "blocks":
         return "flex"
+    flash = runs_flash(call.device, call.dtype, call.head_dim, call.value_dim)
+    if call.mask == "documents":
+        return "varlen" if flash and not call.cap else "flex"
     if call.cap:
         if call.mask == "dense" or not call.causal:
             return "written out"
         return "flex" if call.device == "cuda" and call.square else "masked"
-    flash = runs_flash(call.device, call.dtype, call.head_dim, call.value_dim)
     if call.mask == "dense" or not call.causal:
         if not call.sinks:
             return "sdpa"
@@ -96,7 +101,7 @@ def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Tensor | BlockMask | None,
+    mask: AnyMask | None,
     *,
     causal: bool = True,
     reach: Reach = WHOLE,
@@ -112,7 +117,8 @@ def attend(
         q: [B, S, heads, head_dim].
         k: [B, T, kv heads, head_dim].
         v: [B, T, kv heads, value_dim].
-        mask: [B or 1, 1, S, T], bool or a block mask, including the reach; None: see `causal`.
+        mask: [B or 1, 1, S, T], bool or a block mask, including the reach; or the documents of whole rows;
+            None: see `causal`.
         causal: without a mask, whether a token sees only itself and tokens before it, within `reach`; the
             queries are the last S of T tokens.
         reach: how far back a token sees.
@@ -143,20 +149,21 @@ class _Core:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        mask: Tensor | BlockMask | None,
+        mask: AnyMask | None,
         causal: bool = True,
         reach: Reach = WHOLE,
     ) -> Tensor:
         # Compare shapes only where it matters: when compiled for dynamic shapes, comparisons are symbolic.
         limited = mask is None and causal and reach.limits(k.shape[1])
         given = mask if isinstance(mask, Tensor) else None
+        documents = mask if isinstance(mask, Documents) else None
         kernel = kernel_of(
             AttentionCall(
                 device=device_type(q),
                 dtype=q.dtype,
                 head_dim=q.shape[-1],
                 value_dim=v.shape[-1],
-                mask="none" if mask is None else "dense" if isinstance(mask, Tensor) else "blocks",
+                mask=_kind(mask),
                 causal=causal,
                 square=mask is not None or not causal or q.shape[1] == k.shape[1],
                 window=limited and reach.window is not None,
@@ -179,12 +186,19 @@ class _Core:
             return self._written_out(q, k, v, given)
         causal, width = mask is None and causal, v.shape[-1]
         # Nothing runs on meta.
-        if width < q.shape[-1] and device_type(q) != "meta" and (self.fill or kernel == "flash"):
+        if width < q.shape[-1] and device_type(q) != "meta" and (self.fill or kernel != "sdpa"):
             v = pad(v, (0, q.shape[-1] - width))
-        if kernel == "flash":
-            window = reach.window if limited else None
+        if kernel in ("flash", "varlen"):
             out = flash_attention(
-                q, k, v, scale=self.scale, causal=causal, window=window, mask=given, sinks=self.sinks
+                q,
+                k,
+                v,
+                scale=self.scale,
+                causal=causal or kernel == "varlen",
+                window=reach.window if limited or kernel == "varlen" else None,
+                mask=given,
+                sinks=self.sinks,
+                documents=documents,
             )
         else:
             out = scaled_dot_product_attention(
@@ -198,7 +212,9 @@ class _Core:
             ).transpose(1, 2)
         return out[..., :width] if out.shape[-1] != width else out
 
-    def _flex(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, reach: Reach) -> Tensor:
+    def _flex(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Documents | None, reach: Reach
+    ) -> Tensor:
         if q.is_meta:  # nothing runs, and the same is kept for backward
             return flash_attention(q, k, v, scale=self.scale, causal=True, sinks=self.sinks)
         # These import torch's compiler.
@@ -206,6 +222,8 @@ class _Core:
 
         if mask is None:  # one document
             mask = document_block_mask(q.new_zeros((1, q.shape[1]), dtype=torch.int32), reach)
+        if isinstance(mask, Documents):
+            mask = document_block_mask(mask.ids, reach)
         how: dict[str, Any] = {"scale": self.scale, "grouped": self.grouped}
         return attend_in_blocks(q, k, v, mask, **how, sinks=self.sinks, cap=self.cap)
 
@@ -224,6 +242,12 @@ class _Core:
         weights = scores.softmax(-1)[..., : k.shape[2]].to(v.dtype)
         out = weights.unflatten(1, (k.shape[1], groups)) @ v[:, :, None]
         return out.flatten(1, 2).transpose(1, 2)
+
+
+def _kind(mask: AnyMask | None) -> Literal["none", "dense", "documents", "blocks"]:
+    if mask is None:
+        return "none"
+    return "dense" if isinstance(mask, Tensor) else "documents" if isinstance(mask, Documents) else "blocks"
 
 
 def _in_chunks(core: _Core, q: Tensor, k: Tensor, v: Tensor, chunk: int) -> Tensor:

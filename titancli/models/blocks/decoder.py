@@ -111,13 +111,13 @@ class Decoder(nn.Module):
             replayed = {}
             if routes is not None and name in self._routed:
                 replayed = {"routes": routes[:, :, self._routed[name]]}
-            hidden = block(hidden, *angles[attention.angles], mask(attention.reach), **replayed)
+            hidden = block(hidden, *angles[attention.angles], mask(attention.reach, hidden.dtype), **replayed)
         if self.norm is not None:
             hidden = self.norm(hidden)
         predicted = [hidden]
         for block, tokens_ahead in zip(self._mtp, embedded, strict=False):
             attention = block.attention
-            given = (*angles[attention.angles], mask(attention.reach))
+            given = (*angles[attention.angles], mask(attention.reach, hidden.dtype))
             predicted.append(block(predicted[-1], *given, embedded=tokens_ahead))
         if self.output is None:
             return hidden

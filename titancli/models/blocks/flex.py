@@ -1,9 +1,9 @@
 """Attention within documents on a GPU without a mask of S x S: torch's flex attention.
 
-It replaces `titancli.models.blocks.attention` where a dense document mask would be needed, and is tested
-against it. The keys that a query sees, in its document, a window or a chunk, are one run that ends with
-the query itself; so the run's start determines everything, including which blocks of keys a block of queries
-needs. Source: arXiv 2412.05496.
+It replaces a dense document mask where the kernel of variable lengths is not for the documents
+(`titancli.models.blocks.masks.Documents`), and is tested against it. The keys that a query sees, in its
+document, a window or a chunk, are one run that ends with the query itself; so the run's start determines
+everything, including which blocks of keys a block of queries needs. Source: arXiv 2412.05496.
 """
 
 from __future__ import annotations
@@ -15,10 +15,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.nn.functional import pad
 
-from titancli.models.blocks.reach import Piece, Reach, first_seen
+from titancli.models.blocks.reach import BLOCK, Piece, Reach, first_seen
 
-BLOCK = 128
-"""Queries, and keys, per block."""
 LEAST = 16
 """Minimum width of heads that torch's GPU kernels support."""
 

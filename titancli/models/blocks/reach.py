@@ -47,6 +47,8 @@ class Reach(NamedTuple):
         return self.seen(q[:, None], k)
 
 
+BLOCK = 128
+"""Queries, and keys, that a GPU's kernels process together."""
 WHOLE = Reach()
 """A token sees itself and everything before it."""
 IN_ORDER = None
