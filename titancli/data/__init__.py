@@ -280,6 +280,8 @@ class Mix:
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         for name, one in self.datasets.items():
+            if one.joins_rows:
+                yield f"datasets.{name}.padding", 'rows of a mix have one length: use "seq_len"'
             if one.gives_pairs:
                 yield f"datasets.{name}", "preference pairs cannot be mixed: each takes two rows of a batch"
             if isinstance(one, Mix):
@@ -335,23 +337,34 @@ class RowsOfExamples:
     trailing_newline: bool = False
     """Also train on the line break that a chat template puts after the assistant's end marker (ChatML:
     `<|im_end|>\\n`); false: the end marker is the last target of a turn."""
-    padding: Literal["seq_len", "longest"] = "seq_len"
-    """Length of the rows of a batch: training.seq_len, or that of the longest of them, in multiples of 64."""
+    padding: Literal["seq_len", "longest", "none"] = "seq_len"
+    """Length of the rows of a batch: training.seq_len, or that of the longest of them, in multiples of 64;
+    `"none"` (chat): one row of all conversations one after another, in multiples of 64, with separate
+    attention."""
     length_index: bool = False
     """Measure all rows once, before the first step, and keep their lengths in titan's cache, so that each
     rank and each worker process prepares only its own rows. The metric `cut_rows` is omitted."""
 
+    joinable: ClassVar[bool] = False
+    """Whether rows may be joined; the loss of a pair is one of two rows."""
+
     @property
     def skips_rows(self) -> bool:
         return self.length_index
+
+    @property
+    def joins_rows(self) -> bool:
+        return self.padding == "none"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", absolute_lines(self.path))
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield from hub_keys(self)
-        if self.padding == "longest" and (recipe.mesh.pp != 1 or recipe.mesh.ep != 1):
+        if self.padding != "seq_len" and (recipe.mesh.pp != 1 or recipe.mesh.ep != 1):
             yield "padding", 'pipelines and expert parallelism need rows of one length: use "seq_len"'
+        if self.joins_rows and not self.joinable:
+            yield "padding", 'the loss needs these rows one by one: use "longest"'
 
 
 @component("dataset", "chat", target="titancli.data.chat:build")
@@ -370,6 +383,7 @@ class Chat(RowsOfExamples):
     pack: bool = True
     """Pack several whole conversations into a row, with separate attention; false: one conversation per
     row."""
+    joinable: ClassVar[bool] = True
     too_long: Literal["cut", "skip"] = "cut"
     """Conversations longer than training.seq_len + 1 tokens: truncate (and count) them, or treat them as
     bad rows."""
@@ -378,10 +392,10 @@ class Chat(RowsOfExamples):
         yield from super().check(recipe)
         if self.trailing_newline and self.train_on == "all":
             yield "trailing_newline", 'every token is a target with train_on = "all": remove it'
-        if self.pack and self.padding == "longest":
+        if self.pack and self.padding != "seq_len":
             yield "padding", "packed rows are filled up to training.seq_len: remove it, or set pack = false"
         ring = recipe.parallelize.context_parallel == "ring"
-        if self.pack and ring and recipe.mesh.cp != 1:
+        if (self.pack or self.joins_rows) and ring and recipe.mesh.cp != 1:
             message = 'parallelize.context_parallel = "ring" cannot separate the conversations of a row: use '
             yield "pack", message + 'false, or "allgather"'
 

@@ -319,6 +319,6 @@ def dataset_of(
         repeat=config.repeat,
         settings={**settings, **named},
         length_index=config.length_index,
-        longest=config.padding == "longest",
+        padding=config.padding,
         **runtime,
     )

@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
@@ -133,7 +133,7 @@ class RowDataset:
         group: int = GROUP,
         templated: bool = True,
         length_index: bool = False,
-        longest: bool = False,
+        padding: Literal["seq_len", "longest", "none"] = "seq_len",
     ) -> None:
         """Create the dataset.
 
@@ -142,7 +142,7 @@ class RowDataset:
             group: number of examples that may share rows.
             templated: whether rows depend on the chat template.
             length_index: measure all examples once, before the first batch; they must be `IndexedExamples`.
-            longest: pad the rows of a batch to the longest of them, not to seq_len.
+            padding: length of the rows of a batch, see `titancli.data.RowsOfExamples`.
         """
         self._examples, self._maker = examples, maker
         self._rows, self._dp_rank, self._dp_size = rows, dp_rank, dp_size
@@ -154,7 +154,7 @@ class RowDataset:
             "seq_len": seq_len,
             **settings,
         }
-        self._group, self._pads_to_longest = group, longest
+        self._group, self._padding = group, padding
         self._length_index = length_index
         self._lengths: np.ndarray | None = None
         self._position = Position()
@@ -173,8 +173,11 @@ class RowDataset:
             first = self._dp_rank * self._rows
             mine = [make() for make in taken[first : first + self._rows]]
             mine += [self._maker.filler() for _ in range(self._rows - len(mine))]
+            if self._padding == "none":
+                mine = [joined(mine, self._maker.filler())]
             tensors = {name: torch.from_numpy(np.stack([row[name] for row in mine])) for name in mine[0]}
-            yield Batch(without_padding(tensors) if self._pads_to_longest else tensors, unit=self._maker.unit)
+            cut = self._padding == "longest"
+            yield Batch(without_padding(tensors) if cut else tensors, unit=self._maker.unit)
 
     def skip(self, rows: int) -> int | None:
         """Skip this many global rows without making them; return how many were skipped, or None without
@@ -317,6 +320,18 @@ class RowDataset:
         self._consumed = state["rows"]
         self._position = Position(state["epoch"], state["group"], state["used"])
         self._ahead = None
+
+
+def joined(rows: Sequence[Row], filler: Row) -> Row:
+    """Return one row of all rows up to their last targets, each a document, and `filler` up to a multiple of
+    `STEP`."""
+    targets = [(row["targets"] != IGNORE).nonzero()[0] for row in rows]
+    kept = [(row, int(there[-1]) + 1) for row, there in zip(rows, targets, strict=True) if len(there)]
+    step = min(STEP, filler["targets"].size)
+    kept.append((filler, -sum(width for _, width in kept) % step if kept else step))
+    made = {name: np.concatenate([row[name][:width] for row, width in kept]) for name in filler}
+    numbers = np.arange(len(kept), dtype=np.int32)
+    return {**made, "document_ids": numbers.repeat([width for _, width in kept])}
 
 
 def without_padding(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -395,13 +395,18 @@ def _settings(recipe: Recipe, degrees: Degrees, row_cut: RowCut | None) -> Engin
 
 
 def limits_of(recipe: Recipe, degrees: Degrees, row_cut: RowCut | None) -> Limits:
-    """Return the limits of a batch: the model is built for rows of seq_len."""
-    longest = recipe.training.seq_len
+    """Return the limits of a batch: the model is built for rows of seq_len, or for as many tokens in a row as
+    a dataset joins."""
+    longest, joined = recipe.training.seq_len, 1
+    datasets = (recipe.dataset, *recipe.validation.datasets.values())
+    if any(one is not None and one.joins_rows for one in datasets):
+        rows = recipe.training.local_batch_size
+        joined = max(rows, recipe.validation.local_batch_size or rows)
     # Otherwise later stages would wait for hidden states that the first stage cannot shard.
     between_stages = degrees.cp * degrees.tp if degrees.pp > 1 else 1
     return Limits(
         vocab_size=recipe.model.vocab_size,
-        row_length=longest,
+        row_length=longest * joined,
         positions=recipe.model.max_seq_len or longest,
         multiple=math.lcm(between_stages, 1 if row_cut is None else row_cut.pieces),
     )

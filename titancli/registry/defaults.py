@@ -193,6 +193,8 @@ class DatasetConfigDefaults:
     """True if batches contain the log-probabilities of a reference model."""
     document_mask: bool = False
     """True if batches contain `document_ids`."""
+    joins_rows: bool = False
+    """True if the rows of a batch are joined to one."""
     skips_rows: bool = True
     """True if rows can be skipped without preparing them, as worker processes require."""
 

@@ -211,7 +211,7 @@ def _source(recipe: Recipe, tokenizer: Any, engine: Engine) -> Source:
             device=engine.device,
             prefetch=depth,
             vocab_size=recipe.model.vocab_size,
-            rows=training.local_batch_size,
+            rows=1 if recipe.dataset.joins_rows else training.local_batch_size,
             workers=workers,
         )
     task = build(recipe.loop.task, seed=recipe.training.seed)
