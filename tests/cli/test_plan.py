@@ -161,8 +161,8 @@ def test_a_model_of_a_plugin_is_planned_as_it_is(titan: Titan, tmp_path: Path) -
 
 
 def test_what_is_taken_for_granted_is_told(titan: Titan) -> None:
-    notes = told(titan, "llama3_8b", 'converters=[{type="float8_linear"}]', "--world-size", "8")["notes"]
-    assert any("float8_linear" in note for note in notes)
+    notes = told(titan, "llama3_debug", 'converters=[{type="neftune"}]', "--world-size", "8")["notes"]
+    assert any("neftune" in note for note in notes)
     assert told(titan, "llama3_8b")["notes"] == []
 
 

@@ -55,6 +55,11 @@ def refused(config: Any) -> bool:
 
 
 OPTIMIZERS, CONVERTERS, LOSSES = every("optimizer"), every("converter"), every("loss")
+CONVERTERS = {  # others insist on a GPU
+    name: config
+    for name, config in CONVERTERS.items()
+    if "emulate=False" not in name or "float8_linear" in name
+}
 SLOW = {
     name for name in (*OPTIMIZERS, *CONVERTERS) if name.startswith("titan-muon/muon ") or "emulate=" in name
 }

@@ -24,7 +24,9 @@ def test_its_wheel_brings_the_component(float8: Environment) -> None:
     done = float8.titan("plugin", "list", "--json")
     plugins = {plugin["name"]: plugin for plugin in json.loads(done.stdout)["plugins"]}
     assert plugins["titan-float8"]["state"] == "ok", done.stderr
-    assert plugins["titan-float8"]["components"] == ["converter/float8_linear"]
+    assert plugins["titan-float8"]["components"] == [
+        f"converter/{name}_{what}" for name in ("float8", "mxfp8", "nvfp4") for what in ("experts", "linear")
+    ]
     assert plugins["titan-float8"]["torch"] is False
 
 

@@ -14,6 +14,7 @@ from tests.planning.measure import planned, recipe
 from titancli.engine.dry_run import dry_run
 from titancli.errors import RecipeError, TitanError
 from titancli.models.blocks.attention import Attention
+from titancli.observe.peaks import DEVICES
 from titancli.planning import out_of_memory
 from titancli.planning.blueprint import Blueprint
 from titancli.planning.trace import Trace
@@ -95,11 +96,11 @@ def test_a_block_that_nobody_has_described(odd: Any, world: int, overrides: tupl
 
 
 def test_blocks_of_a_kind_are_measured_once() -> None:
-    kinds = Blueprint(recipe("model.n_layers=6")).kinds
+    kinds = Blueprint(recipe("model.n_layers=6"), DEVICES["cpu"]).kinds
     assert kinds == [0] * 6
-    windows = Blueprint(load_recipe("gpt_oss_debug", ["model.n_layers=4"]).recipe).kinds
+    windows = Blueprint(load_recipe("gpt_oss_debug", ["model.n_layers=4"]).recipe, DEVICES["cpu"]).kinds
     assert windows == [0, 1, 0, 1]
-    first_dense = Blueprint(load_recipe("deepseek_v3_debug").recipe).kinds
+    first_dense = Blueprint(load_recipe("deepseek_v3_debug").recipe, DEVICES["cpu"]).kinds
     assert first_dense[0] == 0 and set(first_dense[1:]) == {1}
 
 

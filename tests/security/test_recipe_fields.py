@@ -39,7 +39,7 @@ CLASSES: dict[str, tuple[list[str], str]] = {
         [],
         """
         callback/titan-proof/probe.layers
-        converter/titan-float8/float8_linear.skip converter/titan/lora.targets
+        converter/titan-float8/*.skip converter/titan/lora.targets
         converter/titan-qlora/qlora.skip converter/titan-qlora/qlora.targets
         optimizer/titan-optimizers/by_name.groups.*
         optimizer/titan-muon/muon.exclude checkpoint.exclude_from_loading

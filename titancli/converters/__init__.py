@@ -36,23 +36,18 @@ class LoRA:
     each with matrices of its own."""
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
-        names = [component_info(config).name for config in recipe.converters]
         if recipe.weights is None:
             yield "", "adapters need a base: set `weights`"
         if not recipe.checkpoint.initial_load_model_only:
             yield (
                 "",
-                (
-                    "only weights can be loaded into the base: remove "
-                    "checkpoint.initial_load_model_only, or resume the run"
-                ),
+                "only weights can be loaded into the base: remove checkpoint.initial_load_model_only, or "
+                "resume the run",
             )
         if recipe.checkpoint.last_save_model_only:
             yield "", "checkpoints already hold only the adapters: remove checkpoint.last_save_model_only"
-        if names.count("lora") > 1:
+        if [component_info(config).name for config in recipe.converters].count("lora") > 1:
             yield "", "there is a second lora converter: use a single one with the targets of both"
-        if "float8_linear" in names:
-            yield "", "lora and float8_linear change the same layers: use only one of them"
 
 
 COMPONENTS: list[type] = [LoRA]

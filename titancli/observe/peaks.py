@@ -75,23 +75,34 @@ class Device:
     """Bytes a second to other nodes, each way, for each device."""
     node: int = 8
     """Devices of one node."""
+    float8: float | None = None
+    """Peak operations a second of float8 products, dense; None: it has none, or they are not published."""
+    float4: float | None = None
+    """The same of products of 4-bit numbers."""
 
     @property
     def is_gpu(self) -> bool:
         return self.name != "cpu"
+
+    def peak(self, bits: int) -> float | None:
+        """Return the peak operations a second of products of numbers of so many bits; of wider ones, or
+        without kernels for them, of bf16's."""
+        return {4: self.float4, 8: self.float8}.get(bits) or self.flops
 
     def known_as(self, name: str) -> bool:
         """Return whether this is the device that its maker calls by this name, such as `NVIDIA H200`."""
         return re.search(rf"\b{self.name}\b", name.replace("RTX ", "RTX")) is not None
 
 
-def _sxm(name: str, gib: float, memory: float, link: float, network: float) -> Device:
-    """Memory in GiB, rates in GB a second."""
-    return Device(name, peak_flops(name), gib * 2**30, memory * 1e9, link * 1e9, network * 1e9)
+def _sxm(name: str, gib: float, memory: float, link: float, network: float, *narrow: float) -> Device:
+    """Memory in GiB, rates in GB a second; float8 and 4-bit products in TFLOPS."""
+    rates = (gib * 2**30, memory * 1e9, link * 1e9, network * 1e9)
+    return Device(name, peak_flops(name), *rates, 8, *(one * 1e12 for one in narrow))
 
 
-def _card(name: str, gib: float, memory: float) -> Device:
-    return Device(name, peak_flops(name), gib * 2**30, memory * 1e9, 32e9)
+def _card(name: str, gib: float, memory: float, *narrow: float) -> Device:
+    rates = (gib * 2**30, memory * 1e9, 32e9, None)
+    return Device(name, peak_flops(name), *rates, 8, *(one * 1e12 for one in narrow))
 
 
 DEVICES = {
@@ -100,14 +111,14 @@ DEVICES = {
         # NVIDIA's data sheets of the SXM parts and of the DGX systems: memory, NVLink (half of the sum of
         # both ways), and the one ConnectX of 200 or 400 Gb/s that each GPU has.
         _sxm("A100", 79.2, 2039, 300, 25),
-        _sxm("H100", 79.2, 3350, 450, 50),
-        _sxm("H200", 139.8, 4800, 450, 50),
-        _sxm("B200", 178.4, 8000, 900, 50),
+        _sxm("H100", 79.2, 3350, 450, 50, 1979),
+        _sxm("H200", 139.8, 4800, 450, 50, 1979),
+        _sxm("B200", 178.4, 8000, 900, 50, 4500, 9000),
         # Cards without NVLink: sixteen lanes of PCIe 4.0, and no network of their own.
         _card("A10", 22.5, 600),
-        _card("L4", 22.5, 300),
-        _card("L40S", 45.0, 864),
-        _card("RTX4090", 24.0, 1008),
+        _card("L4", 22.5, 300, 242),
+        _card("L40S", 45.0, 864, 733),
+        _card("RTX4090", 24.0, 1008, 330.3),
         Device("cpu"),
     )
 }

@@ -22,6 +22,7 @@ from titancli.distributed.mesh import MeshOfNobody
 from titancli.layout.degrees import Degrees
 from titancli.models.blocks.moe import moe_layers
 from titancli.models.loss import LOSS, attach, loss_in
+from titancli.observe.peaks import Device
 from titancli.parallel.fsdp import around, share_parameters
 from titancli.parallel.pipeline import ends, part_of
 from titancli.planning.stand_in import on_a_cpu
@@ -32,7 +33,7 @@ from titancli.registry.component import build, component_info, takes
 class Blueprint:
     """The whole model, with the converters that add parameters."""
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe, device: Device) -> None:
         with torch.device("meta"):
             self.model: Any = build(recipe.model, seq_len=recipe.training.seq_len)
         self.size = sum(p.numel() for p in self.model.parameters())
@@ -40,10 +41,14 @@ class Blueprint:
         self.known: dict[Any, Any] = {}
         """Cache of measurements, filled by `titancli.planning.workload.Workload`."""
         self.left_out: list[str] = []
-        """Converters that change the arithmetic of matrix products; a plan ignores them."""
+        """Converters that change the arithmetic of matrix products and do not say how; a plan ignores
+        them."""
+        self.has_adapters = False
         for config in recipe.converters:
-            converter = build(config, mesh=Degrees(), compile=False)
-            if converter.owns is None:
+            counted = {"planned": device} if takes(config, "planned") else {}
+            converter = build(config, mesh=Degrees(), compile=False, **counted)
+            self.has_adapters |= converter.owns is not None
+            if converter.owns is None and not counted:
                 self.left_out.append(component_info(config).name)
             else:
                 converter.convert(self.model)

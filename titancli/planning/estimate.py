@@ -81,7 +81,7 @@ def estimate(
         TitanError: a step of the model fails; the error names the component.
     """
     try:
-        blueprint = Blueprint(recipe) if like is None else like.blueprint
+        blueprint = Blueprint(recipe, device) if like is None else like.blueprint
     except Exception as error:
         raise blamed(error, recipe, f"rank 0 of {degrees.world}") from error
     if "tokens" not in blueprint.model.inputs:

@@ -40,10 +40,12 @@ class Work:
     """Bytes read and written."""
     sends: tuple[str, str, float] | None
     """A collective: its name, the mesh dimension, and the bytes of the whole (gathered) tensor."""
+    bits: int = 16
+    """See `titancli.planning.trace.Op`."""
 
     def times(self, share: float) -> Work:
         sends = None if self.sends is None else (*self.sends[:2], self.sends[2] * share)
-        return Work(self.flops * share, self.moved * share, sends)
+        return Work(self.flops * share, self.moved * share, sends, self.bits)
 
 
 @dataclass(frozen=True)
@@ -291,7 +293,7 @@ def _piece(one: _Pass, part: Part, timeline: Timeline, gradients: set[int]) -> P
 
     def operators(spans: list[tuple[int, int]]) -> tuple[Work, ...]:
         return tuple(
-            Work(one.trace.ops[i].flops, timeline.moved[i], one.trace.ops[i].sends)
+            Work(one.trace.ops[i].flops, timeline.moved[i], one.trace.ops[i].sends, one.trace.ops[i].bits)
             for begin, end in spans
             for i in range(begin, end)
         )

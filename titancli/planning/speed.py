@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from titancli.observe.peaks import Device
 from titancli.planning.measure import BACK, FRONT, Piece, Work
 from titancli.planning.memory import numbers_at_rest
 from titancli.planning.pipeline import bubble
@@ -187,9 +188,8 @@ def speed(work: Workload) -> Speed | None:
 
 def _rank(work: Workload, pp_rank: int) -> tuple[float, float, float]:
     """Return the seconds of one rank in a step: arithmetic, exposed collectives, overlapped collectives."""
-    peak, memory_rate = work.device.flops or math.inf, work.device.memory_rate or math.inf
     one_pass = sum(
-        count * _seconds(one, peak, memory_rate)
+        count * _seconds(one, work.device)
         for stage in stages(work, pp_rank)
         for piece, count in _pieces(work, stage)
         for one in piece.operators
@@ -203,5 +203,6 @@ def _rank(work: Workload, pp_rank: int) -> tuple[float, float, float]:
     return one_pass * work.passes, waiting, beside
 
 
-def _seconds(one: Work, peak: float, memory_rate: float) -> float:
+def _seconds(one: Work, device: Device) -> float:
+    peak, memory_rate = device.peak(one.bits) or math.inf, device.memory_rate or math.inf
     return max(one.flops / peak, one.moved / memory_rate)

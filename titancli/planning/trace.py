@@ -49,6 +49,8 @@ class Op:
     """A collective: its name, its group's name, and the bytes of the whole (gathered) tensor."""
     own_kernel: bool
     """Whether a compiler would leave it unfused."""
+    bits: int = 16
+    """Of a product, the bits of its narrowest operands' numbers, at most 16."""
 
 
 @dataclass
@@ -146,6 +148,7 @@ class Trace(TorchDispatchMode):
                 self._taken_inside(func, args) if func in IMPLEMENTATIONS else 0,
                 _sent(func, args, kwargs, out),
                 not self.joining or _own_kernel(func),
+                _bits(args),
             )
         )
         return out
@@ -226,6 +229,13 @@ class Trace(TorchDispatchMode):
                 for anchor in anchors:
                     lies[anchor] = True
                     died[anchor] = max(died[anchor], died[number])
+
+
+def _bits(args: Any) -> int:
+    dtypes = {one.dtype for x in args if isinstance(x, Tensor) for one in (x, *plain_tensors(x))}
+    if torch.float4_e2m1fn_x2 in dtypes:
+        return 4
+    return 8 if any(dtype.is_floating_point and dtype.itemsize == 1 for dtype in dtypes) else 16
 
 
 def _own_kernel(func: Any) -> bool:

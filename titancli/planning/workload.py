@@ -94,9 +94,11 @@ class Workload:
         """Yield the frozen models beside the trained one; the reference of adapters is their base."""
         for recipe in self.recipe.loop.frozen_models(self.recipe):
             if recipe is not self.recipe:
-                blueprint: Any = self._known(("beside", repr(recipe.model)), partial(Blueprint, recipe))
+                blueprint: Any = self._known(
+                    ("beside", repr(recipe.model)), partial(Blueprint, recipe, self.device)
+                )
                 yield workload(recipe, blueprint, recipe.degrees(self.degrees.world), self.device)
-            elif len(recipe.converters) == len(self.blueprint.left_out):
+            elif not self.blueprint.has_adapters:
                 yield self
 
     # ----------------------------------------------------------------------------------- measured

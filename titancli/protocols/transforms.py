@@ -57,7 +57,11 @@ class Converter(ConverterDefaults, Protocol):
 
 
 class ConverterBuilder(Protocol):
-    def __call__(self, config: Any, *, mesh: Degrees, compile: bool) -> Converter: ...
+    def __call__(self, config: Any, *, mesh: Degrees, compile: bool) -> Converter:
+        """Build the converter. A builder with an argument `planned` is given the device of a plan of memory
+        and time (`titancli.observe.peaks.Device`), or None: for a plan, the products of converted modules
+        run on meta and stand for that device's, with operands in the dtypes that it multiplies."""
+        ...
 
 
 class Precision(Protocol):

@@ -84,7 +84,7 @@ def count_parameters(recipe: Recipe, degrees: Degrees) -> tuple[int, int]:
     from titancli.planning.memory import numbers_at_rest
     from titancli.planning.workload import workload
 
-    blueprint = Blueprint(recipe)
+    blueprint = Blueprint(recipe, DEVICES["cpu"])
     work = workload(recipe, blueprint, degrees, DEVICES["cpu"])
     return blueprint.size, round(max(numbers_at_rest(work, rank) for rank in range(degrees.pp)))
 

@@ -18,7 +18,7 @@ NOISE = {
 
 
 @contextmanager
-def _without_noise() -> Iterator[None]:
+def ignoring_noise() -> Iterator[None]:
     filters = {}
     for name, words in NOISE.items():
         filters[name] = lambda record, words=words: words not in record.getMessage()
@@ -30,7 +30,7 @@ def _without_noise() -> Iterator[None]:
             logging.getLogger(name).removeFilter(noise)
 
 
-with _without_noise():
+with ignoring_noise():
     from torchao.float8 import CastConfig, Float8LinearConfig, precompute_float8_dynamic_scale_for_fsdp
     from torchao.float8.config import ScalingGranularity, ScalingType
     from torchao.float8.float8_linear import Float8Linear

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-import re
-from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,29 +15,41 @@ from titan_float8.ao import (
     WeightWithDynamicFloat8CastTensor,
     precompute_float8_dynamic_scale_for_fsdp,
 )
-from titan_float8.layer import CUTS, Linear
+from titan_float8.block_linear import BlockLinear
+from titan_float8.hardware import has, kernel_for
+from titan_float8.layer import Linear
+from titan_float8.products import Scheme
+from titan_float8.selection import choose, logger, refuse_uncut, split
 from titan_float8.weight import GatheredWeight, plain
-from titancli.errors import EnvironmentProblem, RecipeError
-from titancli.recipe import nearest
+from titancli.errors import EnvironmentProblem
 
 if TYPE_CHECKING:
     from titan_float8 import Float8Linear as Config
     from titancli.layout.degrees import Degrees
-
-# Below titan's own logger, so that its warnings reach users and the run's events.
-logger = logging.getLogger("titancli.plugins.titan_float8")
+    from titancli.observe.peaks import Device
 
 MULTIPLE = 16
 """Both sides of a matrix must be multiples of this for the hardware's float8 products."""
 
 
-def build(config: Config, *, mesh: Degrees, compile: bool) -> Float8:
+def build(
+    config: Config, *, mesh: Degrees, compile: bool, planned: Device | None = None
+) -> Float8 | BlockLinear:
     """Build the converter.
+
+    Args:
+        planned: the device that a plan of memory and time is made for; it counts FSDP2's all-gathers in the
+            weights' own dtype.
 
     Raises:
         EnvironmentProblem: `emulate = false` on a GPU without float8.
     """
-    hardware = has_float8()
+    if planned is not None:
+        if kernel_for("float8_linear", "float8", config.emulate, "planned", planned) == "emulated":
+            # Which operators torchao's emulation runs, a trace cannot see: those of rows are alike.
+            return BlockLinear("float8_linear", Scheme("rowwise"), config.skip, mesh)
+        return Float8(replace(config, enable_fsdp_float8_all_gather=False), mesh, emulate=False)
+    hardware = has("float8")
     emulate = not hardware if config.emulate is None else config.emulate
     if not emulate and torch.cuda.is_available() and not hardware:
         raise EnvironmentProblem(
@@ -57,16 +65,6 @@ def build(config: Config, *, mesh: Degrees, compile: bool) -> Float8:
 
         inductor.emulate_precision_casts = True
     return Float8(config, mesh, emulate=emulate)
-
-
-def has_float8() -> bool:
-    """Return whether the current GPU multiplies float8 matrices."""
-    if not torch.cuda.is_available():
-        return False
-    capability = torch.cuda.get_device_capability()
-    if torch.version.hip:  # gfx942, gfx950 and gfx12 support it; gfx90a and gfx11 do not
-        return (9, 4) <= capability < (10, 0) or capability >= (12, 0)
-    return capability >= (8, 9)
 
 
 class Float8:
@@ -90,24 +88,20 @@ class Float8:
                 parallelism does not shard a layer.
         """
         linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
-        rest = _without(linears, self.config.skip)
         plan = getattr(model, "tensor_plan", {})
-        reasons = {name: self._unfit(linear, _split(name, plan)) for name, linear in rest.items()}
-        chosen = {name for name, reason in reasons.items() if reason is None}
-        left = {name: reason for name, reason in reasons.items() if reason is not None}
-        if not chosen:
-            raise RecipeError(
-                "float8_linear converts nothing: " + (_listed(left) if left else "skip matches every layer"),
-                hint="remove the converter from the recipe",
-            )
-        if left:
-            logger.warning("float8_linear does not convert these layers: %s", _listed(left))
+        chosen = choose(
+            "float8_linear",
+            linears,
+            self.config.skip,
+            lambda name, linear: self._unfit(linear, split(name, plan)),
+            "linear layer",
+        )
         if self.tp > 1:
-            _refuse_uncut({name: _split(name, plan) for name in sorted(chosen)})
-        for name in chosen:
-            linear = Linear.from_float(linears[name], config=self.torchao)
-            if self.config.enable_fsdp_float8_all_gather:
-                self._gather(linear, _split(name, plan))
+            refuse_uncut("float8_linear", {name: split(name, plan) for name in sorted(chosen)})
+        for name, plain_linear in chosen.items():
+            linear = Linear.from_float(plain_linear, config=self.torchao)
+            if self.torchao.enable_fsdp_float8_all_gather:
+                self._gather(linear, split(name, plan))
             model.set_submodule(name, linear)
 
     def _unfit(self, linear: nn.Linear, split: str | None) -> str | None:
@@ -158,55 +152,3 @@ class Float8:
             shape=tensor.shape,
             stride=tensor.stride(),
         )
-
-
-def _without(linears: Mapping[str, nn.Linear], skip: Iterable[str]) -> dict[str, nn.Linear]:
-    """Return the layers that no name in `skip` matches.
-
-    Raises:
-        RecipeError: a name matches none.
-    """
-    rest = dict(linears)
-    for pattern in skip:
-        matched = [n for n in linears if fnmatchcase(n, pattern) or fnmatchcase(n, f"*.{pattern}")]
-        if not matched:
-            ends = {n.split(".", i)[-1]: None for n in linears for i in range(n.count(".") + 1)}
-            hint = nearest(pattern, ends) or f"linear layers: {', '.join(_families(linears))}"
-            raise RecipeError(f"float8_linear: skip = {pattern!r} matches no linear layer", hint=hint)
-        for name in matched:
-            rest.pop(name, None)
-    return rest
-
-
-def _split(name: str, plan: Mapping[str, str]) -> str | None:
-    """Return how the model's tensor plan shards a layer."""
-    styles = (style for pattern, style in plan.items() if fnmatchcase(f"{name}.weight", pattern))
-    return next(styles, None)
-
-
-def _refuse_uncut(styles: Mapping[str, str | None]) -> None:
-    """Check that tensor parallelism shards all converted layers.
-
-    Raises:
-        RecipeError: a layer is replicated under tensor parallelism.
-    """
-    whole = [name for name, style in styles.items() if style not in (None, *CUTS)]
-    if whole:
-        names = _families(whole)
-        raise RecipeError(
-            f"float8_linear: with mesh.tp each rank has all of {', '.join(names)}, but only a part of "
-            f"the sum that is the gradient of its output; casting the parts differs from casting the sum",
-            hint=f"add {', '.join(map(repr, names))} to skip",
-        )
-
-
-def _listed(reasons: Mapping[str, str]) -> str:
-    """Format as `names (reason); …`, with layers that differ only by their index combined."""
-    by_reason: dict[str, list[str]] = {}
-    for name, reason in reasons.items():
-        by_reason.setdefault(reason, []).append(name)
-    return "; ".join(f"{', '.join(_families(names))} ({reason})" for reason, names in by_reason.items())
-
-
-def _families(names: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names))

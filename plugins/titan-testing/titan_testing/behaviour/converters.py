@@ -12,6 +12,7 @@ from titan_testing.behaviour.engines import (
     batch_of,
     engine_of,
     gradients,
+    small_experts,
     small_model,
     step,
     weights,
@@ -19,6 +20,7 @@ from titan_testing.behaviour.engines import (
 )
 from titan_testing.behaviour.ranks import Job, later
 from titan_testing.behaviour.subject import Check, Subject, first_difference
+from titancli.errors import RecipeError
 from titancli.layout.degrees import Degrees
 from titancli.registry.component import build
 
@@ -33,16 +35,29 @@ def parts(subject: Subject) -> dict[str, Any]:
     if subject.kind == "parallelize":
         return {"parallelize": subject.config}
     base = subject.folder / "base" / "step-1"
+    model = model_of(subject)
     if not base.is_dir():
-        with engine_of() as engine:
+        with engine_of(model) as engine:
             engine.save(base)
-    return {"converters": [subject.config], "weights": str(base)}
+    return {"model": model, "converters": [subject.config], "weights": str(base)}
+
+
+def model_of(subject: Subject) -> Any:
+    """Return a small model for it: of experts, where a converter finds nothing to change in a dense one."""
+    try:
+        if subject.kind == "converter":
+            with torch.device("meta"):
+                model = build(small_model(), seq_len=LENGTH)
+            subject.build(mesh=Degrees(), compile=False).convert(model)
+    except RecipeError:
+        return small_experts()
+    return small_model()
 
 
 def names(subject: Subject) -> Iterator[str]:
     """Check that parameters keep their names and shapes; added ones must be the converter's own."""
     with torch.device("meta"):
-        model = build(small_model(), seq_len=LENGTH)
+        model = build(model_of(subject), seq_len=LENGTH)
     before = {name: tuple(p.shape) for name, p in model.named_parameters()}
     owns = lambda name: False  # noqa: E731
     if subject.kind == "converter":

@@ -10,7 +10,8 @@ from torch import Tensor
 from titancli import IGNORE, Batch
 from titancli.engine import Engine
 from titancli.losses import CrossEntropy
-from titancli.models import Llama3
+from titancli.models import Llama3, Qwen3
+from titancli.models.sections import MoE
 from titancli.optimizers import AdamW, WarmupStableDecay
 from titancli.parallel import Decoder
 from titancli.recipe.schema import ActivationCheckpoint, Mesh, Pipeline, Training
@@ -21,6 +22,12 @@ ROWS, LENGTH, VOCABULARY = 4, 16, 64
 def small_model() -> Llama3:
     """Return a Llama 3 with two layers, whose sizes are multiples of 16 even on two ranks."""
     return Llama3(dim=64, n_layers=2, n_heads=4, n_kv_heads=4, hidden_dim=128, vocab_size=VOCABULARY)
+
+
+def small_experts() -> Qwen3:
+    """Return a Qwen 3 with two layers of four experts, whose sizes are multiples of 64."""
+    moe = MoE(num_experts=4, top_k=2, hidden_dim=64, score_func="softmax")
+    return Qwen3(dim=64, n_layers=2, n_heads=4, n_kv_heads=4, head_dim=16, vocab_size=VOCABULARY, moe=moe)
 
 
 def engine_of(
