@@ -30,6 +30,7 @@ from titancli.engine.experts import (
     router_losses,
 )
 from titancli.engine.first_weights import FirstWeights, awaited_checkpoint, first_weights
+from titancli.engine.graphed import GraphedModel
 from titancli.engine.inputs import loss_of
 from titancli.engine.optimizer_state import keep_peaks, remember
 from titancli.engine.pipelined import PipelinedModel
@@ -89,7 +90,7 @@ def build_engine(
     refuse_unfit(recipe, degrees)
     with groups_wait_as_the_default_one():
         mesh = Mesh(degrees, device)
-    model, roles = sharded_model(recipe, mesh, device)
+    model, roles = sharded_model(recipe, mesh, device, frozen=frozen)
     parts, converters, placement = model.parts, model.converters, model.placement
     first, awaited, form = FirstWeights(), awaited_checkpoint(recipe, checkpoint), build_hf(recipe.model)
     if fill is not None:
@@ -135,7 +136,9 @@ class ShardedModel(NamedTuple):
     parameter_count: int
 
 
-def sharded_model(recipe: Recipe, mesh: Mesh, device: torch.device) -> tuple[ShardedModel, dict[str, Role]]:
+def sharded_model(
+    recipe: Recipe, mesh: Mesh, device: torch.device, *, frozen: bool = False
+) -> tuple[ShardedModel, dict[str, Role]]:
     """Build this rank's parts of the model and its loss, without values; and return the roles of all trained
     parameters of the whole model."""
     model = on_meta(recipe)
@@ -149,7 +152,10 @@ def sharded_model(recipe: Recipe, mesh: Mesh, device: torch.device) -> tuple[Sha
     own_losses = router_losses(model)
     parts, placement = parallelized(model, recipe, mesh, device)
     own = RouterLosses(parts, mesh.token_groups, own_losses)
-    runner = runner_of(recipe, parts, placement, mesh, own, device)
+    if recipe.compile.cuda_graphs != "none" and not frozen:
+        runner: Runner = GraphedModel(parts[0], own, recipe=recipe, loss=loss, device=device)
+    else:
+        runner = runner_of(recipe, parts, placement, mesh, own, device)
     return ShardedModel(parts, placement, runner, converters, loss, flops, count), roles
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
@@ -81,16 +81,28 @@ class WholeModel:
                 last = number == len(batches)
                 reduce_after(self._model, last=last, each=self._accumulate == "sharded")
                 counting: AbstractContextManager[list[Tensor]] = own.counted() if alone else nullcontext([])
-                with phase("forward"), counting as weights:
-                    result = checked(self.forward(batch, loss), loss)
-                    weights.append(result.weight)
-                if number == 1:
-                    pace.mark(device)
-                with phase("backward"):
-                    result.sum.backward()
-                    add_gradients()
-                add_up(sums, result)
+                add_up(sums, self._micro_batch(batch, loss, counting, add_gradients, first=number == 1))
         return sums
+
+    def _micro_batch(
+        self,
+        batch: Batch,
+        loss: Any,
+        counting: AbstractContextManager[list[Tensor]],
+        add_gradients: Callable[[], None],
+        *,
+        first: bool,
+    ) -> LossResult:
+        """Add the gradients of a micro-batch, and return its loss."""
+        with phase("forward"), counting as weights:
+            result = checked(self.forward(batch, loss), loss)
+            weights.append(result.weight)
+        if first:
+            pace.mark(result.sum.device)
+        with phase("backward"):
+            result.sum.backward()
+            add_gradients()
+        return result
 
 
 def inputs_of(model: Any, batch: Batch, row_cut: RowCut | None) -> dict[str, Tensor]:

@@ -42,8 +42,13 @@ BY_OPERATION = {"products": 1, "op": 2}
 """Every nth matrix product whose result is kept, by `selective_ac_option`."""
 
 
-def apply_activation_checkpoint(layers: nn.ModuleDict, section: ActivationCheckpoint) -> None:
+def apply_activation_checkpoint(
+    layers: nn.ModuleDict, section: ActivationCheckpoint, *, draws_alike: bool = True
+) -> None:
     """Make the blocks that `section` chooses recompute.
+
+    Args:
+        draws_alike: whether what is run again draws the same random numbers, which a CUDA graph cannot.
 
     Raises:
         RecipeError: selective_ac_option is neither "op", "products" nor a positive number.
@@ -66,7 +71,7 @@ def apply_activation_checkpoint(layers: nn.ModuleDict, section: ActivationCheckp
         if number % every == 0:
             # By op, torch counts every one, and fails where FSDP2 gathers experts within what is run again.
             for module, name in parts(block) if context else [(block, "forward")]:
-                wrap(module, name, _recomputing(getattr(module, name), context))
+                wrap(module, name, _recomputing(getattr(module, name), context, draws_alike))
 
 
 def runs_again_outside(block: nn.Module, section: ActivationCheckpoint) -> bool:
@@ -76,9 +81,11 @@ def runs_again_outside(block: nn.Module, section: ActivationCheckpoint) -> bool:
     return section.mode in ("full", "selective") and whole_blocks and parts(block) != [(block, "forward")]
 
 
-def _recomputing(forward: Callable[..., Any], context: Callable[[], Any] | None) -> Callable[..., Any]:
+def _recomputing(
+    forward: Callable[..., Any], context: Callable[[], Any] | None, draws_alike: bool
+) -> Callable[..., Any]:
     # A converter may have put dropout into any block: what is run again must draw the same numbers.
-    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": True}
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": draws_alike}
     if context is not None:
         options["context_fn"] = context
     return partial(checkpoint, forward, **options)

@@ -69,7 +69,9 @@ def build(
             if not sharded:
                 compute_in(model, precision.param)
             context_parallel(model, mesh, config.context_parallel, device=device, dtype=precision.param)
-            apply_activation_checkpoint(layers, activation_checkpoint)
+            apply_activation_checkpoint(
+                layers, activation_checkpoint, draws_alike=compile.cuda_graphs == "none"
+            )
             if compile.enable:
                 compile_model(model, compile, activation_checkpoint, device)
                 if mesh.tp is not None:

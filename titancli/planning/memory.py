@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from titancli.planning.blueprint import Parameter
 from titancli.planning.measure import BACK, FRONT, Piece
@@ -83,6 +83,10 @@ class _Step:
         self._groups: dict[int, list[Group]] = {}
         self._blocks: dict[tuple[int, str], Piece] = {}
         self.front, self.back = work.piece(FRONT), work.piece(BACK)
+        self.loss_beside = 0.0
+        if work.graphs == "blocks":  # the loss is outside of graphs, and finds none of their memory free
+            self.loss_beside = max(self.back.forward, self.back.kept + self.back.backward)
+            self.back = replace(self.back, forward=0.0, kept=0.0, backward=0.0)
         self.stream = work.measured().stream
         self._places = {number: at for stage in self.stages for at, number in enumerate(stage.blocks)}
         self.in_flight = in_flight(work, pp_rank)
@@ -139,7 +143,11 @@ class _Step:
         tally.now["activations"] -= self._held
         tally.now["communication"] = tally.now["loss"] = 0.0
         tally.now["gradients"] = 0.0 if work.offloaded else trained * work.stored
-        tally.look("optimizer step", optimizer=0.0 if work.offloaded else extra)
+        if work.graphs == "none":
+            tally.look("optimizer step", optimizer=0.0 if work.offloaded else extra)
+        else:  # what graphs use in a pass is theirs at all times
+            tally.peak["optimizer"] += extra
+            tally.peak["loss"] += self.loss_beside
         return RankMemory(self.pp_rank, own, tally.peak, tally.moment)
 
     def _accumulated(self, every: list[Group]) -> None:

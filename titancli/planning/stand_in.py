@@ -20,7 +20,8 @@ def on_a_cpu(recipe: Recipe) -> tuple[Recipe, list[str]]:
     if recipe.compile.enable:
         budget = recipe.activation_checkpoint.mode == "memory_budget"
         left_out.append("compile" + ("(and with it the memory_budget of activations)" if budget else ""))
-        recipe = dataclasses.replace(recipe, compile=Compile(enable=False))
+    left_out += ["compile.cuda_graphs"] * (recipe.compile.cuda_graphs != "none")
+    recipe = dataclasses.replace(recipe, compile=Compile())
     if fields := [key for key, _ in recipe.parallelize.needs_gpu()]:
         left_out += [f"parallelize.{key}" for key in fields]
         plan: Any = dataclasses.replace(recipe.parallelize, **dict.fromkeys(fields, False))

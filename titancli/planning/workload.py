@@ -53,6 +53,8 @@ class Workload:
     """Activation checkpointing: "none", "op", "products", "full", every n-th block ("2"), or the
     compiler's choice within a budget ("budget 0.5")."""
     compiled: bool
+    graphs: str
+    """`compile.cuda_graphs`; "none" without a GPU."""
     reshard: str
     unsharded: bool
     """Whether gradients stay whole until one reduction at the end of the step."""
@@ -238,6 +240,7 @@ def workload(recipe: Recipe, blueprint: Blueprint, degrees: Degrees, device: Dev
         reduce=reduce,
         recompute=recompute,
         compiled=recipe.compile.enable,
+        graphs=recipe.compile.cuda_graphs if device.is_gpu else "none",
         reshard=plan.reshard_after_forward,
         unsharded=degrees.pp > 1 or (training.accumulate == "unsharded" and accumulation > 1),
         offloaded=device.is_gpu and plan.cpu_offload,

@@ -20,6 +20,7 @@ from titancli.registry.fields import fields_of
 if TYPE_CHECKING:
     from titancli.registry.lookup import Registry
 
+INSTEAD = 'set it to "none"'
 KEEPS_ALL = {"eager", "eager_noexcept", "eager_debug", "pre_dispatch_eager", "ts"}
 """The backends of torch.compile that let autograd choose which activations backward keeps."""
 
@@ -71,6 +72,7 @@ def _core_checks(recipe: Recipe) -> Iterator[Finding]:
         yield ("dataset",), message, "remove [dataset]"
     yield from _epochs(recipe)
     yield from _activation_checkpoint(recipe)
+    yield from _cuda_graphs(recipe)
     yield from _checkpoint(recipe)
     yield from _dataloader(recipe)
     yield from _validation(recipe)
@@ -149,6 +151,24 @@ def _activation_checkpoint(recipe: Recipe) -> Iterator[Finding]:
     elif recipe.compile.backend in KEEPS_ALL:
         message = f"the backend {recipe.compile.backend!r} keeps all activations, whatever the memory_budget"
         yield ("compile", "backend"), message, 'use "inductor"'
+
+
+def _cuda_graphs(recipe: Recipe) -> Iterator[Finding]:
+    """Yield what no graph can do; `titancli.engine.graphed` refuses what a recipe does not tell."""
+    how, path = recipe.compile.cuda_graphs, ("compile", "cuda_graphs")
+    if how == "none":
+        return
+    if getattr(recipe.parallelize, "cpu_offload", False):
+        yield path, "graphs read parameters where they are, and parallelize.cpu_offload moves them", INSTEAD
+    if recipe.loop.trains and not needs_dataset(recipe.loop):
+        name = component_info(recipe.loop).name
+        yield path, f"each micro-batch of the loop {name} has a shape of its own", INSTEAD
+    if recipe.model.n_experts and recipe.training.mixed_precision_param == "float32":
+        message = "in float32 the host waits for the tokens of experts, which a graph cannot"
+        yield path, message, 'set training.mixed_precision_param = "bfloat16"'
+    if how == "blocks" and recipe.dataset is not None and recipe.dataset.document_mask:
+        message = "on a GPU, blocks are given a mask of the documents that is another one in each micro-batch"
+        yield path, message, 'set it to "step", or dataset.document_mask = false'
 
 
 def _checkpoint(recipe: Recipe) -> Iterator[Finding]:

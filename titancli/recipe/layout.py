@@ -71,6 +71,10 @@ def _fitting(recipe: Recipe) -> Iterator[Finding]:
     yield from _tensor(recipe)
     yield from _context(recipe)
     yield from _experts(recipe)
+    several = [name for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp") if getattr(mesh, name) > 1]
+    if several and recipe.compile.cuda_graphs != "none":
+        message = f"graphs are for one GPU, and mesh.{several[0]} = {getattr(mesh, several[0])}"
+        yield ("compile", "cuda_graphs"), message, 'set it to "none"'
     if mesh.pp > 1:
         yield from _pipeline(recipe)
         yield from _beside_a_pipeline(recipe)

@@ -110,6 +110,9 @@ class Compile:
     fp32 by 10 to 30 %); None: the model, and on a GPU the loss too."""
     backend: str = "inductor"
     """Backend of torch.compile."""
+    cuda_graphs: Literal["none", "blocks", "step"] = "none"
+    """Replay CUDA graphs in place of launching kernels one by one, compiled or not, with the same numbers;
+    for one GPU. `"blocks"`: forward and backward of each block; `"step"`: of whole micro-batches."""
 
     @property
     def model(self) -> bool:

@@ -127,7 +127,8 @@ class MoE(nn.Module):
         self.holds_bias = config.freeze_expert_bias
         """Whether the bias is frozen."""
         self._tensor_group: Group | None = None
-        self._counts: Tensor | None = None
+        self.counted: Tensor | None = None
+        """Tokens per expert since `forget_counts`; None: none."""
         self.load: Tensor | None = None
         """[E], `share_of` all tokens of the current call; None: of this forward pass only."""
         self.per_token: Tensor | None = None
@@ -201,13 +202,13 @@ class MoE(nn.Module):
             routes.scores.register_hook(lambda _: self._add(counts))
 
     def _add(self, counts: Tensor) -> None:
-        self._counts = counts.clone() if self._counts is None else self._counts.add_(counts)
+        self.counted = counts.clone() if self.counted is None else self.counted.add_(counts)
 
     def token_counts(self) -> Tensor:
         """Return the tokens per expert trained on here since `forget_counts`, [E] int64."""
-        if self._counts is None:
+        if self.counted is None:
             return torch.zeros(self.config.num_experts, dtype=torch.int64, device=self.device)
-        return self._counts
+        return self.counted
 
     @property
     def active_share(self) -> float:
@@ -229,7 +230,7 @@ class MoE(nn.Module):
 
     def forget_counts(self) -> None:
         """Reset the token counts."""
-        self._counts = None
+        self.counted = None
 
     def clear_bias(self) -> None:
         """Reset the balancing bias."""
