@@ -211,7 +211,8 @@ def _in_steps(answer: Awaitable[Any], alarm: _Alarm, seconds: float) -> Generato
 
 def _place(error: BaseException) -> str:
     """Return where a reward raised: the last line of its plugin, or the last outside titan."""
-    if (found := blame(error)) is not None:
+    found = blame(error)
+    if found is not None and os.path.abspath(found.place.rpartition(":")[0]) != os.path.abspath(__file__):
         return f" ({found.place})"
     frames = traceback.extract_tb(error.__traceback__)[1:]
     return (
