@@ -68,6 +68,7 @@ ROOMS = {
     "plugins/titan-migrate": "configs of axolotl, LLaMA-Factory, torchtune: each key converted, or reported",
     "plugins/titan-muon": "Muon: equal to torch's on one device, the same on many",
     "plugins/titan-optimizers": "optimizers compared to torch's and torchao's, on shards as on whole weights",
+    "plugins/titan-peers": "copies in memory: nodes that are lost, damaged and full, bit for bit",
     "plugins/titan-ppo": "PPO compared to NumPy and TRL's lines; a run that learns, and resumes bit for bit",
     "plugins/titan-preference": "losses of pairs and of labelled answers compared to NumPy and TRL",
     "plugins/titan-proof": "proofs and bisections name seeded faults, and nothing in what is right",

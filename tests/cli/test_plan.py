@@ -52,12 +52,12 @@ def test_the_parts_make_the_whole(titan: Titan) -> None:
 
 def test_copies_in_the_memory_of_nodes_are_counted(titan: Titan) -> None:
     """Two of a node's own state and two of its neighbour's: weights and two moments, in float32."""
-    copied = ("llama3_70b", "--world-size", "64", "checkpoint.peer_interval=20")
+    copied = ("llama3_70b", "--world-size", "64", "checkpoint.copies=peers")
     found = told(titan, *copied)
     state = 12 * found["parameters"]["model"]
     assert found["copies"] == {"nodes": 8, "bytes_per_node": 4 * state // 8}
     assert "copies        394.25 GiB in the memory of each of 8 nodes" in titan("plan", *copied).out
-    alone = told(titan, "llama3_70b", "--world-size", "8", "checkpoint.peer_interval=20")
+    alone = told(titan, "llama3_70b", "--world-size", "8", "checkpoint.copies=peers")
     assert alone["copies"] == {"nodes": 1, "bytes_per_node": 2 * state}
     assert told(titan, "llama3_70b", "--world-size", "64")["copies"] is None
 

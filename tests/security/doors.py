@@ -135,7 +135,7 @@ DOORS = [
     ),
     Door(
         "copies in the memory of nodes",
-        "checkpoint.peers.*",
+        "titan_peers.*",
         "tests/checkpoint/test_peers.py::test_a_memory_that_is_small_missing_or_another_users_is_refused_by_name",
         "tests/checkpoint/test_peers.py::test_a_flipped_byte_is_found_by_all_ranks_wherever_it_is",
     ),
@@ -218,7 +218,7 @@ DOORS = [
     Door(
         "the machine itself: /proc, /sys, files that commands write for who calls them",
         "observe.machine observe.memory observe.panel process signals cli.output cli.new_recipe"
-        " titan_report.command titan_gguf.newfile checkpoint.peers.memory engine.build",
+        " titan_report.command titan_gguf.newfile titan_peers.memory engine.build",
         "tests/cli/test_terminal.py",
         "tests/checkpoint/test_peers.py::test_the_memory_of_a_container_is_what_its_cgroup_leaves",
     ),

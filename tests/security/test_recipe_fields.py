@@ -59,7 +59,7 @@ CLASSES: dict[str, tuple[list[str], str]] = {
         """,
     ),
     # a folder in memory that is written into
-    "folder": ([], "checkpoint.peer_folder"),
+    "folder": ([], "copies/titan-peers/peers.folder"),
     # a store or a server
     "url": (["", "../../x", "a/b", "$(touch CANARY)"], "checkpoint.remote loop/titan-ft/ft.lighthouse"),
     # the name of a repository on the Hub

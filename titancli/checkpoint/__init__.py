@@ -3,7 +3,7 @@
 In format/, manifest.py, metadata.py, layout.py and tensorfile.py are the format itself and import no torch;
 files.py and hashed.py read and write its bytes. plan.py, storage.py, reader.py and replicas.py connect it to
 torch.distributed. save.py and load.py save and load, checkpointer.py decides when to save and which
-checkpoints to delete. hf/ writes and reads Hugging Face folders, remote/ copies to object stores, peers/ to
+checkpoints to delete. hf/ writes and reads Hugging Face folders, remote/ copies to object stores
 the memory of the nodes.
 """
 

@@ -18,13 +18,13 @@ from torch import Tensor
 from titancli.checkpoint.format.manifest import remove, steps
 from titancli.checkpoint.format.plan import SavePlan
 from titancli.checkpoint.format.storage import Pieces, pieces_of
-from titancli.checkpoint.peers.copies import Copies
 from titancli.checkpoint.remote.uploads import Uploads
 from titancli.checkpoint.save import Draft, mesh_of, run_save
 from titancli.checkpoint.staging import Staging
 from titancli.distributed.process_group import new_patient_group
 from titancli.distributed.together import Ranks
 from titancli.errors import EnvironmentProblem, TitanError
+from titancli.protocols import Copies
 from titancli.recipe.schema import Checkpoint
 from titancli.runs import Claim
 
@@ -69,7 +69,7 @@ class Checkpointer:
             from_zero: the run started at step 0; saving refuses checkpoints of this run that this object
                 did not save.
             claim, spared: see `titancli.checkpoint.save.Draft`.
-            copies: also keeps the state in memory, every `section.peer_interval` steps.
+            copies: also keeps the state, every `copies.interval` steps.
         """
         self._folder, self._section = folder, section
         self._lock_text, self._run_id, self._on_saved = lock_text, run_id, on_saved
@@ -107,7 +107,7 @@ class Checkpointer:
         return saved or alone
 
     def _copy_due(self, step: int) -> bool:
-        return self._copies is not None and step % self._section.peer_interval == 0
+        return self._copies is not None and step % self._copies.interval == 0
 
     def _busy_anywhere(self) -> bool:
         """Return whether any rank is still writing an earlier save: training does not wait for it just to
@@ -120,7 +120,7 @@ class Checkpointer:
         the background.
 
         Raises:
-            EnvironmentProblem: there is not enough memory for the peer copies.
+            EnvironmentProblem: there is not enough memory for them.
         """
         if self._section.async_mode == "async_with_pinned_mem":
             self._staging.reserve(pieces_of(tensors))

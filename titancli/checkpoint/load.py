@@ -33,7 +33,7 @@ from titancli.checkpoint.format.metadata import PART_NAME, Described, Metadata, 
 from titancli.checkpoint.format.reader import Part, Reader, parts_of
 from titancli.checkpoint.format.replicas import shared_among_replicas
 from titancli.checkpoint.format.tensors import TORCH_DTYPE
-from titancli.checkpoint.peers.sources import Range, Sources, sources_of
+from titancli.checkpoint.sources import Range, Sources, sources_of
 from titancli.distributed import shared_folder
 from titancli.distributed.process_group import patient_group
 from titancli.distributed.together import Ranks

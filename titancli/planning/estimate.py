@@ -146,15 +146,13 @@ def _memory(found: Estimate) -> dict[str, Any]:
 
 
 def _copies(recipe: Recipe, work: Workload) -> dict[str, Any] | None:
-    """Return the size of the copies of the state in the memory of nodes, see `titancli.checkpoint.peers`."""
-    if not recipe.checkpoint.enable or not recipe.checkpoint.peer_interval:
+    """Return the size of the copies of the state in the memory of nodes; None: there are none."""
+    copies, nodes = recipe.checkpoint.copies, -(-work.degrees.world // work.device.node)
+    states = copies.states(nodes) if recipe.checkpoint.enable and copies is not None else 0
+    if not states:
         return None
-    from titancli.checkpoint.peers.memory import KEPT
-
-    nodes = -(-work.degrees.world // work.device.node)
-    states = min(2, nodes)  # its own ranks' state, and that of the previous node
     size = work.blueprint.size * (work.stored + work.optimizer_state) / nodes
-    return {"nodes": nodes, "bytes_per_node": round(KEPT * states * size)}
+    return {"nodes": nodes, "bytes_per_node": round(states * size)}
 
 
 def _pipeline(work: Workload) -> dict[str, Any] | None:

@@ -98,7 +98,7 @@ def _copies(plan: dict[str, Any]) -> list[str]:
         return []
     count = one["nodes"]
     where = f"each of {count} nodes" if count > 1 else "the node"
-    return [_row("copies", f"{_gib(one['bytes_per_node'])} in the memory of {where}: peer_interval")]
+    return [_row("copies", f"{_gib(one['bytes_per_node'])} in the memory of {where}: checkpoint.copies")]
 
 
 def _collectives(plan: dict[str, Any]) -> list[str]:

@@ -17,6 +17,7 @@ from titancli.protocols.callback import (
     StepHook,
     StepHookDefaults,
 )
+from titancli.protocols.copies import Copies, CopiesBuilder
 from titancli.protocols.data import (
     Dataset,
     DatasetBuilder,
@@ -80,6 +81,8 @@ __all__ = [
     "Converter",
     "ConverterBuilder",
     "ConverterDefaults",
+    "Copies",
+    "CopiesBuilder",
     "Dataset",
     "DatasetBuilder",
     "DatasetDefaults",

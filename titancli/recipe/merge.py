@@ -50,7 +50,7 @@ def merge(low: Node, high: Node, problems: Problems, path: KeyPath = (), *, one_
 
 def as_table(node: Node, path: KeyPath) -> Node:
     """Return a component given as a string as the table it abbreviates; any other node unchanged."""
-    nested = path[:2] in (("validation", "datasets"), ("checkpoint", "store"))
+    nested = path[:2] in (("validation", "datasets"), ("checkpoint", "store"), ("checkpoint", "copies"))
     in_slot = nested or (path[:1] and path[0] in recipe_slots())
     if isinstance(node.value, str) and in_slot and path[-1] not in ("type", "flavor"):
         return Node({"type": node}, node.origin)

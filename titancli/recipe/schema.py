@@ -150,11 +150,8 @@ class Checkpoint:
     remote_read_back: bool = False
     """Read each object back after its upload and compare the bytes. The checksums that S3 and Google Cloud
     Storage have of their objects are compared in any case."""
-    peer_interval: Annotated[int, Ge(0)] = 0
-    """Steps between copies of the state in memory: each node keeps that of its own ranks and of another
-    node's, from which a run continues in seconds, also after the loss of a node. 0: none."""
-    peer_folder: Path = Path("/dev/shm")
-    """Folder in the memory of each node for these copies."""
+    copies: Annotated[Component, Slot("copies")] | None = None
+    """Where the state is copied between checkpoints, as in `[checkpoint.copies] type = "peers"`."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
     """Whether training continues while a checkpoint is written, and whether it is staged in pinned memory."""
     verify: Literal["full", "size", "off"] = "full"

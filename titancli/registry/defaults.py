@@ -259,6 +259,21 @@ class LoopConfigDefaults:
         return [recipe] if self.needs_reference(recipe) else []
 
 
+class CopiesConfigDefaults:
+    """Members of the config of copies."""
+
+    interval: int = 1
+    """Steps between two copies."""
+
+    def recorded(self, checkpoints: Path) -> bool:
+        """Return whether a run with this folder of checkpoints may have a copy."""
+        return False
+
+    def states(self, nodes: int) -> int:
+        """Return how many times the share of a node in the state is in its memory, for `titan plan`."""
+        return 0
+
+
 class GeneratorConfigDefaults:
     """Members of a generator's config."""
 
@@ -288,6 +303,7 @@ CONFIGS: Mapping[str, type] = {
     "schedule": ScheduleConfigDefaults,
     "parallelize": ParallelizeConfigDefaults,
     "loop": LoopConfigDefaults,
+    "copies": CopiesConfigDefaults,
     "generator": GeneratorConfigDefaults,
     "reward": RewardConfigDefaults,
     "advantage": AdvantageConfigDefaults,

@@ -44,6 +44,7 @@ COMPONENTS = {
     "converter/nvfp4_experts": "titan-float8",
     "converter/nvfp4_linear": "titan-float8",
     "converter/qlora": "titan-qlora",
+    "copies/peers": "titan-peers",
     "dataset/embedding_pairs": "titan-heads",
     "dataset/grain": "titan-grain",
     "dataset/labelled": "titan-heads",

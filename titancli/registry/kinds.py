@@ -48,6 +48,7 @@ KINDS: dict[str, Kind] = {
         Kind("optimizer", "how weights are updated", default="adamw"),
         Kind("schedule", "the learning rate over the run", default="wsd"),
         Kind("store", "where checkpoints are uploaded", "fsspec", effect="running", optional="StoreDefaults"),
+        Kind("copies", "keeps the state of a run between checkpoints", effect="running"),
         Kind("logger", "receives the metrics and events of a run", effect="watching"),
         Kind("callback", "takes part in the steps of a run"),
         Kind("loop", "the training program", default="pretrain"),

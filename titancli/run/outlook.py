@@ -48,7 +48,7 @@ def _saves(recipe: Recipe) -> str:
     if not section.enable:
         return "nothing"
     kept = f", the last {section.keep_latest_k} are kept" if section.keep_latest_k else ""
-    copies = f"; copies in memory every {section.peer_interval:,}" if section.peer_interval else ""
+    copies = "" if section.copies is None else f"; copies in memory every {section.copies.interval:,}"
     return f"every {section.interval:,} steps and at the end{kept}{copies}"
 
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from titancli.checkpoint import read_manifest
 from titancli.checkpoint.format.manifest import names_and_sizes
-from titancli.checkpoint.peers.memory import read_record
 from titancli.errors import EnvironmentProblem
 from titancli.observe.summary import summarize
 from titancli.run.request import Request, Where
@@ -93,7 +92,7 @@ def _from_the_beginning(
     section = recipe.checkpoint
     if notes and not (request.from_scratch and section.remote is None):
         remote.refuse_unusable(folder.path, notes, section)
-    in_memory = section.peer_interval and read_record(folder.checkpoints) is not None
+    in_memory = section.copies is not None and section.copies.recorded(folder.checkpoints)
     if not request.from_scratch and not in_memory:
         remote.refuse_lost(folder, section)
         if required and not _has_done_nothing(folder):

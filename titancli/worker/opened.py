@@ -12,10 +12,10 @@ from titancli.runs import RunFolder
 if TYPE_CHECKING:
     import torch
 
-    from titancli.checkpoint.peers.copies import Copies
     from titancli.engine import Engine
     from titancli.loops.run import Run
     from titancli.observe.observers import Observers
+    from titancli.protocols import Copies
     from titancli.recipe import Loaded
     from titancli.recipe.schema import Recipe
 
@@ -62,7 +62,7 @@ class Opened:
     """None for a loop that does not train."""
     observers: Observers
     copies: Copies | None
-    """The copies of the state in memory."""
+    """The copies of the state between checkpoints."""
 
     @property
     def recipe(self) -> Recipe:

@@ -49,9 +49,9 @@ from titancli.worker.opened import Opened, Start
 if TYPE_CHECKING:
     import torch
 
-    from titancli.checkpoint.peers.copies import Copies
     from titancli.engine import Engine
     from titancli.observe.observers import Observers
+    from titancli.protocols import Copies
     from titancli.recipe.schema import Recipe
 
 logger = logging.getLogger("titancli.worker.rank")  # its __name__ may be __main__

@@ -15,14 +15,15 @@ import torch.distributed as dist
 
 from titancli.checkpoint import Checkpointer
 from titancli.errors import TitanError
+from titancli.registry.component import build
 from titancli.runs import Claim, RunFolder
 from titancli.signals import NODES_JOIN
 
 if TYPE_CHECKING:
-    from titancli.checkpoint.peers.copies import Copies
     from titancli.checkpoint.remote.uploads import Uploads
     from titancli.engine import Engine
     from titancli.loops.run import Run
+    from titancli.protocols import Copies
     from titancli.recipe.schema import Checkpoint, Recipe
     from titancli.worker.opened import Opened
 
@@ -46,18 +47,16 @@ def open_uploads(recipe: Recipe, folder: RunFolder, run_id: str, run: Run) -> Up
 
 
 def open_copies(recipe: Recipe, folder: RunFolder, record: dict[str, Any], stack: ExitStack) -> Copies | None:
-    """Open the copies of the run's state in memory; None if the recipe does not enable them. Collective.
+    """Open the copies of the run's state; None if the recipe has none. Collective.
 
     Raises:
-        EnvironmentProblem: the memory of a node cannot be written.
+        EnvironmentProblem: they cannot be opened on a node.
     """
     section, loop = recipe.checkpoint, recipe.loop
-    if not (section.enable and section.peer_interval and loop.trains):
+    if not (section.enable and section.copies is not None and loop.trains):
         return None
-    from titancli.checkpoint.peers.copies import Copies
-
-    attempt = len(record["attempts"])
-    copies = Copies(section.peer_folder, folder.checkpoints, record["run_id"], attempt)
+    known = {"run_id": record["run_id"], "attempt": len(record["attempts"])}
+    copies: Copies = build(section.copies, checkpoints=folder.checkpoints, **known)
     stack.callback(copies.close)
     return copies
 

@@ -17,8 +17,10 @@ MANY = ("converter", "logger", "callback", "reward")
 """Kinds whose slot is a list: `[[converters]]`."""
 OF_GRPO = ("task", "generator", "reward", "advantage")
 """Kinds whose slot is in the loop grpo."""
-SECTIONS = {"schedule": "lr_scheduler"}
+SECTIONS = {"schedule": "lr_scheduler", "copies": "checkpoint.copies"}
 """Kinds whose section has another name."""
+NOUNS = {"parallelize": "parallelize plan", "copies": "keeper of copies"}
+"""Kinds whose name is not what one of them is called."""
 STANDARD = {
     "loop": ("json",),
     "parallelize": ("json",),
@@ -155,7 +157,7 @@ def _use(kind: str, component: str) -> str:
 
 def _about(of_kinds: dict[str, dict[str, str]]) -> dict[str, str]:
     """Return the words of README.md and pyproject.toml about all kinds."""
-    nouns = [{"parallelize": "parallelize plan"}.get(kind, kind) for kind in of_kinds]
+    nouns = [NOUNS.get(kind, kind) for kind in of_kinds]
     phrases = [f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}" for noun in nouns]
     what = phrases[0] if len(phrases) == 1 else f"{', '.join(phrases[:-1])} and {phrases[-1]}"
     rooms = [(own["package"].replace(".", "/"), kind) for kind, own in of_kinds.items()]

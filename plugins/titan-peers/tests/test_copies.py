@@ -16,14 +16,14 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.checkpoint.tensors import bits
+from titan_peers import copies as module
+from titan_peers import memory
+from titan_peers.copies import Copies
+from titan_peers.memory import Copy, Memory, outdated, read_record, write_record
+from titan_peers.nodes import Nodes
 from titancli.checkpoint import Checkpointer, load_checkpoint, save_checkpoint
 from titancli.checkpoint.format import replicas
 from titancli.checkpoint.format.manifest import DamagedCheckpoint
-from titancli.checkpoint.peers import copies as module
-from titancli.checkpoint.peers import memory
-from titancli.checkpoint.peers.copies import Copies
-from titancli.checkpoint.peers.memory import Copy, Memory, outdated, read_record, write_record
-from titancli.checkpoint.peers.nodes import Nodes
 from titancli.distributed.mesh import init_device_mesh
 from titancli.errors import EnvironmentProblem, TitanError
 from titancli.recipe.schema import Checkpoint
@@ -85,7 +85,7 @@ class Cluster:
 def copy(cluster: Cluster, steps: list[int], mode: str = "disabled") -> None:
     """Copy states, without a checkpoint on the disk."""
     copies = cluster.copies()
-    section = Checkpoint(interval=100, peer_interval=1, async_mode=mode)  # type: ignore[arg-type]
+    section = Checkpoint(interval=100, async_mode=mode)  # type: ignore[arg-type]
     checkpointer = Checkpointer(cluster.checkpoints, section, lock_text="x = 1\n", run_id=RUN, copies=copies)
     checkpointer.reserve(sharded(whole(0)))
     for step in steps:
@@ -105,7 +105,7 @@ def load_columns(cluster: Cluster) -> str:
 
 
 def load(cluster: Cluster, attempt: int = 1, wanted: bool = True, dim: int = 0) -> str:
-    """What a resume gets; or what the ranks say, each the same."""
+    """Return what a resume gets; or what the ranks say, each the same."""
     copies = cluster.copies(attempt)
     try:
         if (folder := copies.newest(wanted=wanted)) is None:
@@ -205,7 +205,7 @@ def _failing(cluster: Cluster, what: str) -> str:
     def dies(*given: Any) -> Any:
         raise RuntimeError("a connection was closed")
 
-    section = Checkpoint(interval=100, peer_interval=1)
+    section = Checkpoint(interval=100)
     checkpointer = Checkpointer(cluster.checkpoints, section, lock_text="", run_id=RUN, copies=copies)
     told: list[str] = []
     module.logger.warning = lambda *words: told.append(str(words))  # type: ignore[method-assign]
@@ -245,7 +245,7 @@ def _another(cluster: Cluster) -> None:
         other.make()
     dist.barrier()
     copies = other.copies()
-    section = Checkpoint(interval=100, peer_interval=1)
+    section = Checkpoint(interval=100)
     checkpointer = Checkpointer(other.checkpoints, section, lock_text="x = 1\n", run_id=RUN, copies=copies)
     checkpointer.due(7)
     checkpointer.save(7, sharded(whole(8)), {"step": 7})
@@ -328,7 +328,7 @@ def test_a_memory_that_is_small_missing_or_another_users_is_refused_by_name(tmp_
         EnvironmentProblem, match=r"copies of the state need 1000.0 TB in .* is free"
     ) as caught:
         memory.need(10**15)
-    assert "--shm-size" in str(caught.value.hint) and "checkpoint.peer_folder" in str(caught.value.hint)
+    assert "--shm-size" in str(caught.value.hint) and "checkpoint.copies.folder" in str(caught.value.hint)
     with pytest.raises(EnvironmentProblem, match="No such file"):
         Memory(tmp_path / "none", RUN, tmp_path)
     (tmp_path / f"titan-{OTHER}").symlink_to(tmp_path)
@@ -343,7 +343,7 @@ def test_a_memory_that_is_emptied_meanwhile_costs_copies_and_not_the_run(
     cluster = Cluster(tmp_path)
     cluster.make()
     copies = Copies(cluster.memory(0), cluster.checkpoints, RUN, 1)
-    section = Checkpoint(interval=100, peer_interval=1)
+    section = Checkpoint(interval=100)
     checkpointer = Checkpointer(cluster.checkpoints, section, lock_text="", run_id=RUN, copies=copies)
     for step in (1, 2):
         assert checkpointer.due(step)
@@ -377,7 +377,7 @@ def test_what_cannot_be_copied_is_named_at_the_start(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path)
     cluster.make()
     copies = Copies(cluster.memory(0), cluster.checkpoints, RUN, 1)
-    section = Checkpoint(peer_interval=1)
+    section = Checkpoint()
     checkpointer = Checkpointer(cluster.checkpoints, section, lock_text="", run_id=RUN, copies=copies)
     with pytest.raises(TitanError, match=r"the checkpoint's entry 'optimizer\.note' is not a tensor"):
         checkpointer.reserve({"model.a": torch.ones(2), "optimizer.note": "text"})  # type: ignore[dict-item]

@@ -15,23 +15,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from titan_peers.memory import Copy, description
+from titan_peers.nodes import Team, Transfer, exchange, prepare
 from titancli.checkpoint.format.manifest import MANIFEST, DamagedCheckpoint, read_manifest
-from titancli.checkpoint.peers.memory import Copy, description
-from titancli.checkpoint.peers.nodes import Team, Transfer, exchange, prepare
+from titancli.checkpoint.sources import Range, end, lend
 from titancli.errors import EnvironmentProblem
 
-logger = logging.getLogger(__name__)
-
-Range = tuple[str, int, int]
-"""A file, and the first and the end of the bytes that are needed."""
-
-_open: dict[Path, Sources] = {}
-"""The sources of each folder that this process may load from."""
-
-
-def sources_of(folder: Path) -> Sources | None:
-    """Return the sources of a checkpoint's files; None: all are in the folder itself."""
-    return _open.get(folder)
+logger = logging.getLogger(f"titancli.plugins.{__name__}")
 
 
 class Sources:
@@ -73,7 +63,7 @@ class Sources:
             more = f" and {len(missing) - 1} more files" if len(missing) > 1 else ""
             raise EnvironmentProblem(f"{missing[0]}{more} were only on nodes that are lost")
         team.on_nodes(self._doing, lambda: self._furnish(source, small))
-        _open[self.folder] = self
+        lend(self.folder, self)
 
     def _say(self, wrong: Iterable[str]) -> None:
         if self._team.rank == 0:
@@ -131,7 +121,7 @@ class Sources:
 
     def close(self) -> None:
         """End loading from this folder."""
-        _open.pop(self.folder, None)
+        end(self.folder)
 
     def _transfers(self, everyones: list[list[Range]]) -> list[Transfer]:
         """Plan the transfers; what several ranks of a node need is sent once."""

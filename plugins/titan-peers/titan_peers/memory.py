@@ -35,8 +35,6 @@ from titancli.runs import write_atomically
 RECORD = "peers.json"
 """The file in `RUN/checkpoints` that records the valid copy."""
 RECORD_LIMIT = 1 << 16
-KEPT = 2
-"""Copies in memory at once: the valid one, and the one that is being written."""
 FORGOTTEN = 3600.0
 """Seconds after which another run's copies are deleted if no process has them locked."""
 CGROUPS = Path("/sys/fs/cgroup")
@@ -89,8 +87,8 @@ class Memory:
         """Return the error for an operation that the operating system refused."""
         return EnvironmentProblem(
             f"{self.folder} on {socket.gethostname()} cannot be written: {error.strerror or error}",
-            hint="set checkpoint.peer_folder to a folder in memory that is writable on every node, or "
-            "checkpoint.peer_interval=0",
+            hint="set checkpoint.copies.folder to a folder in memory that is writable on every node, or "
+            "remove checkpoint.copies",
         )
 
     def need(self, needed: int) -> None:
@@ -110,7 +108,7 @@ class Memory:
                 f"copies of the state need {size_text(needed)} in {self._root} on {socket.gethostname()}, "
                 f"where {size_text(free)} is free",
                 hint="make it larger (in a container, for instance docker run --shm-size), set "
-                "checkpoint.peer_folder to another folder in memory, or checkpoint.peer_interval=0",
+                "checkpoint.copies.folder to another folder in memory, or remove checkpoint.copies",
             )
 
     def used(self) -> int:

@@ -13,13 +13,8 @@ import torch.distributed as dist
 import xxhash
 from torch.distributed.checkpoint.planner import WriteItem
 
-from titancli.checkpoint.format.disk import size_text, write_file
-from titancli.checkpoint.format.hashed import Digest, file_digest
-from titancli.checkpoint.format.manifest import MANIFEST, last_serial, manifest_bytes
-from titancli.checkpoint.format.plan import SavePlan
-from titancli.checkpoint.format.storage import Pieces, write_pieces
-from titancli.checkpoint.peers.memory import (
-    KEPT,
+from titan_peers import KEPT, Peers
+from titan_peers.memory import (
     Copy,
     Memory,
     forget,
@@ -28,14 +23,19 @@ from titancli.checkpoint.peers.memory import (
     read_record,
     write_record,
 )
-from titancli.checkpoint.peers.nodes import Nodes, Team, Transfer, exchange, prepare
-from titancli.checkpoint.peers.sources import Sources
+from titan_peers.nodes import Nodes, Team, Transfer, exchange, prepare
+from titan_peers.sources import Sources
+from titancli.checkpoint.format.disk import size_text, write_file
+from titancli.checkpoint.format.hashed import Digest, file_digest
+from titancli.checkpoint.format.manifest import MANIFEST, last_serial, manifest_bytes
+from titancli.checkpoint.format.plan import SavePlan
+from titancli.checkpoint.format.storage import Pieces, write_pieces
 from titancli.checkpoint.save import Draft
 from titancli.distributed.process_group import patient_group
 from titancli.distributed.together import Ranks
 from titancli.errors import EnvironmentProblem, TitanError
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"titancli.plugins.{__name__}")
 
 COPYING = "copying the state into memory"
 
@@ -48,13 +48,16 @@ class Copies:
     and recorded in the run folder; until then the previous one is.
     """
 
-    def __init__(self, root: Path, checkpoints: Path, run_id: str, attempt: int) -> None:
+    def __init__(
+        self, root: Path, checkpoints: Path, run_id: str, attempt: int, *, interval: int = 1
+    ) -> None:
         """Open this node's memory; collective.
 
         Args:
             root: a folder in memory, on every node.
             checkpoints: the run's folder of checkpoints, on the disk that all nodes share.
             attempt: the number of the run's attempt.
+            interval: steps between two copies.
 
         Raises:
             EnvironmentProblem: the folder cannot be written on a node; on all ranks.
@@ -65,7 +68,7 @@ class Copies:
             return self._memory.identity
 
         self._nodes = Nodes.of(Ranks().each(f"opening {root}", open_memory))
-        self._checkpoints, self._attempt = checkpoints, attempt
+        self._checkpoints, self._attempt, self.interval = checkpoints, attempt, interval
         self._serial: int | None = None
         """On rank 0: the serial number of the newest checkpoint on the disk; None: not known."""
         self._step: int | None = None
@@ -263,6 +266,15 @@ class Copies:
             draft.claim.check()
         serial = 0 if self._serial is None else self._serial
         write_record(self._checkpoints, Copy(draft.step, identity_of(manifest), serial, self._attempt))
+
+
+def build(config: Peers, *, checkpoints: Path, run_id: str, attempt: int) -> Copies:
+    """Open the copies of a run; collective.
+
+    Raises:
+        EnvironmentProblem: the folder cannot be written on a node; on all ranks.
+    """
+    return Copies(config.folder, checkpoints, run_id, attempt, interval=config.interval)
 
 
 def _compare(

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titancli.checkpoint.peers.memory import Memory
+from titan_peers.memory import Memory
 from titancli.distributed.together import Ranks
 
 T = TypeVar("T")

@@ -20,7 +20,14 @@ from titancli.observe.events import read_events
 pytestmark = pytest.mark.e2e
 
 Train = Callable[..., Finished]
-PEERS = ("checkpoint.peer_interval=1", "checkpoint.peer_folder=memory")
+
+
+def peers_in(folder: object, *options: str) -> tuple[str, ...]:
+    values = {"type": "peers", "interval": 1, "folder": f'"{folder}"'}
+    return (*options, *(f"checkpoint.copies.{key}={value}" for key, value in values.items()))
+
+
+PEERS = peers_in("memory")
 FAULTY = ("-p", "./faulty.py", "loss=faulty")
 SLOW = ("loss.sleep=0.3", "training.steps=12", "checkpoint.interval=4")
 FLIP = "for f in {}; do printf X | dd of=$f conv=notrunc bs=1 seek=$(($(stat -c %s $f) - 1)); done"
@@ -118,7 +125,7 @@ def test_a_run_that_is_stopped_leaves_nothing_in_memory(train: Train, here: Path
 
 def test_a_memory_that_cannot_be_used_is_refused_before_the_first_step(train: Train, here: Path) -> None:
     done = train("tiny.toml", "--run-dir", "r", *PEERS)
-    assert done.code == 5 and "checkpoint.peer_folder" in done.err and resumed_at(here / "r") == []
+    assert done.code == 5 and "checkpoint.copies.folder" in done.err and resumed_at(here / "r") == []
 
 
 @pytest.mark.slow
@@ -127,7 +134,7 @@ def test_a_node_that_is_lost_costs_no_step_where_another_has_its_copy(
     cluster: Cluster, start: Start, reference: Any, here: Path, harm: str
 ) -> None:
     """The newest checkpoint on the disk is of step 4, and the run is at step 6 or 7."""
-    peers = ("checkpoint.peer_interval=1", f"checkpoint.peer_folder={cluster.local}")
+    peers = peers_in(cluster.local)
     a, b = (cluster.node(name) for name in "ab")
     running = [start(node, *SLOW, *peers) for node in (a, b)]
     until_step(here / "r", 6, running)
@@ -152,7 +159,7 @@ def test_fewer_nodes_continue_from_the_copies_of_more(
 ) -> None:
     """The disk has the step at which the second node joined."""
     batch = ("training.global_batch_size=4", "loss.sleep=0.3", "training.steps=40", "checkpoint.interval=100")
-    peers = ("--nnodes", "1:2", "checkpoint.peer_interval=1", f"checkpoint.peer_folder={cluster.local}")
+    peers = peers_in(cluster.local, "--nnodes", "1:2")
     a, b = (cluster.node(name) for name in "ab")
     running = [start(a, *batch, *peers)]
     until_step(here / "r", 2, running)
