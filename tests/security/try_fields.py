@@ -35,6 +35,7 @@ AT = {
     "callback": "callbacks.0",
     "schedule": "lr_scheduler",
     "store": "checkpoint.store",
+    "copies": "checkpoint.copies",
     "task": "loop.task",
     "reward": "loop.rewards.0",
     "generator": "loop.generator",

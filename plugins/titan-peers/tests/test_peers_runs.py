@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 
 from tests.nodes import Cluster
-from tests.run.conftest import Finished, losses
+from tests.run.conftest import Finished, here, losses, reference, start, train
 from tests.run.on_nodes import Start, until, until_step, worlds
 from tests.run.test_several_nodes import ends_as_if_nothing_had_happened
 from tests.run.test_skipped_steps import contents
 from titancli.checkpoint import save
 from titancli.observe.events import read_events
+
+__all__ = ["here", "reference", "start", "train"]
 
 pytestmark = pytest.mark.e2e
 
