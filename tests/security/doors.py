@@ -136,8 +136,8 @@ DOORS = [
     Door(
         "copies in the memory of nodes",
         "titan_peers.*",
-        "tests/checkpoint/test_peers.py::test_a_memory_that_is_small_missing_or_another_users_is_refused_by_name",
-        "tests/checkpoint/test_peers.py::test_a_flipped_byte_is_found_by_all_ranks_wherever_it_is",
+        "plugins/titan-peers/tests/test_copies.py::test_a_memory_that_is_small_missing_or_another_users_is_refused_by_name",
+        "plugins/titan-peers/tests/test_copies.py::test_a_flipped_byte_is_found_by_all_ranks_wherever_it_is",
     ),
     Door(
         "object stores",
@@ -220,7 +220,7 @@ DOORS = [
         "observe.machine observe.memory observe.panel process signals cli.output cli.new_recipe"
         " titan_report.command titan_gguf.newfile titan_peers.memory engine.build",
         "tests/cli/test_terminal.py",
-        "tests/checkpoint/test_peers.py::test_the_memory_of_a_container_is_what_its_cgroup_leaves",
+        "plugins/titan-peers/tests/test_copies.py::test_the_memory_of_a_container_is_what_its_cgroup_leaves",
     ),
 ]
 

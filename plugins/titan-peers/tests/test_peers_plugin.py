@@ -28,7 +28,7 @@ def test_without_it_a_recipe_says_what_to_install(tmp_path: Path) -> None:
     done = run_cli(
         "validate", "llama3_debug", "checkpoint.copies=peers", "-p", "no:titan-peers", cwd=tmp_path
     )
-    assert done.code in (3, 4) and "titan-peers" in done.err
+    assert done.code in (3, 4) and "titan-peers" in done.stderr
 
 
 def test_a_run_folder_says_whether_there_may_be_a_copy(tmp_path: Path) -> None:
