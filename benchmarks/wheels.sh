@@ -38,7 +38,7 @@ wanted=$(pinned $of_titan)
 # shellcheck disable=SC2086
 fetch titan $wanted
 set -- "$here"
-for name in float8 muon proof qwen3-next testing transformers; do set -- "$@" "$here/plugins/titan-$name"; done
+for plugin in "$here"/plugins/titan-*/; do set -- "$@" "$plugin"; done
 python3 -m pip wheel -q --no-deps --wheel-dir "$folder/titan" "$@"
 read_by="torchdata==0.11.0 tyro==1.0.17 docstring-parser==0.18.0 typeguard==4.6.0 einops==0.8.2 datasets==4.7.0 dill==0.4.1
     multiprocess==0.70.19 tomli==2.5.0"
