@@ -29,6 +29,7 @@ LORA = ['weights="."', 'converters=[{type="lora", rank=16, alpha=32.0}]', 'train
 OVERRIDES = {
     "titan": [],
     "titan documents": [],
+    "titan graphs": ['compile.cuda_graphs="step"'],
     "titan lora": LORA,
     "titan bf16": ['training.dtype="bfloat16"'],
     "titan none": ['activation_checkpoint.mode="none"'],
