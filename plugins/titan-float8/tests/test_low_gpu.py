@@ -42,7 +42,7 @@ def test_products_of_experts_are_those_of_emulation(counts: str, device: str, ke
     )
     for found, expected in zip(real, emulated, strict=True):
         assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
-        assert off(found, expected) < 0.01
+        assert off(found, expected) < 0.02
     for number, count in enumerate(COUNTS[counts]):
         assert count or not real[2][number].any()
 
@@ -59,24 +59,26 @@ def trained(layout: Layout) -> tuple[dict[str, Tensor], Tensor]:
 @pytest.mark.parametrize(
     ("compiled", "real"),
     [
-        pytest.param(False, False, marks=GPU, id="eager"),
-        pytest.param(True, False, marks=GPU, id="compiled"),
-        pytest.param(False, True, marks=pytest.mark.slow, id="on the CPU"),
+        pytest.param(False, True, marks=GPU, id="eager"),
+        pytest.param(True, True, marks=GPU, id="compiled"),
+        pytest.param(False, False, marks=pytest.mark.slow, id="on the CPU"),
     ],
 )
 def test_a_model_of_experts_trains_as_in_emulation(compiled: bool, real: bool) -> None:
-    """`real`: emulate in both, where there is no GPU."""
-    layouts = (
-        Layout(
-            dtype="bfloat16",
-            config=low_cases.EXPERTS,
-            converters=[Float8Experts(emulate=emulate)],
-            compile="inductor" if compiled else None,
-        )
-        for emulate in (real, True)
-    )
-    found, emulated = map(trained, layouts)
-    for key, expected in emulated[0].items():
-        assert off(found[0][key], expected) < 0.08, key
-    assert found[1][-1] < found[1][0]
-    torch.testing.assert_close(found[1], emulated[1], rtol=0.05, atol=0.05)
+    """Its gradients are no further from those without float8 than emulation's are: where sums are rounded
+    otherwise before they are cast, noise as large as float8's own is between the two.
+
+    `real`: multiply on the hardware, where there is one.
+    """
+    torch.compiler.reset()
+    low = {"dtype": "bfloat16", "config": low_cases.EXPERTS}
+    exact, _ = trained(Layout(config=low_cases.EXPERTS))
+    emulated, expected = trained(Layout(**low, converters=[Float8Experts(emulate=True)]))
+    converters = [Float8Experts(emulate=not real)]
+    compile = "inductor" if compiled else None
+    found, losses = trained(Layout(**low, converters=converters, compile=compile))
+    for key, gradient in exact.items():
+        noise = off(emulated[key], gradient)
+        assert off(found[key], gradient) < 1.25 * noise + 0.005, key
+    assert losses[-1] < losses[0]
+    torch.testing.assert_close(losses, expected, rtol=0.05, atol=0.05)
