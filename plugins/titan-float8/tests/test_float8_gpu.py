@@ -12,9 +12,9 @@ from torch import Tensor
 
 from tests.engine import cases
 from tests.engine.cases import Layout
-from titan_float8.linear import has_float8
+from titan_float8.hardware import has
 
-NEEDED = pytest.mark.skipif(not has_float8(), reason="needs a GPU with float8 (compute capability 8.9)")
+NEEDED = pytest.mark.skipif(not has("float8"), reason="needs a GPU with float8 (compute capability 8.9)")
 GPU = [pytest.mark.gpu, NEEDED]
 ROWS = [
     *(
@@ -48,7 +48,7 @@ def test_gradients_and_losses_are_those_of_emulation(name: str, compiled: bool) 
     exact, _ = trained(Layout(dtype="float32"), None)
     emulated, expected = trained(Layout(dtype="bfloat16"), {**RECIPES[name], "emulate": True})
     layout = Layout(dtype="bfloat16", compile="inductor" if compiled else None)
-    real, losses = trained(layout, {**RECIPES[name], "emulate": not has_float8()})
+    real, losses = trained(layout, {**RECIPES[name], "emulate": not has("float8")})
     for key, gradient in exact.items():
         noise = distance(emulated[key], gradient)
         assert distance(real[key], gradient) < 1.25 * noise + 0.005, key
