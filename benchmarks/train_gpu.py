@@ -16,7 +16,7 @@ half the rows, down to one, and else reported as out of memory.
   `float8_linear` (tensorwise, not the output), if titan-float8 is installed. titan lora: adapters of rank 16
   on all linear layers of the blocks, in bf16 as the frozen weights. titan documents: rows packed with
   documents of 1 to 2048 tokens, each of which attends to itself alone. titan bf16: weights and gradients in
-  bf16 as well. titan graphs: with `compile.cuda_graphs = "step"`.
+  bf16 as well. titan graphs: with `compile.cuda_graphs = "step"`, not all in the allocator's peak.
 - titan train: the command, end to end, on the same tokens in a file.
 - plain: `plain_llama.py` under `torch.compile` and bf16 autocast, fp32 weights, fused AdamW: what anybody
   would write. plain bf16: the same with weights, gradients and moments all in bf16: half the bytes, other

@@ -67,7 +67,7 @@ def reruns(monkeypatch: pytest.MonkeyPatch) -> type[Reruns]:
     capture = graphed.GraphedModel._capture
 
     def capturing(self: Any, *given: Any) -> Any:
-        Reruns.slots = self._slots
+        self._pool.slots = self._slots
         return capture(self, *given)
 
     monkeypatch.setattr(graphed.GraphedModel, "_capture", capturing)

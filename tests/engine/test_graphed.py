@@ -140,6 +140,18 @@ def test_metrics_that_the_model_reports_are_those_of_each_step(rerun: type[Rerun
     assert found[:5] == found[5:] and "mix/code/loss" in found[4] and found[3] != found[4]
 
 
+def test_two_engines_take_turns(rerun: type[Reruns]) -> None:
+    with built() as one, built("training.seed=1") as other, built(graphs="compile.cuda_graphs=none") as usual:
+        for number in range(5):
+            for each in (one, usual):
+                each.forward_backward(batch(number))
+                other.forward_backward(batch(number + 7))
+                each.optim_step()
+            other.optim_step()
+        pairs = zip(one.named_parameters(), usual.named_parameters(), strict=True)
+        assert rerun.captures > 2 and all(torch.equal(mine, theirs) for (_, mine), (_, theirs) in pairs)
+
+
 def test_an_evaluation_between_steps_changes_nothing(rerun: type[Reruns]) -> None:
     with built() as engine, built(graphs="compile.cuda_graphs=none") as usual:
         for number in range(5):
