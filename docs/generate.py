@@ -79,6 +79,8 @@ PARTS = {
     "activation_checkpoint.selective_ac_option": "`activation_checkpoint.selective_ac_option`; default `op`",
     "parallelism.enable_async_tensor_parallel": "`parallelize.async_tp`; needs `compile.enable`",
     "parallelism.pipeline_parallel_schedule": "`pipeline.schedule`, in torch's capitalization",
+    "parallelism.expert_parallel_comm_backend": '`parallelize.expert_dispatch`; `"standard"` is '
+    '`"all_to_all"`, `"deepep"` that of [titan-deepep](../plugins/titan-deepep/README.md)',
     "parallelism.context_parallel_rotate_method": '`parallelize.context_parallel`; `"alltoall"` is `"ring"`',
     "validation.enable": "`[validation.datasets.NAME]`; without a dataset nothing is evaluated",
     "validation.dataset": "`type` in `[validation.datasets.NAME]`",

@@ -55,6 +55,8 @@ ROOMS = {
     "tests/planning": "computed memory, traffic and arithmetic match those of a run",
     "tests/real": "a real pretrained model, imported and exported",
     "tests/rl": "the generator compared to the trainer, and text as it comes",
+    "tests/rl": "policy gradients, rewards, and the generator compared to the trainer",
+    "plugins/titan-deepep": "DeepEP's documented calls, answered by a stand-in: the all-to-all's gradients",
     "plugins/titan-distil": "distillation compared to torch and TRL, on layouts; a student gains over SFT",
     "plugins/titan-eval": "lm-evaluation-harness: each answer is that on the exported checkpoint",
     "plugins/titan-families": "DeepSeek-V3 and Llama 4: latent attention, groups, iRoPE, as transformers",

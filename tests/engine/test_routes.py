@@ -137,9 +137,9 @@ def dense(layer: MoE, routes: Tensor, x: Tensor) -> Tensor:
         counts[expert] = len(tokens)
         weight = config.route_scale * gates[:, expert, None]
         if config.score_before_experts:
-            out = out + layer.experts(tokens * weight, counts)
+            out = out + layer.experts.over_experts(tokens * weight, counts)
         else:
-            out = out + layer.experts(tokens, counts) * weight
+            out = out + layer.experts.over_experts(tokens, counts) * weight
     if layer.shared_experts is not None:
         out = out + layer.shared_experts(tokens)
     return out.view_as(x)

@@ -13,7 +13,7 @@ from tests.packaging.conftest import CHECKOUT, Environment, checked, run, wheel_
 pytestmark = pytest.mark.e2e
 KINDS = (
     *("model", "loss", "dataset", "tokenizer", "optimizer", "converter", "logger", "parallelize"),
-    *("store", "launcher", "loop", "task", "generator", "reward", "advantage"),
+    *("dispatcher", "store", "launcher", "loop", "task", "generator", "reward", "advantage"),
 )
 SEVERAL = ("launcher", "generator")
 """Those of one more plugin, which has all of them."""

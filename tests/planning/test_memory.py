@@ -164,7 +164,7 @@ def test_a_family_with_chunks_and_with_experts_in_every_second_block(case: str) 
     world, overrides = LLAMA4[case]
     found = load_recipe("llama4_debug", overrides).recipe
     computed, (real, *_) = planned(found, world).worst, dry_run(found, world).ranks
-    assert computed.total == pytest.approx(real.peak_bytes, rel=0.03)
+    assert computed.total == pytest.approx(real.peak_bytes, rel=0.03 if world == 1 else 0.05)
     assert computed.parameters == real.parameters
 
 

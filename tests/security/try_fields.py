@@ -40,6 +40,7 @@ AT = {
     "reward": "loop.rewards.0",
     "generator": "loop.generator",
     "advantage": "loop.advantage",
+    "dispatcher": "parallelize.expert_dispatch",
 }
 NEEDS = {
     "model/titan-transformers/hf_causal_lm": 'config = {model_type = "llama"}',

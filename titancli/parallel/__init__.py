@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal
+from dataclasses import field
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from titancli.protocols.shape import Attention
 from titancli.registry.component import component, component_info
+from titancli.registry.fields import Component, Slot
 
 if TYPE_CHECKING:
     from titancli.recipe.schema import Compile, Recipe
+
+
+@component("dispatcher", "all_to_all", target="titancli.parallel.expert:AllToAll")
+class AllToAll:
+    """All-to-all collectives of torch.distributed, on every device: one row for each expert of a token."""
 
 
 @component("parallelize", "decoder", target="titancli.parallel.decoder:build")
@@ -23,6 +30,8 @@ class Decoder:
     context_parallel: Literal["allgather", "ulysses", "ring"] = "allgather"
     """How attention covers the whole sequence under mesh.cp: all-gather keys and values, exchange heads for
     sequence by all-to-all, or pass keys and values around a ring (only on a GPU in bfloat16)."""
+    expert_dispatch: Annotated[Component, Slot("dispatcher")] = field(default_factory=AllToAll)
+    """How tokens reach the experts of other ranks under mesh.ep."""
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in CPU memory, and copy each block to the GPU while it
     computes. Needs GPUs."""
@@ -65,4 +74,4 @@ def _inductor(section: Compile) -> bool:
     return section.model and section.backend == "inductor"
 
 
-COMPONENTS: list[type] = [Decoder]
+COMPONENTS: list[type] = [AllToAll, Decoder]

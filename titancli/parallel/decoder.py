@@ -26,6 +26,7 @@ from titancli.parallel.loss import loss_parallel
 from titancli.parallel.tensor import on_local_parameters, tensor_parallel
 from titancli.protocols import Precision
 from titancli.recipe.schema import ActivationCheckpoint, Compile
+from titancli.registry.component import build as build_component
 from titancli.registry.component import completed
 
 
@@ -63,7 +64,9 @@ def build(
         sharded = config.cpu_offload or gathers_its_own_way(model) or shared(model, mesh)
         with without_loss(model) as loss:
             if mesh.ep is not None:
-                expert_parallel(model.experts, mesh.ep)  # type: ignore[arg-type]
+                given: Any = {"group": mesh.ep.get_group(), "device": device, "dtype": precision.param}
+                dispatcher = build_component(config.expert_dispatch, **given)
+                expert_parallel(model.experts, mesh.ep, dispatcher)  # type: ignore[arg-type]
             if mesh.tp is not None:
                 tensor_parallel(model, mesh.tp)
             if not sharded:

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 
 from titancli.errors import UsageError
+from titancli.parallel import AllToAll
 from titancli.protocols.batch import Batch
 from titancli.recipe.schema import Compile, Recipe, needs_dataset
+from titancli.registry.component import component_info
 
 
 def on_a_cpu(recipe: Recipe) -> tuple[Recipe, list[str]]:
@@ -26,7 +28,17 @@ def on_a_cpu(recipe: Recipe) -> tuple[Recipe, list[str]]:
         left_out += [f"parallelize.{key}" for key in fields]
         plan: Any = dataclasses.replace(recipe.parallelize, **dict.fromkeys(fields, False))
         recipe = dataclasses.replace(recipe, parallelize=plan)
+    if other_dispatcher(recipe):
+        left_out.append("parallelize.expert_dispatch")
+        plan = dataclasses.replace(recipe.parallelize, expert_dispatch=AllToAll())
+        recipe = dataclasses.replace(recipe, parallelize=plan)
     return recipe, left_out
+
+
+def other_dispatcher(recipe: Recipe) -> str | None:
+    """Return the name of a dispatcher of experts that is not titan's own, which is computed instead."""
+    given = recipe.parallelize.expert_dispatch or AllToAll()
+    return None if isinstance(given, AllToAll) else component_info(given).name
 
 
 def rows_of(

@@ -19,6 +19,7 @@ from titancli.observe.peaks import Device
 from titancli.planning.blame import blamed
 from titancli.planning.blueprint import Blueprint, Cut, Parameter, cut
 from titancli.planning.measure import Measured, Piece, measure
+from titancli.planning.stand_in import other_dispatcher
 from titancli.recipe.schema import Pipeline, Recipe, needs_dataset
 from titancli.registry.component import component_info
 
@@ -264,6 +265,8 @@ def assumed(recipe: Recipe, blueprint: Blueprint) -> list[str]:
     if not needs_dataset(recipe.loop):
         name = component_info(recipe.loop).name
         found.append(f"a step of the loop {name} is assumed to be one micro-batch per rank, without sampling")
+    if recipe.mesh.ep != 1 and (other := other_dispatcher(recipe)):
+        found.append(f"the dispatcher {other} is assumed to send what all_to_all sends")
     if not _is(recipe.parallelize, "decoder"):
         name = component_info(recipe.parallelize).name
         found.append(f"the plan {name} is assumed to shard the model like titan's decoder")

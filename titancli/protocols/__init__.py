@@ -6,7 +6,7 @@ members are declared in classes of defaults: `titancli.build` fills in those tha
 
 Import the names from here. The files: `model`, `hf` (its Hugging Face form), `data`, `transforms`
 (converters, parallelize), `training` (losses, optimizers, schedules), `run` (loops, launchers, loggers),
-`callback`, `store`, `rl`.
+`callback`, `dispatch`, `store`, `rl`.
 """
 
 from titancli.protocols.callback import (
@@ -26,6 +26,7 @@ from titancli.protocols.data import (
     TokenizerBuilder,
     TokenizerDefaults,
 )
+from titancli.protocols.dispatch import Dispatcher, DispatcherBuilder, Visit
 from titancli.protocols.hf import HFBuilder, HFBuilderDefaults, HFForm, HFFormDefaults
 from titancli.protocols.model import (
     Cache,
@@ -86,6 +87,8 @@ __all__ = [
     "Dataset",
     "DatasetBuilder",
     "DatasetDefaults",
+    "Dispatcher",
+    "DispatcherBuilder",
     "Entry",
     "Generator",
     "GeneratorBuilder",
@@ -129,4 +132,5 @@ __all__ = [
     "Tokenizer",
     "TokenizerBuilder",
     "TokenizerDefaults",
+    "Visit",
 ]

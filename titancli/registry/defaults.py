@@ -231,6 +231,8 @@ class ParallelizeConfigDefaults:
     context_parallel: str = "allgather"
     reshard_after_forward: str = "default"
     cpu_offload: bool = False
+    expert_dispatch: Any = None
+    """Config of a dispatcher; None: the plan has no choice of them."""
 
 
 class LoopConfigDefaults:

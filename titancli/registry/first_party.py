@@ -53,6 +53,7 @@ COMPONENTS = {
     "dataset/random_latents": "titan-flux",
     "dataset/reward_pairs": "titan-heads",
     "dataset/unpaired": "titan-preference",
+    "dispatcher/deepep": "titan-deepep",
     "launcher/slurm": "titan-slurm",
     "logger/trackio": "titan-trackio",
     "logger/wandb": "titan-wandb",

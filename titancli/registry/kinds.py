@@ -44,6 +44,7 @@ KINDS: dict[str, Kind] = {
             optional="ConverterDefaults",
         ),
         Kind("parallelize", "how a model is distributed over devices", default="decoder", effect="speed"),
+        Kind("dispatcher", "how tokens reach the experts of other ranks", "all_to_all", effect="speed"),
         Kind("loss", "the objective to minimize", default="cross_entropy", optional="LossDefaults"),
         Kind("optimizer", "how weights are updated", default="adamw"),
         Kind("schedule", "the learning rate over the run", default="wsd"),

@@ -17,17 +17,24 @@ MANY = ("converter", "logger", "callback", "reward")
 """Kinds whose slot is a list: `[[converters]]`."""
 OF_GRPO = ("task", "generator", "reward", "advantage")
 """Kinds whose slot is in the loop grpo."""
-SECTIONS = {"schedule": "lr_scheduler", "copies": "checkpoint.copies"}
+BASES = {"dispatcher": "qwen3_moe_debug", **dict.fromkeys(OF_GRPO, "grpo_digit")}
+"""Recipes of kinds that llama3_debug has no use for."""
+SECTIONS = {
+    "schedule": "lr_scheduler",
+    "copies": "checkpoint.copies",
+    "dispatcher": "parallelize.expert_dispatch",
+}
 """Kinds whose section has another name."""
 NOUNS = {"parallelize": "parallelize plan", "copies": "keeper of copies"}
 """Kinds whose name is not what one of them is called."""
 STANDARD = {
     "loop": ("json",),
+    "dispatcher": ("json",),
     "parallelize": ("json",),
     "launcher": ("fcntl", "threading"),
 }
 """Standard modules that the tests of a kind import, besides pathlib."""
-WITH_PYTEST = ("launcher", "parallelize")
+WITH_PYTEST = ("launcher", "parallelize", "dispatcher")
 """Kinds whose tests import pytest."""
 HOOK = "\n\n@hookimpl\ndef titan_components() -> list[type]:\n    return [${class_}]\n"
 SOUND = """
@@ -139,7 +146,7 @@ def _words_of(kind: str, words: dict[str, str], *, several: bool) -> dict[str, s
     return {
         "kind": kind,
         "package": f"{words['package']}.{kind}" if several else words["package"],
-        "base": "grpo_digit" if kind in OF_GRPO else "llama3_debug",
+        "base": BASES.get(kind, "llama3_debug"),
         "use": _use(kind, component),
         "imports": f"\n{standard}from titan_testing import {', '.join(helpers)}\n",
         "sound": "" if several else Template(SOUND).substitute(words),

@@ -14,6 +14,7 @@ from torchtitan_reference import FIELDS
 
 from titan_torchtitan import fields as ours
 from titan_torchtitan.translate import Translation, translate
+from titancli import component
 from titancli.errors import RecipeError
 from titancli.recipe import Loaded, install_command, load_recipe
 
@@ -284,6 +285,24 @@ def test_experts_are_spread_where_a_model_has_some(translated: Translate) -> Non
     assert data["mesh"]["ep"] == 8
     found, data = translated(job_with("parallelism.expert_parallel_degree", 2))
     assert data["mesh"]["ep"] == 1 and "parallelism.expert_parallel_degree" in names(found.lost)
+
+
+@component("dispatcher", "deepep", target="torchtitan_jobs:build")
+class DeepEP:
+    """Stands for titan-deepep's."""
+
+
+def test_how_tokens_reach_experts_is_carried_where_its_plugin_is(translated: Translate) -> None:
+    name = "parallelism.expert_parallel_comm_backend"
+    found, data = translated(jobs.DEEPSEEK, jobs.registry_of(("titan-deepep", DeepEP)))
+    assert data["parallelize"]["expert_dispatch"] == "deepep" and name in found.moved
+    found, data = translated(jobs.DEEPSEEK)
+    (reason,) = [remark.text for remark in found.lost if remark.name == name]
+    assert "titan-deepep, and convert again" in reason and "expert_dispatch" not in str(data)
+    found, data = translated(job_with(name, "standard"))
+    assert name in found.moved and "parallelize" not in data
+    found, _ = translated(job_with(name, "hybridep"))
+    assert name in names(found.lost)
 
 
 def test_what_is_left_out_of_a_checkpoint_has_its_name_here(translated: Translate) -> None:

@@ -187,12 +187,7 @@ PARALLELISM = [
         1,
         "experts have no tensor-parallel degree of their own",
     ),
-    dropped(
-        "parallelism.expert_parallel_comm_backend",
-        str,
-        "standard",
-        "the only all-to-all of experts is torch's",
-    ),
+    part("parallelism.expert_parallel_comm_backend", str, "standard"),
 ]
 CHECKPOINT = [
     carried("checkpoint.enable", bool, False, always=True),

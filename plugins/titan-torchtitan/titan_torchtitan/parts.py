@@ -197,6 +197,22 @@ def experts(job: Job, registry: Registry) -> None:
         job.lose(balance, why)
 
 
+def dispatch(job: Job, registry: Registry) -> None:
+    """Translate how tokens reach experts: "standard" is torch's all-to-all, titan's default."""
+    name = "parallelism.expert_parallel_comm_backend"
+    backend = job.value(name)
+    if backend == "standard":
+        job.take(name)
+    elif backend != "deepep":
+        job.lose(name, "titan sends tokens by torch's all-to-all, or by DeepEP: deepep")
+    elif _installed(registry, "dispatcher", "deepep") is None:
+        install = install_command("titan-deepep")
+        job.lose(name, f"no installed plugin provides deepep: {install}, and convert again")
+    else:
+        job.put("parallelize.expert_dispatch", "deepep", name)
+        _require(job, registry, "dispatcher", "deepep")
+
+
 def batch(job: Job, registry: Registry) -> None:
     total = job.value("training.global_batch_size")
     if total > 0:
@@ -364,7 +380,12 @@ def _float8(job: Job, registry: Registry) -> None:
 def _append(job: Job, registry: Registry, table: dict[str, Any]) -> None:
     """Add a converter, and require the distribution that provides it."""
     job.recipe.setdefault("converters", []).append(table)
-    plugin = registry.full_name(registry.find("converter", table["type"])).partition("/")[0]
+    _require(job, registry, "converter", table["type"])
+
+
+def _require(job: Job, registry: Registry, kind: str, name: str) -> None:
+    """Require the distribution that provides a component."""
+    plugin = registry.full_name(registry.find(kind, name)).partition("/")[0]
     needed = next((p.distribution for p in registry.plugins if p.name == plugin), None)
     if needed and needed != "titancli":
         requires = job.recipe.setdefault("requires", {}).setdefault("plugins", [])
@@ -403,6 +424,7 @@ PARTS: list[Callable[[Job, Any], None]] = [
     optimizer,
     schedule,
     experts,
+    dispatch,
     batch,
     weights,
     checkpoint,

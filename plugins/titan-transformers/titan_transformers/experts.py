@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from titancli.models.blocks.grouped import add_bias
-from titancli.models.blocks.moe import Experts, Rearrange
+from titancli.models.blocks.moe import Experts
+from titancli.protocols import Visit
 
 EXPERTS = "titan"
 """Name of our function in transformers' table."""
@@ -55,15 +56,11 @@ class _Stacked(Experts):
             choices: [N, top_k], indices of experts; an index out of range adds nothing.
             weights: [N, top_k].
         """
-        top_k, none = choices.shape[-1], choices >= self.num_experts
-        weights = weights.masked_fill(none, 0.0).to(hidden.dtype)
-        flat = choices.flatten().clamp(max=self.num_experts - 1)
-        order = flat.argsort(stable=True)
-        place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        none = choices >= self.num_experts
+        weights, choices = weights.masked_fill(none, 0.0), choices.clamp(max=self.num_experts - 1)
+        flat = choices.flatten()
         counts = flat.new_zeros(self.num_experts).scatter_add(0, flat, torch.ones_like(flat))
-        visitors = Rearrange.apply(hidden, order, place, top_k)
-        made = Rearrange.apply(self.over_experts(visitors, counts), place, order, 1)
-        return torch.bmm(weights[:, None], made.view(len(hidden), top_k, -1))[:, 0]
+        return super().forward(Visit(hidden, choices, weights, counts))
 
     def compute(self, x: Tensor, counts: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
         """Compute the experts, see `titancli.models.blocks.moe.Experts.compute`."""

@@ -2,8 +2,8 @@
 that balances its choices.
 
 Source: the sparsely gated layer (arXiv 1701.06538), shared experts and limited groups (DeepSeek-V2, arXiv
-2405.04434), balancing without a loss (arXiv 2408.15664). Single-device code: `titancli.parallel.expert`
-replaces `Experts.over_experts` to send tokens to the ranks that hold their experts.
+2405.04434), balancing without a loss (arXiv 2408.15664). Single-device code: `titancli.parallel.expert` gives
+`Experts` a dispatcher, which sends tokens to the ranks that hold their experts.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from titancli.distributed.collectives import Group
+from titancli.distributed.local import local
 from titancli.models.blocks.grouped import grouped_linear
 from titancli.models.blocks.router import Router, Routes
+from titancli.protocols.dispatch import Dispatcher, Visit
 from titancli.registry.component import load_target
 
 if TYPE_CHECKING:
     from titancli.protocols import shape
 
-__all__ = ["Experts", "MoE", "Rearrange", "Router", "Routes", "moe_layers", "recorded"]
+__all__ = ["Experts", "MoE", "Rearrange", "Router", "Routes", "by_expert", "moe_layers", "recorded"]
 
 
 class Experts(nn.Module):
@@ -32,6 +34,8 @@ class Experts(nn.Module):
 
     is_transposed = False
     """Whether matrices are stored as [in, out]."""
+    dispatcher: Dispatcher | None = None
+    """Set by a plan that spreads the experts over ranks: sends tokens to them."""
 
     @property
     def styles(self) -> dict[str, str]:
@@ -52,27 +56,27 @@ class Experts(nn.Module):
         several."""
         return {"w1": (hidden_dim, dim), "w2": (dim, hidden_dim), "w3": (hidden_dim, dim)}
 
-    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
-        """Apply the experts to tokens.
+    def forward(self, visit: Visit) -> Tensor:
+        """Return the weighted sum of each token's experts, [N, dim]."""
+        if self.dispatcher is None:
+            return by_expert(visit, self.over_experts)
+        return self.dispatcher(visit, self.over_experts)
+
+    def over_experts(self, x: Tensor, counts: Tensor) -> Tensor:
+        """Apply the experts that are here to their visits.
 
         Args:
-            x: [N, dim], all tokens of the first expert, then all of the second, …
-            counts: [E] integers, tokens per expert.
+            x: [N, dim], all visits of the first expert, then all of the second, …
+            counts: [E] integers, visits of each.
 
         Returns:
             [N, dim], in the same order.
         """
-        return self.over_experts(x, counts)
-
-    def over_experts(self, x: Tensor, counts: Tensor) -> Tensor:
-        """Implement `forward`; a plan replaces this method by one that sends tokens to other ranks'
-        experts."""
         # By attribute: a plan may compute with another dtype than the stored one.
-        return self.compute(x, counts, {name: getattr(self, name) for name in self._parameters})
+        return self.compute(x, counts, {name: local(getattr(self, name)) for name in self._parameters})
 
     def compute(self, x: Tensor, counts: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
-        """Implement `forward` for some of the experts, with their weights by name; `counts` has only these
-        experts."""
+        """Implement `over_experts` with the weights of the experts by name."""
         ends = counts.cumsum(0).int()
         gate = self.product(x, "w1", weights, ends)
         up = self.product(x, "w3", weights, ends)
@@ -82,7 +86,7 @@ class Experts(nn.Module):
         """Multiply each expert's tokens by its matrix of a stack; a converter may add to the product.
 
         Args:
-            x: [N, in], as in `forward`.
+            x: [N, in], as in `over_experts`.
             name: name of the stack, [E, out, in], or [E, in, out] if `is_transposed`.
             weights: as in `compute`.
             ends: [E] int32, the end of each expert's tokens.
@@ -166,18 +170,8 @@ class MoE(nn.Module):
         return out + (shared if self.shared_gate is None else self.shared_gate(x).sigmoid() * shared)
 
     def _routed(self, tokens: Tensor, routes: Routes) -> Tensor:
-        top_k = self.config.top_k
-        order = routes.experts.flatten().argsort(stable=True)
-        place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        scores = routes.scores.to(tokens.dtype)
-        visitors = Rearrange.apply(tokens, order, place, top_k)
-        if self.config.score_before_experts:
-            visitors = visitors * scores.flatten()[order][:, None]
-        out = self.experts(visitors, routes.counts)
-        by_token = Rearrange.apply(out, place, order, 1).view(len(tokens), top_k, -1)
-        if self.config.score_before_experts:
-            return by_token.sum(1)
-        return torch.bmm(scores[:, None], by_token)[:, 0]
+        before, dealt = self.config.score_before_experts, self.experts.force_load_balance
+        return self.experts(Visit(tokens, routes.experts, routes.scores, routes.counts, before, dealt))
 
     def force_load_balance(self) -> None:
         """Assign experts in turn instead of choosing, so that all get equally many tokens and counts are
@@ -315,6 +309,22 @@ class Rearrange(torch.autograd.Function):
         if ctx.copies > 1:
             back = back.view(-1, ctx.copies, back.shape[1]).sum(1)
         return back, None, None, None
+
+
+def by_expert(visit: Visit, compute: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """Implement `Experts.forward` for all experts, by `compute(x, counts)` of visits in their order."""
+    tokens, experts, weights, counts, weigh_first, _ = visit
+    order = experts.flatten().argsort(stable=True)
+    place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    weights = weights.to(tokens.dtype)
+    x = Rearrange.apply(tokens, order, place, experts.shape[1])
+    if weigh_first:
+        x = x * weights.flatten()[order][:, None]
+    out = Rearrange.apply(compute(x, counts), place, order, 1).view(*experts.shape, tokens.shape[1])
+    if weigh_first:
+        return out.sum(1)
+    # No view of the product, as which FSDP2 would warn of what its hooks are on.
+    return torch.ops.aten._unsafe_view(torch.bmm(weights[:, None], out), tokens.shape)
 
 
 def moe_layers(model: nn.Module) -> dict[str, MoE]:
