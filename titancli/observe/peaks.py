@@ -75,6 +75,8 @@ class Device:
     """Bytes a second to other nodes, each way, for each device."""
     node: int = 8
     """Devices of one node."""
+    host_rate: float | None = None
+    """Bytes a second to the host's memory, each way."""
     float8: float | None = None
     """Peak operations a second of float8 products, dense; None: it has none, or they are not published."""
     float4: float | None = None
@@ -94,26 +96,28 @@ class Device:
         return re.search(rf"\b{self.name}\b", name.replace("RTX ", "RTX")) is not None
 
 
-def _sxm(name: str, gib: float, memory: float, link: float, network: float, *narrow: float) -> Device:
+def _sxm(
+    name: str, gib: float, memory: float, link: float, network: float, host: float, *narrow: float
+) -> Device:
     """Memory in GiB, rates in GB a second; float8 and 4-bit products in TFLOPS."""
     rates = (gib * 2**30, memory * 1e9, link * 1e9, network * 1e9)
-    return Device(name, peak_flops(name), *rates, 8, *(one * 1e12 for one in narrow))
+    return Device(name, peak_flops(name), *rates, 8, host * 1e9, *(one * 1e12 for one in narrow))
 
 
 def _card(name: str, gib: float, memory: float, *narrow: float) -> Device:
     rates = (gib * 2**30, memory * 1e9, 32e9, None)
-    return Device(name, peak_flops(name), *rates, 8, *(one * 1e12 for one in narrow))
+    return Device(name, peak_flops(name), *rates, 8, 32e9, *(one * 1e12 for one in narrow))
 
 
 DEVICES = {
     device.name: device
     for device in (
         # NVIDIA's data sheets of the SXM parts and of the DGX systems: memory, NVLink (half of the sum of
-        # both ways), and the one ConnectX of 200 or 400 Gb/s that each GPU has.
-        _sxm("A100", 79.2, 2039, 300, 25),
-        _sxm("H100", 79.2, 3350, 450, 50, 1979),
-        _sxm("H200", 139.8, 4800, 450, 50, 1979),
-        _sxm("B200", 178.4, 8000, 900, 50, 4500, 9000),
+        # both ways), the one ConnectX of 200 or 400 Gb/s that each GPU has, and PCIe 4.0 or 5.0.
+        _sxm("A100", 79.2, 2039, 300, 25, 32),
+        _sxm("H100", 79.2, 3350, 450, 50, 64, 1979),
+        _sxm("H200", 139.8, 4800, 450, 50, 64, 1979),
+        _sxm("B200", 178.4, 8000, 900, 50, 64, 4500, 9000),
         # Cards without NVLink: sixteen lanes of PCIe 4.0, and no network of their own.
         _card("A10", 22.5, 600),
         _card("L4", 22.5, 300, 242),

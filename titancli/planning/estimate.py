@@ -10,6 +10,7 @@ from titancli.layout.degrees import Degrees
 from titancli.observe.peaks import Device
 from titancli.planning.blame import blamed
 from titancli.planning.blueprint import Blueprint
+from titancli.planning.host import host
 from titancli.planning.memory import RankMemory, rank_memory
 from titancli.planning.pipeline import bubble
 from titancli.planning.speed import Flow, Speed, flows, speed
@@ -106,6 +107,7 @@ def as_data(recipe: Recipe, degrees: Degrees, device: Device, found: Estimate | 
         ],
         "parameters": None,
         "memory": None,
+        "host": None,
         "copies": None,
         "compute": None,
         "collectives": [],
@@ -120,6 +122,7 @@ def as_data(recipe: Recipe, degrees: Degrees, device: Device, found: Estimate | 
         "notes": assumed(recipe, work.blueprint),
         "parameters": {"model": work.blueprint.size, "rank": round(found.worst.parameters)},
         "memory": _memory(found),
+        "host": _host(found),
         "copies": _copies(recipe, work),
         "compute": {"flops_per_token": flops, "flops_per_step": flops * work.tokens_per_step},
         "collectives": [
@@ -142,6 +145,23 @@ def _memory(found: Estimate) -> dict[str, Any]:
             {"pp_rank": rank.pp_rank, "peak_bytes": round(rank.total), "moment": rank.moment}
             for rank in found.ranks
         ],
+    }
+
+
+def _host(found: Estimate) -> dict[str, Any] | None:
+    """Return what the rank with the most of it keeps in the host's memory, and how it travels."""
+    ranks = [host(found.work, rank) for rank in range(found.work.degrees.pp)]
+    there = max(filter(None, ranks), key=lambda one: one.memory, default=None)
+    if there is None:
+        return None
+    rate = found.work.device.host_rate
+    up, down = (a + b for a, b in zip(there.forward, there.backward, strict=True))
+    return {
+        "bytes": round(there.memory),
+        "to_device_bytes": round(up),
+        "to_host_bytes": round(down),
+        "seconds": None if rate is None else max(up, down) / rate,
+        "exposed_seconds": None if found.speed is None else found.speed.host,
     }
 
 

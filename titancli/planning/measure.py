@@ -67,6 +67,8 @@ class Piece:
     gradients."""
     operators: tuple[Work, ...]
     """Operators of forward, then of backward."""
+    turn: int
+    """Number of operators of forward."""
 
     def times(self, share: float) -> Piece:
         """Return an approximation for this share of the tokens."""
@@ -306,6 +308,7 @@ def _piece(one: _Pass, part: Part, timeline: Timeline, gradients: set[int]) -> P
         own + (one.cut.tied if part == BACK else 0),
         done,
         operators(forward) + operators(backward),
+        sum(end - begin for begin, end in forward),
     )
 
 

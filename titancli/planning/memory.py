@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from titancli.planning.blueprint import Parameter
 from titancli.planning.measure import BACK, FRONT, Piece
 from titancli.planning.pipeline import in_flight
-from titancli.planning.workload import Group, Stage, Workload, groups, reshards, stages
+from titancli.planning.workload import Group, Stage, Workload, groups, moved_blocks, reshards, stages
 
 CLASSES = ("parameters", "gradients", "optimizer", "activations", "loss", "communication", "frozen")
 """Uses of memory."""
@@ -181,7 +181,8 @@ class _Step:
 
     def _kept(self, stage: Stage) -> float:
         """Return what a stage keeps of a micro-batch, including its input and output."""
-        return self.front.kept + sum(self.block(i).kept for i in stage.blocks) + 2 * self.stream
+        there = stage.blocks[len(moved_blocks(self.work, stage)) :]
+        return self.front.kept + sum(self.block(i).kept for i in there) + 2 * self.stream
 
     def _reduce_at_the_end(self, every: list[Group]) -> None:
         there = sum(g.whole for g in every if not reshards(self.work, g.ranks)) * self.work.compute
@@ -216,12 +217,14 @@ class _Step:
             if not work.cut().tied:
                 self._freed(front)
         tally.add("activations", self.front.kept)
-        for number in stage.blocks:
+        moved, leaving = moved_blocks(work, stage), 0.0
+        for place, number in enumerate(stage.blocks):
             for g in self.groups(number):
                 flat = self._gather(g, flat, activations=self.stream)
             block = self.block(number)
             tally.look(f"forward, block {number}", activations=block.forward)
-            tally.add("activations", block.kept)
+            tally.add("activations", block.kept - leaving)
+            leaving = block.kept if place in moved else 0.0
             for g in self.groups(number):
                 self._freed(g)
         if stage.has_head:
@@ -276,8 +279,11 @@ class _Step:
             else:  # tied: the embedding's gradient will be added to it
                 tied = self.back.gradients
                 tally.add("gradients", tied)
+        moved = moved_blocks(work, stage)
         for number in order:
             block, parts = self.block(number), self.groups(number)
+            if (place := self._places[number] - 1) in moved:  # on its way back
+                tally.add("activations", self.block(stage.blocks[place]).kept)
             for g in parts:
                 self._arrive(g, ahead)
                 del coming[0]

@@ -2,8 +2,8 @@
 
 From the vendor's figures: every operation takes the longer of its arithmetic at the peak rate and its bytes
 at the memory's rate. Collectives of tensor, context and expert parallelism are not overlapped; those of FSDP
-and HSDP overlap with arithmetic and count where they take longer. Nothing is calibrated, so a real run is
-slower.
+and HSDP, and copies from and to the host, overlap with arithmetic and count where they take longer. Nothing
+is calibrated, so a real run is slower.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from titancli.observe.peaks import Device
+from titancli.planning.host import host
 from titancli.planning.measure import BACK, FRONT, Piece, Work
 from titancli.planning.memory import numbers_at_rest
 from titancli.planning.pipeline import bubble
@@ -147,7 +148,10 @@ class Speed:
     """Collectives that nothing overlaps with."""
     beside: float
     """Collectives that overlap with arithmetic."""
+    host: float
+    """Copies from and to the host's memory, beyond the arithmetic that they are made beside."""
     optimizer: float
+    """0 where it steps on the CPU, whose time is not estimated."""
     bubble: float
     """Fraction of the step in which a rank waits for other pipeline stages."""
     step: float
@@ -164,13 +168,13 @@ def speed(work: Workload) -> Speed | None:
         return None
     ranks = range(work.degrees.pp)
     costs = [_rank(work, rank) for rank in ranks]
-    arithmetic = max(cost[0] for cost in costs)
-    waiting = max(cost[1] for cost in costs)
-    beside = max(cost[2] for cost in costs)
-    busy = max(a + w + max(0.0, b - a) for a, w, b in costs)
+    arithmetic, waiting, beside, copies = (max(of_each) for of_each in zip(*costs, strict=True))
+    busy = max(w + max(a + h, b) for a, w, b, h in costs)
     own = max(numbers_at_rest(work, rank) for rank in ranks)
     # Weights, gradients (also scaled) and state are read and written once.
     optimizer = own * (2 * work.stored + 3 * work.stored + 2 * work.optimizer_state) / device.memory_rate
+    if work.offloaded:
+        optimizer = 0.0
     share = bubble(work)
     step = busy / (1 - share) + optimizer
     rate = work.tokens_per_step / step / work.degrees.world
@@ -178,6 +182,7 @@ def speed(work: Workload) -> Speed | None:
         arithmetic=arithmetic,
         waiting=waiting,
         beside=beside,
+        host=copies,
         optimizer=optimizer,
         bubble=share,
         step=step,
@@ -186,21 +191,24 @@ def speed(work: Workload) -> Speed | None:
     )
 
 
-def _rank(work: Workload, pp_rank: int) -> tuple[float, float, float]:
-    """Return the seconds of one rank in a step: arithmetic, exposed collectives, overlapped collectives."""
-    one_pass = sum(
-        count * _seconds(one, work.device)
-        for stage in stages(work, pp_rank)
-        for piece, count in _pieces(work, stage)
-        for one in piece.operators
-    )
+def _rank(work: Workload, pp_rank: int) -> tuple[float, float, float, float]:
+    """Return the seconds of one rank in a step: arithmetic, exposed collectives, overlapped collectives, and
+    exposed copies from and to the host."""
+    forward = backward = 0.0
+    for stage in stages(work, pp_rank):
+        for piece, count in _pieces(work, stage):
+            seconds = [work.passes * count * _seconds(one, work.device) for one in piece.operators]
+            forward += sum(seconds[: piece.turn])
+            backward += sum(seconds[piece.turn :])
     waiting = beside = 0.0
     for one in flows(work, pp_rank):
         if one.over in BESIDE:
             beside += one.seconds or 0.0
         elif one.over != "pp":  # transfers between stages overlap or are part of the bubble
             waiting += one.seconds or 0.0
-    return one_pass * work.passes, waiting, beside
+    there, rate = host(work, pp_rank), work.device.host_rate
+    exposed = 0.0 if there is None or rate is None else there.exposed(rate, forward, backward)
+    return forward + backward, waiting, beside, exposed
 
 
 def _seconds(one: Work, device: Device) -> float:

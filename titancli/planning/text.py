@@ -20,7 +20,8 @@ def as_text(plan: dict[str, Any]) -> str:
     lines = [_row("model", _model(plan)), *_mesh(plan)]
     if plan["memory"]:
         lines += [_row("flops", f"{plan['compute']['flops_per_token']:.4g} per token, forward and backward")]
-        lines += [*_memory(plan), *_copies(plan), *_collectives(plan), *_pipeline(plan), *_speed(plan)]
+        for part in (_memory, _host, _copies, _collectives, _pipeline, _speed):
+            lines += part(plan)
     lines += [_row("note" if not i else "", note) for i, note in enumerate(plan["notes"])]
     if plan["memory"]:
         lines += _verdict(plan)
@@ -92,6 +93,17 @@ def _memory(plan: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _host(plan: dict[str, Any]) -> list[str]:
+    one = plan["host"]
+    if not one:
+        return []
+    ways = f"{_gib(one['to_device_bytes'])} to the device, {_gib(one['to_host_bytes'])} back per step"
+    if one["seconds"] is not None and one["exposed_seconds"] is not None:
+        hidden = max(0.0, one["seconds"] - one["exposed_seconds"])
+        ways += f": {one['seconds']:.3g} s, {hidden:.3g} s of them beside arithmetic"
+    return [_row("host", f"{_gib(one['bytes'])} per rank in the host's memory"), f"{INDENT}{ways}"]
+
+
 def _copies(plan: dict[str, Any]) -> list[str]:
     one = plan["copies"]
     if not one:
@@ -127,6 +139,7 @@ def _speed(plan: dict[str, Any]) -> list[str]:
         "arithmetic": one["arithmetic"],
         "exposed collectives": one["waiting"],
         "overlapped collectives": one["beside"],
+        "exposed host copies": one["host"],
         "optimizer": one["optimizer"],
     }
     shares = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in parts.items() if seconds)

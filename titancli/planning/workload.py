@@ -61,6 +61,8 @@ class Workload:
     """Whether gradients stay whole until one reduction at the end of the step."""
     offloaded: bool
     """Whether parameters, gradients and optimizer state are in the CPU's memory."""
+    keeps_on_host: bool
+    """Whether blocks move what they keep for backward to the host's memory."""
     optimizer_state: float
     """Total optimizer state per parameter element."""
     optimizer_extra: float
@@ -245,6 +247,7 @@ def workload(recipe: Recipe, blueprint: Blueprint, degrees: Degrees, device: Dev
         reshard=plan.reshard_after_forward,
         unsharded=degrees.pp > 1 or (training.accumulate == "unsharded" and accumulation > 1),
         offloaded=device.is_gpu and plan.cpu_offload,
+        keeps_on_host=device.is_gpu and any(one.offloads_activations for one in recipe.callbacks),
         optimizer_state=state,
         optimizer_extra=extra,
         optimizer_extra_all=extra_all,
@@ -262,6 +265,8 @@ def assumed(recipe: Recipe, blueprint: Blueprint) -> list[str]:
         found.append(
             f"the optimizer {name} does not declare its state: two fp32 numbers per parameter are assumed"
         )
+    if recipe.parallelize.cpu_offload:
+        found.append("the optimizer steps on the CPU, whose time is not in the speed")
     if not needs_dataset(recipe.loop):
         name = component_info(recipe.loop).name
         found.append(f"a step of the loop {name} is assumed to be one micro-batch per rank, without sampling")
@@ -373,6 +378,12 @@ class Stage:
     back: tuple[Parameter, ...]
     """The modules after the blocks, on the last stage, unless tied."""
     has_head: bool
+
+
+def moved_blocks(work: Workload, stage: Stage) -> range:
+    """Return the indices of the blocks that move what they keep to the host: without a pipeline all but the
+    last, whose backward comes next."""
+    return range(work.keeps_on_host * (len(stage.blocks) - (work.degrees.pp == 1)))
 
 
 def stages(work: Workload, pp_rank: int) -> list[Stage]:

@@ -276,6 +276,13 @@ class CopiesConfigDefaults:
         return 0
 
 
+class CallbackConfigDefaults:
+    """Members of a callback's config."""
+
+    offloads_activations: ClassVar[bool] = False
+    """True if blocks keep what they save for backward in the host's memory, which plans count."""
+
+
 class GeneratorConfigDefaults:
     """Members of a generator's config."""
 
@@ -306,6 +313,7 @@ CONFIGS: Mapping[str, type] = {
     "parallelize": ParallelizeConfigDefaults,
     "loop": LoopConfigDefaults,
     "copies": CopiesConfigDefaults,
+    "callback": CallbackConfigDefaults,
     "generator": GeneratorConfigDefaults,
     "reward": RewardConfigDefaults,
     "advantage": AdvantageConfigDefaults,

@@ -32,6 +32,7 @@ COMPONENTS = {
     "advantage/group_mean": "titan-rl",
     "advantage/group_norm": "titan-rl",
     "advantage/leave_one_out": "titan-rl",
+    "callback/activation_offload": "titan-offload",
     "callback/ema": "titan-optimizers",
     "callback/param_norm": "titan-optimizers",
     "callback/probe": "titan-proof",
