@@ -50,6 +50,7 @@ NAV: dict[str, dict[str, str]] = {
     "Explanation": {
         "Layouts": "docs/layouts.md",
         "Memory and speed": "docs/plan.md",
+        "A GPU that computes nothing": "docs/null-gpu.md",
         "Architecture": "docs/architecture.md",
         "Benchmarks": "benchmarks/README.md",
         "Contributing": "CONTRIBUTING.md",

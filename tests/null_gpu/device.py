@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
@@ -17,6 +17,7 @@ KINDS = ("launches", "nodes", "waits", "copies", "fills", "collectives", "alloca
 """In the order of `enum Count`."""
 _EACH = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_long)
 _ON_WAIT = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
+_ON_READ = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t)
 
 
 @cache
@@ -73,3 +74,22 @@ def waits() -> Iterator[list[str]]:
         yield found
     finally:
         _library().null_gpu_on_wait(_ON_WAIT())
+
+
+@contextmanager
+def reads(answer: Callable[[int], bytes | None]) -> Iterator[None]:
+    """Inside the block the host reads what `answer` returns for a copy of so many bytes from the device, and
+    for None what it would read otherwise."""
+
+    def read(to: int, size: int) -> int:
+        given = answer(size)
+        if given is not None:
+            ctypes.memmove(to, given, size)
+        return given is not None
+
+    hook = _ON_READ(read)
+    _library().null_gpu_on_read(hook)
+    try:
+        yield
+    finally:
+        _library().null_gpu_on_read(_ON_READ())

@@ -14,10 +14,10 @@ class Row:
     name: str
     launches: int
     """Kernels of a step, the third or a later one."""
-    waits: int
+    waits: list[str]
     """Waits of the host after the second step."""
     peak: int
-    """Bytes that torch's allocator has given out at most, after the first step."""
+    """Bytes that torch's allocator has given out at most, after the first step and without cuBLAS's."""
     plan: int | None
     """The same of `titan plan`; None: it plans no such run."""
     done: str
@@ -37,8 +37,7 @@ def lines() -> list[str]:
     head = "| recipe | launches a step | waits | allocator, MiB | plan, MiB | off | done |"
     found = [head, "|---|---|---|---|---|---|---|"]
     for row in sorted(ROWS, key=lambda row: row.name):
-        plan = f"{row.plan / MIB:,.0f} | {row.off:+.1%}" if row.plan else "none |"
-        found.append(
-            f"| {row.name} | {row.launches:,} | {row.waits} | {row.peak / MIB:,.0f} | {plan} | {row.done} |"
-        )
+        plan = f"{row.plan / MIB:,.1f} | {row.off:+.1%}" if row.plan else "none |"
+        asked = f"{row.launches:,} | {len(row.waits)} | {row.peak / MIB:,.1f}"
+        found.append(f"| {row.name} | {asked} | {plan} | {row.done} |")
     return found
