@@ -21,16 +21,17 @@ WIDEST = 256
 
 
 class Kernels(TorchFunctionMode):
-    """A mode under which torch's functions call the operators that the target device would run."""
+    """A mode under which torch's functions call the operators that the target device would run. With `blocks`
+    attention is within documents: computed in blocks, it keeps as much as flash attention."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, blocks: bool = False) -> None:
         super().__init__()
-        self.on_gpu = device == "cuda"
+        self.on_gpu, self.blocks = device == "cuda", blocks
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is scaled_dot_product_attention:
-            return _attention(self.on_gpu, *args, **kwargs)
+            return _attention(self.on_gpu, self.blocks, *args, **kwargs)
         if func is rms_norm and self.on_gpu:
             return _norm(*args, **kwargs)
         return func(*args, **kwargs)
@@ -45,6 +46,7 @@ def _norm(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None
 
 def _attention(
     on_gpu: bool,
+    blocks: bool,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -68,7 +70,7 @@ def _attention(
         )
         return out
     fits = on_gpu and q.shape[-1] <= WIDEST
-    if fits and mask is None and q.dtype in HALVES:
+    if fits and mask is None and (blocks or q.dtype in HALVES):
         if alike:
             return _aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[0]
         return _aten._scaled_dot_product_cudnn_attention(

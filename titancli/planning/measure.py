@@ -132,15 +132,17 @@ class _Pass:
             loss = build_offered(recipe.loss, model=recipe.model)
             if (module := module_of(loss)) is not None:
                 module.to("meta")
-        batch = rows_of(recipe, model.inputs, loss, rows, torch.device("meta"), documents=device == "cpu")
+        batch = rows_of(recipe, model.inputs, loss, rows, torch.device("meta"))
         inputs = {name: batch[name] for name in model.inputs if name in batch}
+        blocks = device == "cuda" and inputs.pop("document_ids", None) is not None  # no mask of S x S
         if model_row_cut := getattr(model, "row_cut", None):
             inputs = model_row_cut.inputs(inputs, model.sequence_dim)
         self.trace.know([*model.parameters(), *model.buffers(), *batch.values(), *inputs.values()])
         with ExitStack() as stack:
             for kind, block in self.cut.blocks.items():
                 self._follow(kind, block, stack)
-            for entered in (meta_stands_for(device), _as_written(self.trace), Kernels(device), self.trace):
+            kernels = Kernels(device, blocks)
+            for entered in (meta_stands_for(device), _as_written(self.trace), kernels, self.trace):
                 stack.enter_context(entered)
             self.forward.begin(FRONT)
             result = model(**inputs, batch=batch, loss=loss)

@@ -12,9 +12,28 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter
 
+from titancli.distributed.device import device_type
 from titancli.models.blocks.declared import IMPLEMENTATIONS
 
 Storage = torch.UntypedStorage
+
+
+def _safe_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    """As torch composes it: rows that are masked whole become 0."""
+    out, masked = x.softmax(dim, dtype), x == float("-inf")
+    return out.masked_fill_(masked.all(dim, keepdim=True), 0.0)
+
+
+def _softmax_backward(grad: Tensor, output: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    """As a GPU has it: a kernel that reads the product of both."""
+    product = grad * output if device_type(grad) == "cuda" else None
+    return torch.empty_like(grad if product is None else product, dtype=dtype)
+
+
+IMPLEMENTATIONS |= {  # of torch's own operators
+    torch.ops.aten._safe_softmax.default: _safe_softmax,
+    torch.ops.aten._softmax_backward_data.default: _softmax_backward,
+}
 
 
 class Meter(TorchDispatchMode):
@@ -31,7 +50,6 @@ class Meter(TorchDispatchMode):
         self._sizes: dict[int, int] = {}
         self._watched: dict[int, weakref.ref[Storage]] = {}
         self._resize: Callable[..., Any] | None = None
-        self._inside: dict[Any, int] = {}
 
     def __enter__(self) -> Meter:
         # FSDP2 frees and reallocates gathered parameters by resizing storages, which is no operation.
@@ -54,26 +72,12 @@ class Meter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return _one(args[0].dtype)
-        if func in IMPLEMENTATIONS:
-            self.peak = max(self.peak, self.now + self._taken_inside(func, args))
         out = func(*args, **(kwargs or {}))
-        for value in tree_iter(out):
-            for tensor in plain_tensors(value):
-                self._watch(tensor.untyped_storage())
+        for tensor in plain_tensors(out):
+            self._watch(tensor.untyped_storage())
+        if func in IMPLEMENTATIONS:
+            self.peak = max(self.peak, self.now + taken_inside(func, args))
         return out
-
-    def _taken_inside(self, func: Any, args: tuple[Any, ...]) -> int:
-        """Return an operator's peak memory, including its results; run once per signature."""
-        key = (func, *((x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else x for x in args))
-        if key not in self._inside:
-            now, peak, self.peak = self.now, self.peak, self.now
-            super().__enter__()
-            try:
-                IMPLEMENTATIONS[func](*args)
-            finally:
-                super().__exit__(None, None, None)
-            self._inside[key], self.peak = self.peak - now, max(self.peak, peak)
-        return self._inside[key]
 
     def _watch(self, storage: Storage) -> None:
         key = id(storage)
@@ -94,13 +98,31 @@ class Meter(TorchDispatchMode):
         self.peak = max(self.peak, self.now)
 
 
+_INSIDE: dict[Any, int] = {}
+
+
+def taken_inside(func: Any, args: tuple[Any, ...]) -> int:
+    """Return a declared operator's peak temporaries, without its results; run once per signature."""
+    signature = ((x.shape, x.stride(), x.dtype, device_type(x)) if isinstance(x, Tensor) else x for x in args)
+    if (key := (func, *signature)) not in _INSIDE:
+        meter = Meter()
+        for tensor in plain_tensors(args):
+            meter._watch(tensor.untyped_storage())
+        meter.now = meter.peak = 0
+        with meter:
+            made = IMPLEMENTATIONS[func](*args)
+        _INSIDE[key] = meter.peak - meter.now
+        del made  # not before: `now` is its size
+    return _INSIDE[key]
+
+
 def plain_tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the plain tensors inside a tensor or a traceable wrapper subclass."""
-    if is_traceable_wrapper_subclass(value):
-        for name in value.__tensor_flatten__()[0]:
-            yield from plain_tensors(getattr(value, name))
-    elif isinstance(value, Tensor):
-        yield value
+    """Yield the plain tensors in nested containers, those inside traceable wrapper subclasses included."""
+    for one in tree_iter(value):
+        if is_traceable_wrapper_subclass(one):
+            yield from plain_tensors([getattr(one, name) for name in one.__tensor_flatten__()[0]])
+        elif isinstance(one, Tensor):
+            yield one
 
 
 def _one(dtype: torch.dtype) -> Any:

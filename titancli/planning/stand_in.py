@@ -41,20 +41,11 @@ def other_dispatcher(recipe: Recipe) -> str | None:
     return None if isinstance(given, AllToAll) else component_info(given).name
 
 
-def rows_of(
-    recipe: Recipe,
-    inputs: Collection[str],
-    loss: Any,
-    rows: int,
-    device: torch.device,
-    *,
-    documents: bool = True,
-) -> Batch:
+def rows_of(recipe: Recipe, inputs: Collection[str], loss: Any, rows: int, device: torch.device) -> Batch:
     """Return `rows` rows of the recipe's length, with all fields that its model and loss need.
 
     Args:
         inputs: names of the model's inputs.
-        documents: whether to include document ids, where the recipe's rows have them.
 
     Raises:
         UsageError: the model does not take rows of tokens.
@@ -67,7 +58,7 @@ def rows_of(
         for name in ("tokens", "targets", "positions")
     }
     masked = recipe.dataset is not None and recipe.dataset.document_mask
-    if documents and (masked or not needs_dataset(recipe.loop)):
+    if masked or not needs_dataset(recipe.loop):
         tensors["document_ids"] = torch.zeros(shape, dtype=torch.int32, device=device)
     needs = loss.needs
     for name in set(needs) - set(tensors):

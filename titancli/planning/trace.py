@@ -17,11 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
 from titancli.models.blocks.declared import IMPLEMENTATIONS
-from titancli.planning.meter import plain_tensors
+from titancli.planning.meter import plain_tensors, taken_inside
 from titancli.planning.traffic import FREE, KINDS, moved_by
 
 _aten = torch.ops.aten
@@ -102,7 +101,6 @@ class Trace(TorchDispatchMode):
         self.died: list[int | None] = []
         self._numbers: dict[int, int] = {}
         self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._inside: dict[Any, int] = {}
         self.joining = False
         """Whether the current operators belong to compiled code."""
 
@@ -136,8 +134,7 @@ class Trace(TorchDispatchMode):
         out = func(*args, **kwargs)
         if func.is_view:
             return out
-        reads = [self.number(t) for value in tree_iter((args, kwargs)) for t in plain_tensors(value)]
-        writes = [self.number(t) for value in tree_iter(out) for t in plain_tensors(value)]
+        reads, writes = ([*map(self.number, plain_tensors(x))] for x in ((args, kwargs), out))
         self.ops.append(
             Op(
                 func,
@@ -145,28 +142,13 @@ class Trace(TorchDispatchMode):
                 writes,
                 _flops(func, args, kwargs, out),
                 0.0 if func in FREE else moved_by(func, args, kwargs, out),
-                self._taken_inside(func, args) if func in IMPLEMENTATIONS else 0,
+                taken_inside(func, args) if func in IMPLEMENTATIONS else 0,
                 _sent(func, args, kwargs, out),
                 not self.joining or _own_kernel(func),
                 _bits(args),
             )
         )
         return out
-
-    def _taken_inside(self, func: Any, args: tuple[Any, ...]) -> int:
-        """Return an operator's peak temporaries, without its results; traced once per signature."""
-        key = (func, *((x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else x for x in args))
-        if key not in self._inside:
-            inner = Trace()
-            inner.know(x for x in args if isinstance(x, Tensor))
-            with inner:
-                made = IMPLEMENTATIONS[func](*args)
-            most, _ = inner.timeline().most(0, len(inner.ops))
-            results = sum(
-                t.untyped_storage().nbytes() for value in tree_iter(made) for t in plain_tensors(value)
-            )
-            self._inside[key] = int(most - results)
-        return self._inside[key]
 
     # ------------------------------------------------------------------------------------------ views
 

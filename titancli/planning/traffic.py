@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from titancli.planning.meter import plain_tensors
 
@@ -98,20 +97,19 @@ def _waits(func: Any, args: Any) -> bool:
 
 
 def moved_by(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    written = [tensor for value in tree_iter(out) for tensor in plain_tensors(value)]
+    written = [*plain_tensors(out)]
     if func in LOOK_UPS:
         return 2 * sum(map(_bytes, written))
-    read = [tensor for value in tree_iter((args, kwargs)) for tensor in plain_tensors(value)]
+    read = [*plain_tensors((args, kwargs))]
     if func._schema.is_mutable and not written:  # returns nothing, as torch's fused optimizers do
         written = [
             tensor
             for argument, value in zip(func._schema.arguments, args, strict=False)
             if argument.is_write
-            for one in tree_iter(value)
-            for tensor in plain_tensors(one)
+            for tensor in plain_tensors(value)
         ]
     if func in NOT_READ:
-        over = {id(tensor) for value in tree_iter(args[0]) for tensor in plain_tensors(value)}
+        over = set(map(id, plain_tensors(args[0])))
         read = [tensor for tensor in read if id(tensor) not in over]
     return sum(map(_bytes, read)) + sum(map(_bytes, written))
 
