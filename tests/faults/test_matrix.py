@@ -288,14 +288,14 @@ MATRIX = {
         "a node is lost between two checkpoints, with copies of the state in memory",
         "all go on from the other node's copy, bitwise; a flipped one is refused, and the disk is used",
         (
-            "checkpoint/test_peers.py::test_any_node_may_be_lost_and_all_ranks_load_bit_for_bit",
-            "checkpoint/test_peers.py::test_a_flipped_byte_is_found_by_all_ranks_wherever_it_is",
-            "checkpoint/test_peers.py::test_a_copy_that_fails_on_one_rank_leaves_the_one_before",
-            "run/test_peers.py::test_a_run_that_failed_continues_from_memory_or_else_from_the_disk",
+            "../plugins/titan-peers/tests/test_copies.py::test_any_node_may_be_lost_and_all_ranks_load_bit_for_bit",
+            "../plugins/titan-peers/tests/test_copies.py::test_a_flipped_byte_is_found_by_all_ranks_wherever_it_is",
+            "../plugins/titan-peers/tests/test_copies.py::test_a_copy_that_fails_on_one_rank_leaves_the_one_before",
+            "../plugins/titan-peers/tests/test_peers_runs.py::test_a_run_that_failed_continues_from_memory_or_else_from_the_disk",
         ),
         (
-            "run/test_peers.py::test_a_node_that_is_lost_costs_no_step_where_another_has_its_copy",
-            "run/test_peers.py::test_fewer_nodes_continue_from_the_copies_of_more",
+            "../plugins/titan-peers/tests/test_peers_runs.py::test_a_node_that_is_lost_costs_no_step_where_another_has_its_copy",
+            "../plugins/titan-peers/tests/test_peers_runs.py::test_fewer_nodes_continue_from_the_copies_of_more",
         ),
     ),
 }
