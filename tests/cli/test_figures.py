@@ -78,8 +78,8 @@ def modules(site: Path, *arguments: str) -> list[str]:
     ("arguments", "limit"),
     [
         (("--help",), 265),
-        (("list-components",), 310),
-        (("validate", "llama3_debug"), 430),
+        (("list-components",), 330),
+        (("validate", "llama3_debug"), 450),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
 )

@@ -36,7 +36,8 @@ from titancli.registry.component import build
 pytestmark = pytest.mark.ranks
 PLAIN, ROUTED = (replace(c, n_layers=1, moe=replace(c.moe, load_balance_coeff=None)) for c in (EIGHT, BOTH))
 """Without biases, which a step moves: the next one would be of another model."""
-LOSSES = [name for name, _ in registry.current().components("loss") if name.startswith("titan/")]
+OWN = ("titan/", "titan-rl/", "titan-preference/dpo")
+LOSSES = [name for name, _ in registry.current().components("loss") if name.startswith(OWN)]
 MORE: dict[str, list[Any]] = {
     "titan-rl/grpo": [Grpo(length_norm="token"), Grpo(length_norm="constant", constant=9)],
 }

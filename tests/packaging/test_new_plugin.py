@@ -32,8 +32,9 @@ def kinds(request: pytest.FixtureRequest) -> tuple[str, ...]:
 def made(titan_wheel: Path, tmp_path_factory: pytest.TempPathFactory, kinds: tuple[str, ...]) -> Environment:
     """One environment with a new plugin of each kind."""
     environment = Environment(tmp_path_factory.mktemp("made") / "venv")
-    testing = wheel_of(CHECKOUT / "plugins" / "titan-testing", tmp_path_factory.mktemp("wheel-testing"))
-    environment.install(titan_wheel, testing)
+    names = ("titan-testing", "titan-rl")  # the loop of generators, rewards, …
+    wheels = [wheel_of(CHECKOUT / "plugins" / name, tmp_path_factory.mktemp(name)) for name in names]
+    environment.install(titan_wheel, *wheels)
     for kind in kinds:
         done = environment.titan("plugin", "new", f"titan-new-{kind}", "--kind", kind)
         assert done.returncode == 0, done.stderr

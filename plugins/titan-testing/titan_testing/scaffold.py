@@ -170,6 +170,7 @@ def _about(of_kinds: dict[str, dict[str, str]]) -> dict[str, str]:
     rooms = [(own["package"].replace(".", "/"), kind) for kind, own in of_kinds.items()]
     return {
         "what": what[0].upper() + what[1:],
+        "loop": ', "titan-rl"' if any(kind in OF_GRPO for kind in of_kinds) else "",
         "labels": ", ".join(f"`{kind}/{own['component']}`" for kind, own in of_kinds.items()),
         "commands": "\n".join(
             f"titan show {kind}/{own['component']}\ntitan train {own['base']} {own['use']}"
