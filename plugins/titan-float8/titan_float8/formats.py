@@ -78,12 +78,16 @@ def _saturated(x: Tensor) -> Tensor:
 # ------------------------------------------------------------------------------------------------ float8
 
 
-def rowwise(x: Tensor, group: Tensor | None = None, groups: int = 0) -> Codes:
-    """Cast to e4m3 with a power of two as the scale of each row; of each group of its columns, if given."""
+def rowwise(x: Tensor, group: Tensor | None = None, groups: int = 0, block: int = 1) -> Codes:
+    """Cast to e4m3 with a power of two as the scale of each row; of each group of its columns, if given.
+
+    Args:
+        block: columns that are of the same group, one after the other.
+    """
     if group is None:
         largest = x.abs().amax(-1, keepdim=True)
     else:
-        largest = group_maxima(x, group, groups)
+        largest = group_maxima(largest_of(x, 1, block), group[::block], groups)
     # In float64, as torchao: compiled code rounds this division in another way than eager code.
     scale = (LARGEST_E4M3 / largest.double().clamp(min=SMALLEST_MAXIMUM)).float()
     scale = scale.log2().floor().exp2()

@@ -61,7 +61,7 @@ class Scheme(NamedTuple):
             group: float8 rowwise: the group of each column, of `groups`; None: a row has one scale.
         """
         if self.format == "rowwise":
-            return formats.rowwise(x, group, groups)
+            return formats.rowwise(x, group, groups, self.block)
         if self.format == "blockwise":
             return formats.blockwise(x, self.block if role == "weight" else 1)
         if self.format == "mxfp8":
