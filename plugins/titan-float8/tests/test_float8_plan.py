@@ -75,7 +75,7 @@ def test_products_run_at_the_rate_of_their_operands(
     assert 1.03 < plain.speed.step / low.speed.step < 16 / bits
     assert low.worst.parameters == plain.worst.parameters
     # Operands are kept in bf16, and cast one product at a time.
-    assert 1.0 <= low.worst.total / plain.worst.total < 1.1
+    assert 0.98 < low.worst.total / plain.worst.total < 1.1
 
 
 def test_gradients_of_weights_in_bf16_are_counted_as_such() -> None:
