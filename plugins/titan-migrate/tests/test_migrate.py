@@ -525,3 +525,22 @@ def test_every_config_of_the_project_is_accounted_for(tool: str, tmp_path: Path)
     done = [row for row in rows if row.counts]
     assert len(done) >= 20
     assert sum(not row.invalid for row in done) >= 0.95 * len(done)
+
+
+@pytest.mark.parametrize(
+    ("tool", "line", "name"),
+    [
+        ("axolotl", "activation_offloading: true\n", "activation_offloading"),
+        ("axolotl", "gradient_checkpointing: offload\n", "gradient_checkpointing"),
+        ("torchtune", "enable_activation_offloading: true\n", "enable_activation_offloading"),
+    ],
+)
+def test_offloaded_activations_become_a_callback(
+    made: Callable[..., Translation], tool: str, line: str, name: str
+) -> None:
+    text = configs.ALL[tool].replace(f"{name}: true\n", "").replace(f"{name}: false\n", "") + line
+    found = made(tool, text)
+    data = tomli.loads(found.text)
+    assert data["callbacks"] == [{"type": "activation_offload"}] and name in found.moved
+    assert "titan-offload" in data["requires"]["plugins"]
+    assert "callbacks" not in tomli.loads(made(tool, text.replace(line, "")).text)

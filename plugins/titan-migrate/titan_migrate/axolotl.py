@@ -49,8 +49,8 @@ def translate(config: Config) -> None:
     config.put("training.seed", config.value("seed"), "seed")
     recomputed = config.value("gradient_checkpointing")
     trainer.checkpointing(config, on=bool(recomputed), sources=("gradient_checkpointing",))
-    if isinstance(recomputed, str):
-        config.change("gradient_checkpointing", "activations are recomputed, not moved to CPU memory")
+    by_checkpoints = isinstance(recomputed, str) and not config.value("activation_offloading")
+    parts.offloading(config, "gradient_checkpointing" if by_checkpoints else "activation_offloading")
     _mesh(config)
     _watching(config, held_out, steps)
 

@@ -353,3 +353,12 @@ def place(path: str) -> str:
 
 def _is_file(path: str) -> bool:
     return path.endswith((".json", ".jsonl", ".csv", ".parquet", ".txt", ".gz", ".zst", ".arrow"))
+
+
+def offloading(config: Config, source: str) -> None:
+    """Have activations wait in host memory where a setting says so."""
+    if not config.value(source):
+        config.ignore(source)
+    elif config.has("callback", "activation_offload", source):
+        config.recipe.setdefault("callbacks", []).append({"type": "activation_offload"})
+        config.take(source)

@@ -435,6 +435,7 @@ def _memory(config: Config) -> None:
         if mode == "selective" and config.written("ac_option"):
             config.put("activation_checkpoint.selective_ac_option", str(config.value("ac_option")))
     config.put("activation_checkpoint.mode", mode, name, "ac_mode", "ac_option")
+    parts.offloading(config, "enable_activation_offloading")
     compiled = config.value("compile")
     config.put("compile.enable", bool(compiled) or bool(config.below("compile")), "compile")
     for name, key, usual in (
