@@ -39,8 +39,9 @@ PYTHON = {
 }
 GPU = Row(
     "GPUs",
-    "**not yet run on one**; where a test has a form for the CPU, that one (`make test-all`)",
-    "",
+    "one H200 with torch 2.11.0 and CUDA 13.0; [speed and memory](benchmarks/README.md#one-gpu). "
+    "**Not yet run on several**",
+    "2026-11-26",
     "pytest -m gpu",
 )
 LAYOUTS = Row(
