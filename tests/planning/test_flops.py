@@ -35,9 +35,8 @@ GPT_OSS = (
 @pytest.fixture(autouse=True)
 def _attention_aside(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch counts the whole square of attention."""
-    share = trace._share_seen
-    monkeypatch.setattr(trace, "_share_seen", lambda func, *more: float("attention" not in str(func)))
-    assert share(torch.ops.aten.mm.default, (), {}) == 1.0
+    assert trace._share_seen({}) == 1.0  # of other operators
+    monkeypatch.setattr(trace, "_share_seen", lambda given: float(not given))
 
 
 @pytest.mark.parametrize("family", [(), MOE, LLAMA4, GPT_OSS], ids=["dense", "experts", "llama4", "gpt_oss"])

@@ -28,5 +28,5 @@ def test_an_error_of_the_worker_is_one_block(command: Callable[..., Command], he
     assert block.count("Traceback (most recent call last):") == 1
     (log,) = [line.removeprefix("log: ") for line in block if line.startswith("log: ")]
     assert (here / log).is_file()
-    assert len(block) < 30, done.err
+    assert len(block) < 33, done.err
     assert done.err.count("Traceback (most recent call last):") == 1

@@ -236,22 +236,28 @@ def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> float:
     """Return the FLOPs of an operator by torch's formula; of causal attention only those of the pairs
     of query and key that are seen."""
     formula = flop_registry.get(func.overloadpacket)
-    if formula is None or "attention" not in func.overloadpacket.__name__:
-        return formula(*args, **kwargs, out_val=out) if formula else 0.0
-    given = _named(func, args, kwargs)
-    if ours := "q" in given:
-        counted = formula(*args, **kwargs, out_val=out)
-    else:  # torch 2.11 counts only as many heads of keys as of queries
-        shared = {
-            name: given[name][:, :1].expand(-1, given["query"].shape[1], -1, -1) for name in ("key", "value")
-        }
-        counted = formula(*(given | shared).values(), out_val=out)
+    if formula is None:
+        return 0.0
+    given = _named(func, args, kwargs) if "attention" in func.overloadpacket.__name__ else {}
+    if "key" not in given:
+        return float(formula(*args, **kwargs, out_val=out) * _share_seen(given))
+    # torch 2.11 counts only as many heads of keys as of queries
+    shared = {
+        name: given[name][:, :1].expand(-1, given["query"].shape[1], -1, -1) for name in ("key", "value")
+    }
+    return float(formula(*(given | shared).values(), out_val=out) * _share_seen(given))
+
+
+def _share_seen(given: dict[str, Any]) -> float:
+    """Return the fraction computed of the query-key pairs that torch counts for an attention's arguments:
+    about half of the square if it is causal."""
     if not (given.get("is_causal") or given.get("causal")):
-        return float(counted)
+        return 1.0
+    ours = "q" in given
     q, k = (given["q"], given["k"]) if ours else (given["query"], given["key"])
     length, keys = q.shape[1 if ours else 2], k.shape[1 if ours else 2]
     wide = min(keys, given.get("window") or keys)
-    return float(counted * seen(length, keys, wide) / (length * wide))
+    return seen(length, keys, wide) / (length * wide)
 
 
 def seen(length: int, keys: int, window: int) -> float:
