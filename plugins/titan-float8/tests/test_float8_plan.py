@@ -14,9 +14,9 @@ from titancli.planning.estimate import Estimate, as_data, estimate
 from titancli.recipe import load_recipe
 
 LLAMA = ("llama3_8b", "training.seq_len=4096", "compile.enable=true")
-BATCH = ("training.local_batch_size=4", "training.global_batch_size=32")
-"""With few tokens an expert, its products are bound by memory: casts cost more than they save."""
-EXPERTS = ("qwen3_30b_a3b", "training.seq_len=4096", "compile.enable=true", *BATCH)
+EXPERTS = ("qwen3_30b_a3b", "training.seq_len=4096", "compile.enable=true")
+ROWS = ("training.local_batch_size=4", "training.global_batch_size=32")
+ROW = ("training.local_batch_size=1", "training.global_batch_size=8")
 
 
 @cache
@@ -57,12 +57,13 @@ def test_rates_are_those_of_data_sheets() -> None:
     [
         ("H100", LLAMA, toml("float8_linear", skip=["output"]), 8),
         ("H100", LLAMA, toml("float8_linear", recipe="rowwise", skip=["output"]), 8),
-        ("H100", EXPERTS, toml("float8_experts"), 8),
+        ("H100", (*EXPERTS, *ROWS), toml("float8_experts"), 8),
+        ("H100", (*EXPERTS, *ROW), toml("float8_experts"), 8),
         ("B200", LLAMA, toml("mxfp8_linear", skip=["output"]), 8),
-        ("B200", EXPERTS, toml("mxfp8_experts"), 8),
+        ("B200", (*EXPERTS, *ROWS), toml("mxfp8_experts"), 8),
         ("B200", LLAMA, toml("nvfp4_linear", skip=["output"]), 4),
     ],
-    ids=["tensorwise", "rowwise", "float8 experts", "MXFP8", "MXFP8 experts", "NVFP4"],
+    ids=["tensorwise", "rowwise", "float8 experts", "one row", "MXFP8", "MXFP8 experts", "NVFP4"],
 )
 def test_products_run_at_the_rate_of_their_operands(
     device: str, base: tuple[str, ...], converter: str, bits: int
@@ -82,6 +83,13 @@ def test_gradients_of_weights_in_bf16_are_counted_as_such() -> None:
     whole = planned("B200", LLAMA, toml("mxfp8_linear", skip=["output"]))
     part = planned("B200", LLAMA, toml("mxfp8_linear", skip=["output"], wgrad_with_hp=True))
     assert flops(part)[8] == pytest.approx(flops(whole)[8] * 2 / 3)
+
+
+def test_with_few_tokens_casts_take_most_of_what_products_of_experts_save() -> None:
+    few = (*EXPERTS, *ROW, "training.seq_len=256")
+    plain, low = planned("H100", few).speed, planned("H100", few, toml("float8_experts")).speed
+    assert plain is not None and low is not None
+    assert 1 <= plain.step / low.step < 1.01
 
 
 def test_where_the_device_lacks_it_emulation_is_planned() -> None:
