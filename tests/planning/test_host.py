@@ -94,3 +94,11 @@ def test_a_pipeline_has_those_of_all_its_micro_batches() -> None:
 def test_a_config_says_it_and_no_other_does() -> None:
     assert ActivationOffload.offloads_activations
     assert not any(one.offloads_activations for one in load_recipe("llama3_8b").recipe.callbacks)
+
+
+def test_the_bound_of_mfu_is_no_more_than_all() -> None:
+    """By convention it counts scores that causal attention skips, of which long rows have many."""
+    _, document = plan_of("parallelize.cpu_offload=true", gpu="H200")
+    assert 0.9 < document["speed"]["mfu"] <= 1
+    _, long = plan_of("training.seq_len=131072", "mesh.cp=8", gpu="H200")
+    assert long["speed"]["mfu"] == 1 and "100% MFU" in as_text(long)

@@ -158,7 +158,8 @@ class Speed:
     tokens_per_second: float
     """Per device."""
     mfu: float
-    """Fraction of the peak FLOPS that the model's own operations use; recomputation does not count."""
+    """Fraction of the peak FLOPS that the model's own operations use, at most 1; without recomputation.
+    By convention all scores count, also those that causal attention skips."""
 
 
 def speed(work: Workload) -> Speed | None:
@@ -187,7 +188,7 @@ def speed(work: Workload) -> Speed | None:
         bubble=share,
         step=step,
         tokens_per_second=rate,
-        mfu=rate * work.blueprint.flops_per_token / device.flops,
+        mfu=min(1.0, rate * work.blueprint.flops_per_token / device.flops),
     )
 
 
