@@ -93,7 +93,9 @@ PARTS = {
     "metrics.enable_tensorboard": '`[[loggers]]` with `type = "tensorboard"`',
     "metrics.enable_wandb": '`[[loggers]]` with `type = "wandb"` (plugin titan-wandb)',
     "quantize.linear.float8": '`[[converters]]` with `type = "float8_linear"` (plugin titan-float8)',
-    "quantize": "`[[converters]]`, if a plugin provides it",
+    "quantize.linear.mx": "`[[converters]]` of type `mxfp8_linear` (plugin titan-float8), by hand",
+    "quantize.grouped_mm.float8": "`[[converters]]` of type `float8_experts` (plugin titan-float8), by hand",
+    "quantize.grouped_mm.mx": "`[[converters]]` of type `mxfp8_experts` (plugin titan-float8), by hand",
 }
 """What the fields become that `titan_torchtitan.parts` reads."""
 

@@ -232,7 +232,14 @@ def test_defaults_that_are_left_out_are_titans_own(load: Callable[..., Loaded]) 
             "is used instead",
         ),
         ('[model]\nflavor = "9B"\n', "model.flavor", "llama3 has no flavor '9B'"),
-        ('[model]\nconverters = "mx"\n', "model.converters", "provides the converter 'mx'"),
+        ('[model]\nconverters = "other"\n', "model.converters", "provides the converter 'other'"),
+        ('[model]\nconverters = "mx"\n', "model.converters", '[[converters]] type = "mxfp8_linear"'),
+        (
+            '[model]\nconverters = ["quantize.grouped_mm.float8"]\n'
+            '[quantize.grouped_mm.float8]\nfqns = ["experts"]\n',
+            "quantize.grouped_mm.float8.fqns",
+            "set the fields of float8_experts by hand: fqns says what is converted",
+        ),
         (
             '[checkpoint]\nenable = true\ninitial_load_path = "old/step-100"\n',
             "checkpoint.initial_load_path",

@@ -51,6 +51,12 @@ CONVERTERS = {
     GROUPED_MX: GROUPED_MX,
 }
 """Names in `model.converters`, and the sections that configure them."""
+BY_HAND = {
+    MX: ("mxfp8_linear", "a name of torchao's recipes stands for other scales in other versions of it"),
+    GROUPED_FLOAT8: ("float8_experts", "fqns says what is converted, and skip what is not"),
+    GROUPED_MX: ("mxfp8_experts", "fqns says what is converted, and skip what is not"),
+}
+"""Sections whose fields do not say what those of titan-float8's converters do: the converter, and why."""
 SUBMODULES = {"output", "wq", "wk", "wv", "wo", "w1", "w2", "w3"}
 """Last parts of the names of linear layers, the same here as in torchtitan."""
 AUTO_FILTER = "auto_filter_small_kn"
@@ -328,9 +334,15 @@ def converters(job: Job, registry: Registry) -> None:
             _float8(job, registry)
         elif section is None and _installed(registry, "converter", name) is not None:
             _append(job, registry, {"type": name})
+        elif section in BY_HAND:
+            type_, why = BY_HAND[section]
+            job.lose(
+                "model.converters",
+                f'for {name!r} write [[converters]] type = "{type_}" (plugin titan-float8) by hand: {why}',
+            )
+            _lose_section(job, section, f"set the fields of {type_} by hand: {why}")
         else:
             job.lose("model.converters", f"no installed plugin provides the converter {name!r}")
-            _lose_section(job, section, f"the converter {name!r} is not installed")
     for section in {*CONVERTERS.values()} - used:
         _lose_section(job, section, "no effect: model.converters does not name it")
 
@@ -392,9 +404,9 @@ def _require(job: Job, registry: Registry, kind: str, name: str) -> None:
         requires += [needed] if needed not in requires else []
 
 
-def _lose_section(job: Job, section: str | None, why: str) -> None:
+def _lose_section(job: Job, section: str, why: str) -> None:
     for name, entry in job.entries.items():
-        if section is not None and name.startswith(f"{section}."):
+        if name.startswith(f"{section}."):
             if entry.value == entry.field.default:
                 job.ignore(name)
             else:
