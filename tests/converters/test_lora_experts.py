@@ -106,7 +106,7 @@ def test_adapters_of_experts_are_what_float64_makes_of_them(kind: type[Experts])
     counts = [3, 0, 5, 1]  # one has no tokens
     x = torch.randn(9, 16, generator=drawn, requires_grad=True)
     towards = torch.randn(9, 16, generator=drawn)
-    out = layer(x, torch.tensor(counts))
+    out = layer.over_experts(x, torch.tensor(counts))
     out.backward(towards)
     exact = {
         name: p.detach().double().requires_grad_(p.requires_grad) for name, p in layer.named_parameters()
@@ -124,7 +124,7 @@ def test_adapters_of_experts_are_what_float64_makes_of_them(kind: type[Experts])
     layer.enabled = False
     frozen = {name: (0 * p if "lora" in name else p) for name, p in exact.items()}
     with torch.no_grad():
-        assert far(layer(x, torch.tensor(counts)), reference(layer, x64, counts, frozen)) < 1e-6
+        assert far(layer.over_experts(x, torch.tensor(counts)), reference(layer, x64, counts, frozen)) < 1e-6
     assert list(layer._parameters)[:3] == [stacks[0], f"{stacks[0]}_lora_a", f"{stacks[0]}_lora_b"]
 
 
@@ -139,7 +139,7 @@ def test_experts_that_would_leave_their_adapters_out_are_refused() -> None:
     layer: Any = OnItsOwn(experts(16, 16, 2))
     AdaptedExperts.adapt(layer, "w1", 8, 1.0)
     with pytest.raises(TitanError, match=r"OnItsOwn\.compute multiplies without Experts\.product"):
-        layer(torch.ones(2, 16), torch.tensor([1, 1]))
+        layer.over_experts(torch.ones(2, 16), torch.tensor([1, 1]))
 
 
 # ---------------------------------------------------------------------------------------------- targets
