@@ -6,11 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from tests.data.helpers import make
 from titancli.data import ByteTokenizer, Chat
+from titancli.data.rows import joined
 from titancli.engine import Engine
 from titancli.errors import RecipeError
 from titancli.protocols.batch import IGNORE, Batch
@@ -36,9 +38,9 @@ def talks(tmp_path: Path) -> dict[str, Any]:
 def test_a_batch_is_one_row_of_whole_conversations(talks: dict[str, Any], indexed: bool) -> None:
     shape = {"seq_len": 150, "rows": 3}
     padded = list(make(Chat(**talks, length_index=indexed), **shape))
-    joined = list(make(Chat(**talks, length_index=indexed, padding="none"), **shape))
-    assert len(joined) == len(padded) == 2
-    for batch, apart in zip(joined, padded, strict=True):
+    made = list(make(Chat(**talks, length_index=indexed, padding="none"), **shape))
+    assert len(made) == len(padded) == 2
+    for batch, apart in zip(made, padded, strict=True):
         assert batch.rows == 1 and batch["tokens"].shape[1] % 64 == 0
         at = number = 0
         for tokens, targets in zip(apart["tokens"], apart["targets"], strict=True):
@@ -62,6 +64,18 @@ def test_a_rank_with_nothing_left_has_a_short_row_of_nothing(talks: dict[str, An
     assert batch["tokens"].shape[1] % 48 == 0
 
 
+def test_a_joined_row_is_no_longer_than_the_rows_that_it_is_of() -> None:
+    row = {name: np.ones(100, np.int64) for name in ("tokens", "targets", "positions")}
+    filler = {**row, "targets": np.full(100, IGNORE)}
+    whole = joined([row, row], filler)
+    assert {name: one.size for name, one in whole.items()} == dict.fromkeys((*row, "document_ids"), 200)
+    assert joined([row, filler], filler)["targets"].size == 128
+    settings = ["dataset.pack=false", "dataset.padding=none", "training.seq_len=100"]
+    with Engine.build("sft_debug", [*settings, "training.local_batch_size=2"], device="cpu") as engine:
+        batch = Batch({name: torch.from_numpy(one[None]) for name, one in whole.items()})
+        assert engine.forward_backward(batch)["loss"] > 0
+
+
 def learned(settings: list[str], batch: Batch) -> tuple[float, list[torch.Tensor]]:
     """The loss of a batch, and the gradients of all parameters."""
     with Engine.build("sft_debug", settings, device="cpu") as engine:
@@ -71,14 +85,14 @@ def learned(settings: list[str], batch: Batch) -> tuple[float, list[torch.Tensor
 
 def test_loss_and_gradients_are_those_of_padded_rows(talks: dict[str, Any]) -> None:
     runtime: dict[str, Any] = {"tokenizer": build(ByteTokenizer()), "seq_len": 160, "rows": 5, "dp_rank": 0}
-    apart, joined = (
+    apart, made = (
         next(iter(build(Chat(**talks, padding=padding), **runtime, dp_size=1, seed=0)))
         for padding in ("seq_len", "none")
     )
-    assert joined["tokens"].numel() < apart["tokens"].numel() / 2
+    assert made["tokens"].numel() < apart["tokens"].numel() / 2
     settings = ["dataset.pack=false", "dataset.padding=none", "training.seq_len=160"]
     settings += ["training.local_batch_size=5"]
-    found, expected = learned(settings, joined), learned(settings, apart)
+    found, expected = learned(settings, made), learned(settings, apart)
     assert found[0] == pytest.approx(expected[0], rel=1e-6)
     for mine, reference in zip(found[1], expected[1], strict=True):
         assert (mine - reference).norm() <= 2e-6 * reference.norm()
@@ -109,7 +123,7 @@ REFUSED: dict[str, tuple[str, list[str], str]] = {
             *("dataset.pack=false", "dataset.padding=none", "mesh.cp=2"),
             'parallelize.context_parallel="ring"',
         ],
-        "cannot separate the conversations",
+        'conversations of a row: use "longest"',
     ),
 }
 

@@ -397,7 +397,14 @@ class Chat(RowsOfExamples):
         ring = recipe.parallelize.context_parallel == "ring"
         if (self.pack or self.joins_rows) and ring and recipe.mesh.cp != 1:
             message = 'parallelize.context_parallel = "ring" cannot separate the conversations of a row: use '
-            yield "pack", message + 'false, or "allgather"'
+            yield (
+                ("pack", message + 'false, or "allgather"')
+                if self.pack
+                else (
+                    "padding",
+                    message + '"longest", or "allgather"',
+                )
+            )
 
 
 @component("tokenizer", "byte", target="titancli.data.byte_tokenizer:build")

@@ -324,11 +324,12 @@ class RowDataset:
 
 def joined(rows: Sequence[Row], filler: Row) -> Row:
     """Return one row of all rows up to their last targets, each a document, and `filler` up to a multiple of
-    `STEP`."""
+    `STEP`, or to the length of all rows."""
     targets = [(row["targets"] != IGNORE).nonzero()[0] for row in rows]
     kept = [(row, int(there[-1]) + 1) for row, there in zip(rows, targets, strict=True) if len(there)]
-    step = min(STEP, filler["targets"].size)
-    kept.append((filler, -sum(width for _, width in kept) % step if kept else step))
+    total, length = sum(width for _, width in kept), filler["targets"].size
+    step = min(STEP, length)
+    kept.append((filler, min(-total % step, len(rows) * length - total) if kept else step))
     made = {name: np.concatenate([row[name][:width] for row, width in kept]) for name in filler}
     numbers = np.arange(len(kept), dtype=np.int32)
     return {**made, "document_ids": numbers.repeat([width for _, width in kept])}
