@@ -166,9 +166,12 @@ def _cuda_graphs(recipe: Recipe) -> Iterator[Finding]:
     if recipe.model.n_experts and recipe.training.mixed_precision_param == "float32":
         message = "in float32 the host waits for the tokens of experts, which a graph cannot"
         yield path, message, 'set training.mixed_precision_param = "bfloat16"'
-    if how == "blocks" and recipe.dataset is not None and recipe.dataset.document_mask:
+    data: Any = recipe.dataset
+    masks = () if data is None else ("document_mask", "pack", "joins_rows")
+    if how == "blocks" and (key := next((one for one in masks if getattr(data, one, False)), None)):
         message = "on a GPU, blocks are given a mask of the documents that is another one in each micro-batch"
-        yield path, message, 'set it to "step", or dataset.document_mask = false'
+        hint = 'padding = "longest"' if key == "joins_rows" else f"{key} = false"
+        yield path, message, f'set it to "step", or dataset.{hint}'
 
 
 def _checkpoint(recipe: Recipe) -> Iterator[Finding]:
