@@ -73,7 +73,9 @@ NEEDS = {
     "reward/titan-rl/json_schema": 'schema = {type = "object"}',
     "reward/titan-rl/regex": 'pattern = "x"',
 }
+EXPERTS = 'model = {type = "qwen3", flavor = "debugmodel_moe"}\n'
 BESIDE = {
+    **{f"titan-float8/{name}_experts": EXPERTS for name in ("float8", "mxfp8", "nvfp4")},
     "titan-distil/distil": '[loss]\ntype = "distil"\n',
     "titan/best": 'validation.datasets.x = {type = "python_stdlib"}\ncheckpoint.enable = true\n',
     "titan/early_stop": 'validation.datasets.x = {type = "python_stdlib"}\n',
