@@ -36,8 +36,9 @@ UNLIKE = {
     r"gpt_oss_debug, float32": "attention in blocks with sinks keeps its output once more than planned",
     r"reward_debug": "the output matrix, which the loss does not read, is planned as if it were trained",
     r":sft_debug, float32": "conversations that share a row are planned as one, with scores in float32",
-    r":(dpo_llama3|lora_qwen3|sft_llama3|sft_qwen3|distil_qwen3)_debug, bfloat16": "the backward of attention"
-    " within documents sums in float32, which is not planned: a few MiB, beside which these models are small",
+    r":(dpo_llama3|lora_(gemma3|llama3|qwen3)|sft_(llama3|qwen3)|distil_qwen3)_debug, bfloat16": "the"
+    " backward of attention within documents sums in float32, which is not planned: a few MiB, beside which"
+    " these models are small",
     r":(lora|sft)_qwen3_debug, float32": "the peak is up to a tenth below the plan; why is not known",
     r":grpo_(llama3|qwen3)_debug, bfloat16": "the peak is up to a sixth above the plan; why is not known",
 }
