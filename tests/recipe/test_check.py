@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from importlib import metadata
 
@@ -157,6 +158,13 @@ def test_a_missing_plugin_of_titans_own_is_installed_from_the_checkout(
 def test_other_mistakes_are_told_beside_a_missing_plugin(problems) -> None:
     found = problems(BASE + 'stpes = 1\n[requires]\nplugins = ["titan-no-such-thing"]\n')
     assert [p.code for p in found] == ["unknown-key", "requires"]
+
+
+def test_a_loop_of_a_missing_plugin_is_not_said_to_need_a_dataset(problem) -> None:
+    without = re.sub(r"\[dataset\]\n(.+\n)*", "", BASE)
+    assert without != BASE
+    found = problem('loop = "no_such"\n' + without + '[requires]\nplugins = ["titan-no-such-thing"]\n')
+    assert found.code == "requires"
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def bind_recipe(
 
     wanted = {
         "tokenizer": any(map(needs_tokenizer, _datasets(resolved))),
-        "dataset": needs_dataset(resolved.classes.get(("loop",))),
+        "dataset": ("loop",) not in resolved.holes and needs_dataset(resolved.classes.get(("loop",))),
     }
     absent: list[KeyPath] = [(n,) for n, needed in wanted.items() if needed and n not in resolved.root.value]
     missing = [{"type": "missing", "loc": path} for path in (*absent, *_unset(resolved)) if runnable]
