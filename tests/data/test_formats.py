@@ -67,6 +67,7 @@ def parquet(path: Path) -> bytes:
         ("a.tsv.gz", gzip.compress(b"text\turl\nhello\thttp\n", mtime=0), "csv"),
         ("a.txt.gz", gzip.compress(b"a text", mtime=0), "text"),
         ("a", ("ü" * 2 * HEAD_BYTES).encode(), "text"),
+        ("rows.jsonl", b'{"text": "a\0b"}\n{"text": "c"}\n', "jsonl"),
     ],
 )
 def test_a_file_is_what_it_holds(tmp_path: Path, name: str, data: bytes, read_as: str) -> None:
@@ -84,6 +85,7 @@ def test_a_file_is_what_it_holds(tmp_path: Path, name: str, data: bytes, read_as
         ("a.bin", b"text", "is binary data"),
         ("a.txt", "a text".encode("utf-16"), "is in UTF-16"),
         ("rows.jsonl", ROWS.decode().encode("utf-16"), "is in UTF-16"),
+        ("rows.jsonl", ROWS.decode().encode("utf-16-le"), "is binary data"),
         ("paper", b"%PDF-1.7\n", "is a PDF"),
         ("a.docx", b"PK\x03\x04" + b"\0" * 30, "is a ZIP archive"),
         ("data.arrow", b"ARROW1\0\0", "is an Arrow file"),

@@ -26,6 +26,7 @@ BAD = {
     "no text": (b'{"text": 3}', "'text' is int, not a string"),
     "cut": (b'{"text": "the disk was fu', "it is not JSON: Unterminated string"),
     "nested": (b'{"text": ' + b"[" * 100_000, "it is not JSON"),
+    "NUL": (b'{"text": "a\0b"}', "it is not JSON: Invalid control character"),
 }
 
 

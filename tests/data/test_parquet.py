@@ -55,6 +55,17 @@ def test_stopping_anywhere_and_going_on_with_other_ranks_changes_nothing(corpus:
     assert got == whole[: len(got)] and state["epoch"] > 0
 
 
+def test_dictionary_encoded_column(corpus: Path) -> None:
+    """pandas writes a categorical column so."""
+    encoded = pa.array([*TEXTS[20:], None, "", TEXTS[20]]).dictionary_encode()
+    pq.write_table(pa.table({"text": encoded}), corpus / "b.parquet", row_group_size=5)
+    found = tokens_of(Parquet(paths=[corpus], shuffle=False, repeat=False))
+    assert found == stream([*TEXTS, "", "", TEXTS[20]])[:-1]
+    pq.write_table(pa.table({"text": pa.array([1, 2]).dictionary_encode()}), corpus / "b.parquet")
+    with pytest.raises(RecipeError, match=r"column .text. has the type int64"):
+        make(Parquet(paths=[corpus]))
+
+
 def test_what_cannot_be_read_is_named(corpus: Path, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"b\.parquet has no column 'n'"):
         make(Parquet(paths=[corpus / "b.parquet"], text="n"))

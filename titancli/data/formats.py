@@ -153,13 +153,15 @@ def _format(path: str) -> Format | _Other:
     if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return _Other("in UTF-16", "convert it: `iconv -f UTF-16 -t UTF-8`")
     says_text = suffix in TEXT and not compressed
-    if b"\0" in head or not says_text:
+    rows = _are_objects(head)
+    # A NUL makes a row of JSON Lines bad, not the file binary.
+    binary = b"\0" in head and (says_text or not rows)
+    if binary or not says_text:
         if (head.startswith(b"PAR1") or suffix == ".parquet") and not compressed:
             return Format("parquet")
         what = next((what for magic, what in MAGIC.items() if head.startswith(magic)), None)
-        if what is not None or suffix in BINARY or b"\0" in head:
+        if what is not None or suffix in BINARY or binary:
             return _Other(what or "binary data", "leave it out, as in 'corpus/**/*.jsonl'")
-    rows = _are_objects(head)
     if says_text:
         return Format("text", by_suffix=rows)
     if rows or (suffix in ROWS and not _LIST.match(head)):
@@ -182,7 +184,8 @@ def _head(file: BinaryIO) -> bytes:
 
 
 def _are_objects(head: bytes) -> bool:
-    rows = [row for row in head.split(b"\n") if row.strip()][:SAMPLED_ROWS]
+    """Return whether most rows are JSON objects, of those without a NUL: one of those is a bad row."""
+    rows = [row for row in head.split(b"\n") if row.strip() and b"\0" not in row][:SAMPLED_ROWS]
     objects = sum(bool(_OBJECT.match(row)) and _is_object(row) for row in rows)
     return 2 * objects > len(rows)
 

@@ -85,7 +85,8 @@ class ParquetSource:
                 hint=f"dataset.text may be one of: {', '.join(schema.names)}",
             )
         kind = schema.field(self._column).type
-        if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+        values = kind.value_type if pa.types.is_dictionary(kind) else kind
+        if not any(is_text(values) for is_text in (pa.types.is_string, pa.types.is_large_string)):
             raise RecipeError(f"{file.path}: column {self._column!r} has the type {kind}, which is not text")
         return [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
 
