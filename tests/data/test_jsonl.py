@@ -186,6 +186,11 @@ def test_where_rows_begin_is_kept_until_the_file_changes(
     (corpus / "a.jsonl").write_bytes(b"\n".join(map(row, reversed(TEXTS))) + b"\n")
     os.utime(corpus / "a.jsonl", ns=(status.st_atime_ns, status.st_mtime_ns))  # only the sample differs
     assert sorted(documents(config)) == sorted(expected)
+    for entry in (tmp_path / "cache" / "rows").glob("*.npy"):
+        data = bytearray(entry.read_bytes())
+        data[-8] ^= 1  # the last row would begin a byte later
+        entry.write_bytes(data)
+    assert sorted(documents(config)) == sorted(expected)
     for size in (50, 0):
         for entry in (tmp_path / "cache" / "rows").glob("*.npy"):
             entry.write_bytes(entry.read_bytes()[:size])

@@ -163,6 +163,22 @@ def test_what_was_measured_is_kept_when_measuring_raises(cache: Path) -> None:
     assert row_lengths({"a": 2}, 3, each).tolist() == wanted[:3], "other rows, other lengths"
 
 
+@pytest.mark.parametrize("damage", ["cut", "bad bit", "older form", "empty"])
+def test_damaged_lengths_are_measured_again(
+    cache: Path, caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
+    row_lengths({"a": 1}, 5, list)
+    [path] = (cache / "lengths").iterdir()
+    data = bytearray(path.read_bytes())
+    data[0] ^= damage == "bad bit"
+    path.write_bytes(data[: {"cut": 9, "older form": 20, "empty": 0}.get(damage)])
+    assert row_lengths({"a": 1}, 5, list).tolist() == [0, 1, 2, 3, 4]
+    assert "is damaged, and its rows are measured again" in caplog.text
+    caplog.clear()
+    assert row_lengths({"a": 1}, 5, lambda rows: pytest.fail("measured")).tolist() == [0, 1, 2, 3, 4]
+    assert not caplog.text
+
+
 def test_processes_share_the_work_and_take_over_from_one_that_dies(tmp_path: Path) -> None:
     count = 6 * CHUNK
     fork = multiprocessing.get_context("fork")

@@ -251,6 +251,30 @@ def test_several_processes_convert_a_file_once_and_nothing_is_left_of_one_that_f
     assert [str(one) for one in (cache / "lines").glob("*.jsonl")] == [found]
 
 
+@pytest.mark.parametrize("damage", ["cut at a row", "bad bit", "no sums", "cut sums", "sums of a list"])
+def test_damaged_lines_are_written_again(
+    cache: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
+    (tmp_path / "a.json").write_bytes(FILES["a.json"])
+    expected = conversations(tmp_path / "a.json", shuffle=False)
+    [lines] = (cache / "lines").glob("*.jsonl")
+    [sums] = (cache / "lines").glob("*.sums")
+    data = lines.read_bytes()
+    if damage == "cut at a row":
+        lines.write_bytes(data[: data.index(b"\n", len(data) // 2) + 1])
+    elif damage == "bad bit":
+        lines.write_bytes(data.replace(b"x", b"y", 1))
+    elif damage == "no sums":
+        sums.unlink()
+    else:
+        sums.write_text("[12" if damage == "cut sums" else "7")
+    assert conversations(tmp_path / "a.json", shuffle=False) == expected
+    assert f"{lines} is damaged, and is written again" in caplog.text
+    assert lines.read_bytes() == data
+    caplog.clear()
+    assert conversations(tmp_path / "a.json", shuffle=False) == expected and not caplog.text
+
+
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.json").write_bytes(FILES["a.json"])
     (tmp_path / "closed").write_text("")

@@ -19,8 +19,9 @@ logger = logging.getLogger(__name__)
 BLOCK = 1 << 24
 KEPT_BYTES = 64 << 20
 """Minimum size of files whose index is cached; smaller ones are read at each start."""
-FACTS = 3
-"""Numbers before the offsets: the file's size and time of change, and a hash of its two ends."""
+FACTS = 4
+"""Numbers before the offsets: the file's size and time of change, a hash of its two ends, and one of the
+offsets."""
 
 
 def row_starts(file: TextFile) -> np.ndarray:
@@ -58,7 +59,7 @@ def _kept(entry: Path, path: str) -> np.ndarray:
     facts = _facts(path)
     try:
         kept = np.load(entry, mmap_mode="r")
-        if kept.dtype == np.int64 and kept[:FACTS].tolist() == facts:
+        if kept.dtype == np.int64 and kept[:FACTS].tolist() == [*facts, _hash(kept[FACTS:])]:
             return kept[FACTS:]
     except FileNotFoundError:
         pass  # the first time
@@ -68,7 +69,9 @@ def _kept(entry: Path, path: str) -> np.ndarray:
     part = entry.with_suffix(f".{os.getpid()}.part")
     try:
         with open(part, "wb") as file:
-            np.save(file, np.concatenate((np.array(facts, np.int64), starts)))
+            np.save(file, np.concatenate((np.array([*facts, _hash(starts)], np.int64), starts)))
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(part, entry)
     except OSError as error:
         part.unlink(missing_ok=True)
@@ -79,8 +82,13 @@ def _kept(entry: Path, path: str) -> np.ndarray:
 def _facts(path: str) -> list[int]:
     status = os.stat(path)
     with open(path, "rb") as file:
-        sample = xxhash.xxh3_64_intdigest(b"".join(ends_of(file, status.st_size))) >> 1
+        sample = _hash(b"".join(ends_of(file, status.st_size)))
     return [status.st_size, status.st_mtime_ns, sample]
+
+
+def _hash(data: bytes | np.ndarray) -> int:
+    """Return a hash that fits into an int64."""
+    return xxhash.xxh3_64_intdigest(data if isinstance(data, bytes) else data.data) >> 1
 
 
 def _found(path: str) -> np.ndarray:

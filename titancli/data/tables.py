@@ -2,7 +2,8 @@
 
 A list in JSON, a table of separated values, a Parquet file and a compressed file cannot be read from any row
 on. So that rows of every kind have exact positions and can be shuffled, `lines_of` converts such a file: one
-line for each row, in its order.
+line for each row, in its order. Beside the lines lie their size and checksums: lines that do not match them
+are written again.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import IO, Any, BinaryIO, NoReturn
 
 import xxhash
 
@@ -24,13 +25,23 @@ from titancli.data.files import TextFile
 from titancli.data.formats import delimiter_of
 from titancli.data.unchanged import require_unchanged
 from titancli.errors import EnvironmentProblem
-from titancli.fingerprint import cache_folder, cache_name, ends_of, lock_if_possible
+from titancli.files import read_json
+from titancli.fingerprint import (
+    ChunkSums,
+    cache_folder,
+    cache_name,
+    chunk_sums,
+    ends_of,
+    lock_if_possible,
+)
 
 logger = logging.getLogger(__name__)
 
 BLOCK = 1 << 20
 ROWS = 1024
 """Rows of a Parquet file that are read at a time."""
+SUMS = ".sums"
+"""Suffix of the file with the size and the checksums of lines."""
 
 
 def lines_of(file: TextFile, kind: str) -> str:
@@ -53,7 +64,7 @@ def lines_of(file: TextFile, kind: str) -> str:
         unreadable(file.path, error)
     state = xxhash.xxh3_64_hexdigest(f"{kind}:{file.size}:{file.modified}:".encode() + ends)
     target = folder / f"{name}-{state}.jsonl"
-    if target.is_file():
+    if _is_intact(target):
         return str(target)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -62,26 +73,51 @@ def lines_of(file: TextFile, kind: str) -> str:
         _not_written(file, target, error)
     with lock:
         locked = lock_if_possible(lock)
-        if not target.is_file():
+        if not _is_intact(target):
+            if target.is_file():
+                logger.warning("%s is damaged, and is written again", target)
             for old in folder.glob(f"{name}-*"):  # of earlier contents, or left by a process that was killed
-                if locked or old.suffix == ".jsonl":
+                if locked or old.suffix != ".part":
                     old.unlink(missing_ok=True)
             logger.info("reading the rows of %s, once; they are kept in %s", file.path, target)
             _write(file, kind, target)
     return str(target)
 
 
+def _is_intact(target: Path) -> bool:
+    """Return whether lines are there as they were written. Their bytes are read at the first use, and again
+    when their size or their time of change differs."""
+    try:
+        size, sums = read_json(target.with_suffix(SUMS))
+        return size == target.stat().st_size and sums == chunk_sums(str(target))
+    except (OSError, ValueError, TypeError):  # one of the two is missing, or was cut
+        return False
+
+
 def _write(file: TextFile, kind: str, target: Path) -> None:
-    part = target.with_suffix(f".{os.getpid()}.part")
+    """Write lines and, before they have their name, their size and checksums."""
+    part, sums = target.with_suffix(f".{os.getpid()}.part"), ChunkSums()
     try:
         with open(part, "wb") as out:
             for block in _read(file, kind):
                 out.write(block)
+                sums.update(block)
+            _to_disk(out)
+            size = out.tell()
+        with open(target.with_suffix(SUMS), "w", encoding="utf-8") as record:
+            json.dump([size, sums.all], record)
+            _to_disk(record)
         os.replace(part, target)
     except OSError as error:
+        target.with_suffix(SUMS).unlink(missing_ok=True)
         _not_written(file, target, error)
     finally:
         part.unlink(missing_ok=True)
+
+
+def _to_disk(file: IO[Any]) -> None:
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def _not_written(file: TextFile, target: Path, error: OSError) -> NoReturn:
