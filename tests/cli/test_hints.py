@@ -9,6 +9,9 @@ import pytest
 
 from tests.cli.conftest import Titan
 from titancli.cli.group import BUILTIN
+from titancli.cli.override_hints import COMMANDS
+from titancli.registry import first_party
+from titancli.terminal import own_command
 
 REPOSITORY = "Qwen/Qwen3-0.6B"
 
@@ -36,6 +39,28 @@ def test_an_option_that_is_a_key_is_told_as_an_override(
 ) -> None:
     done = titan(command, *words)
     assert done.code == 2 and f"\n {hint}" in done.err
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["export", "runs/a b"], "in titan: titan convert-checkpoint 'runs/a b' OUT --to hf"),
+        (["merge_lora"], "in titan: titan convert-checkpoint RUN OUT --to hf"),
+        (["finetune", "--model", "x"], "in titan: titan recipe new my.toml --from-hf FOLDER --sft DATA"),
+        (["chat", "--fast", "runs/a"], 'in titan: titan generate runs/a --chat "PROMPT"'),
+        (["serve", "runs/a"], "in titan: titan convert-checkpoint runs/a OUT --to hf; vLLM"),
+        (["eval", "runs/a", "--tasks", "mmlu"], "lm-evaluation-harness: titan lm-eval runs/a --tasks mmlu"),
+        (["eval", "--tasks=a,b", "runs/a"], "lm-evaluation-harness: titan lm-eval runs/a --tasks a,b"),
+        (["train", "--config", "a.toml"], "the recipe has no option before it: titan train a.toml"),
+    ],
+)
+def test_words_of_other_tools(titan: Titan, words: list[str], hint: str) -> None:
+    done = titan(*words)
+    assert done.code == 2 and hint in done.err.replace(own_command(), "titan")
+
+
+def test_commands_of_other_tools_are_not_titans() -> None:
+    assert not COMMANDS.keys() & {*BUILTIN, *first_party.COMMANDS}
 
 
 def test_an_option_of_a_command_without_overrides_is_no_key(titan: Titan) -> None:

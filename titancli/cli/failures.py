@@ -121,7 +121,7 @@ def _print_click_error(error: click.ClickException, arguments: Sequence[str]) ->
         error.show()
         return
     if isinstance(error, click.NoSuchOption):
-        from titancli.cli.dashes import hint_for
+        from titancli.cli.override_hints import hint_for
 
         if hint := hint_for(error.option_name, arguments, context.command):
             error_line(f"no such option {error.option_name!r}", hint=hint)

@@ -6,7 +6,7 @@ Only names and help stand here: a command is imported when it is used.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import click
@@ -47,10 +47,15 @@ class Lazy(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
         if not name.startswith("-") and self.get_command(ctx, name) is None:
-            self.unknown(ctx, name)
+            self.unknown(ctx, name, rest=args[1:])
         return super().resolve_command(ctx, args)
 
-    def unknown(self, ctx: click.Context, name: str, more: str = "") -> NoReturn:
+    def unknown(self, ctx: click.Context, name: str, more: str = "", *, rest: Sequence[str] = ()) -> NoReturn:
+        """Refuse a command that does not exist, with the one that was probably meant.
+
+        Raises:
+            UsageError: always.
+        """
         near = nearest_name(name, self.list_commands(ctx))
         message = f"unknown command {name!r}." + (f" Did you mean {near!r}?" if near else "")
         raise click.UsageError(message + more, ctx)

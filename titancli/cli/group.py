@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import click
@@ -12,6 +12,7 @@ from titancli.cli.common import split_common
 from titancli.cli.grammar import ALIASES, GROUPED, Lazy, Place
 from titancli.cli.offered import offered, offers, own_commands, short_help
 from titancli.cli.output import note
+from titancli.errors import UsageError
 
 
 class Row(NamedTuple):
@@ -97,7 +98,11 @@ class Titan(Lazy):
             return (ALIASES[name][1] if name in ALIASES else self.places[name]).load()
         return offered(name, RESERVED)
 
-    def unknown(self, ctx: click.Context, name: str, more: str = "") -> NoReturn:
+    def unknown(self, ctx: click.Context, name: str, more: str = "", *, rest: Sequence[str] = ()) -> NoReturn:
+        from titancli.cli.override_hints import command_hint
+
+        if hint := command_hint(name, rest):
+            raise UsageError(f"unknown command {name!r}", hint=f"in titan: {hint}")
         if broken := _broken():
             more = f" (A broken plugin may provide it: {', '.join(broken)}; see `titan plugin list`.)"
         super().unknown(ctx, name, more)

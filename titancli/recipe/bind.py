@@ -143,7 +143,7 @@ def _unknown_key(
     path: KeyPath, node: Node, resolved: Resolved, registry: Registry, problems: Problems
 ) -> KeyPath:
     """Report an unknown key; return the path of the known key that it probably means, or None."""
-    from titancli.recipe.elsewhere import in_titan, moved
+    from titancli.recipe.foreign import hint_for_path, in_titan
 
     table, key = path[:-1], str(path[-1])
     cls = resolved.classes.get(table)
@@ -153,8 +153,9 @@ def _unknown_key(
     if cls is not None and is_config(cls) and key == "name":
         hint: str | None = "a component is selected by its type: set type = …"
     else:
-        hint = moved(path) or _belongs(key, node, table, resolved, known)
-    theirs = None if hint else in_titan(key, node.origin.text if node.origin.kind == "override" else "")
+        hint = hint_for_path(path, registry) or _belongs(key, node, table, resolved, known)
+    given = node.origin.text if node.origin.kind == "override" else ""
+    theirs = None if hint else in_titan(key, registry, given or "")
     meant = None if hint or theirs else nearest_name(key, known)
     hint = hint or (theirs[1] if theirs else did_you_mean(meant))
     if hint is None and known and table:

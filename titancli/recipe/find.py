@@ -58,8 +58,8 @@ def bundled_folder() -> Path:
 def find_recipe(reference: str | Path, *, registry: Registry | None = None) -> Path:
     """Return the file of a recipe.
 
-    A reference is a path if it contains a `/`, ends in `.toml`, or is a folder with a lock file; else it is
-    the name of a recipe, `plugin:name` or just `name` while one plugin has it.
+    A reference is a path if it contains a `/`, ends in `.toml`, `.yaml` or `.yml`, or is a folder with a lock
+    file; else it is the name of a recipe, `plugin:name` or just `name` while one plugin has it.
 
     Raises:
         RecipeError: there is no such recipe; the message names the nearest.
@@ -68,7 +68,7 @@ def find_recipe(reference: str | Path, *, registry: Registry | None = None) -> P
     text = str(reference)
     if os.path.isfile(path / LOCK_NAME):
         return path / LOCK_NAME
-    if isinstance(reference, Path) or "/" in text or text.endswith(".toml"):
+    if isinstance(reference, Path) or "/" in text or text.endswith((".toml", ".yaml", ".yml")):
         return _existing(path)
     if registry is None:
         from titancli.registry import current
@@ -85,7 +85,9 @@ def _existing(path: Path) -> Path:
     except (OSError, ValueError):  # reading it will say what is wrong
         missing = False
     if missing:
-        names = [p.name for p in path.parent.glob("*.toml")] if os.path.isdir(path.parent) else []
+        names = (
+            [p.name for p in path.parent.glob("*.toml") if p.exists()] if os.path.isdir(path.parent) else []
+        )
         hint = nearest(path.name, sorted(names)) or "`titan recipe list` lists the recipes that have a name"
         raise _no_recipe(f"recipe {path} does not exist", hint)
     return path

@@ -10,11 +10,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from titancli.errors import EnvironmentProblem, PluginError, TitanError
+from titancli.errors import EnvironmentProblem, PluginError, RecipeError, TitanError
 from titancli.recipe.assets import assets_of
 from titancli.recipe.bind import bind_recipe
 from titancli.recipe.check import check_recipe
 from titancli.recipe.find import LOCK_HEADER, beside, find_recipe, url_of
+from titancli.recipe.foreign import refuse_foreign
 from titancli.recipe.merge import merge, read_overrides, read_recipe, read_unset, without
 from titancli.recipe.problems import Problems, nearest
 from titancli.recipe.read import refuse_values
@@ -74,8 +75,25 @@ def load_recipe(
         from titancli.registry import current
 
         registry = current()
-    problems = Problems()
     path = find_recipe(reference, registry=registry)
+    try:
+        return _load(path, overrides, unset, run, registry, runnable=runnable)
+    except RecipeError:
+        refuse_foreign(path, registry)
+        raise
+
+
+def _load(
+    path: Path,
+    overrides: Sequence[str],
+    unset: Sequence[str],
+    run: Path | None,
+    registry: Registry,
+    *,
+    runnable: bool,
+) -> Loaded:
+    """Implement `load_recipe` for a file."""
+    problems = Problems()
     root = read_recipe(path, registry, problems)
     root = merge(root, read_overrides(overrides, problems), problems)
     removed = read_unset(unset, problems)

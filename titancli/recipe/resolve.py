@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from titancli.errors import PluginError, RecipeError
 from titancli.recipe.find import LOCK_HEADER, beside, bundled_folder, store_type
 from titancli.recipe.merge import without
-from titancli.recipe.problems import Problems, nearest
+from titancli.recipe.problems import Problems
 from titancli.recipe.read import taken_as_text
 from titancli.recipe.schema import Recipe, default_type, recipe_slots
 from titancli.recipe.toml import DEFAULT, KeyPath, Node, Origin, dotted, from_python
@@ -231,7 +231,7 @@ class _Resolver:
             message = f"{dotted(path)}.flavor must be a string"
             self.problems.add("wrong-type", message, location, f"one of {', '.join(flavors)}")
         else:
-            hint = nearest(given.value, flavors) or f"one of {', '.join(flavors)}"
+            hint = f"one of {', '.join(flavors)}"  # '70B' looks most like '7B', and is not meant
             self.problems.add("bad-choice", f"{name} has no flavor {given.value!r}", location, hint)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from titancli.errors import PluginError, nearest_name
 from titancli.registry.command import Command
 from titancli.registry.component import component_info, configs, is_config
+from titancli.registry.fields import fields_of
 from titancli.registry.first_party import (
     COMMANDS_ALONE,
     COMPONENTS,
@@ -159,6 +161,26 @@ class Registry:
         for plugin in self._plugins.values():
             plugin.load().check_targets()
 
+    def foreign_keys(self) -> dict[str, str]:
+        """Return the keys of other trainers that plugins know, each with titan's or with words."""
+        found: dict[str, str] = {}
+        for plugin in self._plugins.values():
+            for keys in plugin.call("titan_foreign_keys"):
+                if isinstance(keys, dict):
+                    found |= keys
+                else:
+                    plugin.fail(f"titan_foreign_keys returned {keys!r}, which is not a dict")
+        return found
+
+    def foreign_config(self, text: str) -> tuple[str, str] | None:
+        """Return the trainer whose config a text is, and the command that converts it; None for any other."""
+        for plugin in self._plugins.values():
+            for found in plugin.call("titan_foreign_config", text=text):
+                if _is_finding(found):
+                    return found[0], found[1]
+                plugin.fail(f"titan_foreign_config returned {found!r}, which is not a name and a command")
+        return None
+
     def recipe_folders(self) -> list[tuple[str, Path]]:
         """Return the recipe folders of plugins, each with the plugin's name."""
         folders = []
@@ -295,6 +317,8 @@ class Registry:
             for owner, of_kind, other in offered
             if of_kind == kind
         }
+        if (advice := self._other_place(kind, bare)) is not None:
+            return advice
         if near := nearest_name(name, sorted(candidates)):
             doubt = f" Or fix {', '.join(broken)}, which may provide {name!r}" if broken else ""
             return f"did you mean {near!r}?{doubt}"
@@ -312,9 +336,33 @@ class Registry:
         disabled = [f"{p.name} ({p.error})" for p in self._plugins.values() if p.state in DISABLED]
         return f"{advice}; disabled: {', '.join(disabled)}" if disabled else advice
 
+    def _other_place(self, kind: str, name: str) -> str | None:
+        """Return a hint for a name that is no component but a model of transformers, or a choice of the
+        component that the kind has by default (`cosine` of the schedule `wsd`)."""
+        known = dict(self.components(kind))
+        if kind == "model":
+            if readers := [full for full, cls in known.items() if name in cls.model_types]:
+                return (
+                    f"{' and '.join(readers)} reads its folders: type = {readers[0]!r}, or weights = FOLDER"
+                )
+            if _of_transformers(name):
+                return 'transformers has it: type = "hf_causal_lm" and config = FOLDER, in [model]'
+        default = known.get(KINDS[kind].full_default or "")
+        for field in fields_of(default).values() if default else ():
+            if name in field.type.choices:
+                return f"it is a choice of {KINDS[kind].default}: {field.name} = {name!r}"
+        return None
+
     def _uses(self, recipe: Any, plugin: Plugin) -> bool:
         own = set(plugin.components.values())
         return any(type(config) in own for _, config in configs(recipe))
+
+
+def _of_transformers(name: str) -> bool:
+    """Return whether the installed transformers has a model of this name, without importing it."""
+    found = importlib.util.find_spec("transformers")
+    places = found.submodule_search_locations if found else None
+    return name.isidentifier() and any(Path(place, "models", name).is_dir() for place in places or ())
 
 
 def _is_finding(value: Any) -> bool:

@@ -66,3 +66,17 @@ def titan_commands() -> list[Command]:
         _command("LLaMA-Factory", "llamafactory"),
         _command("torchtune", "torchtune"),
     ]
+
+
+@hookimpl
+def titan_foreign_keys() -> dict[str, str]:
+    from titan_migrate.known_keys import KEYS
+
+    return KEYS
+
+
+@hookimpl
+def titan_foreign_config(text: str) -> tuple[str, str] | None:
+    from titan_migrate.known_keys import config_of
+
+    return config_of(text)

@@ -14,3 +14,17 @@ def titan_commands() -> list[Command]:
             "titan_torchtitan.command:command",
         )
     ]
+
+
+@hookimpl
+def titan_foreign_keys() -> dict[str, str]:
+    from titan_torchtitan.known_keys import KEYS
+
+    return KEYS
+
+
+@hookimpl
+def titan_foreign_config(text: str) -> tuple[str, str] | None:
+    from titan_torchtitan.known_keys import SECTIONS
+
+    return ("torchtitan", "recipe from-torchtitan") if SECTIONS.search(text) else None

@@ -1,30 +1,9 @@
-"""The keys of other trainers and their equivalents in titan; imported only after an unknown key was found."""
+"""Keys of the Hugging Face Trainer, TRL, axolotl, LLaMA-Factory and torchtune, and titan's for each; and how
+configs of these trainers are known."""
 
 from __future__ import annotations
 
 import re
-
-MOVED = {
-    "job": "convert a torchtitan job config with: titan recipe from-torchtitan FILE OUT.toml",
-    "job.description": "set description = … at the top",
-    "job.dump_folder": "set the run folder on the command line: --run-dir",
-    "model.tokenizer_path": "set path = … in [tokenizer]",
-    "model.hf_assets_path": "set path = … in [tokenizer]",
-    "model.converters": "add a [[converters]] table for each",
-    "training.dataset": "set type = … in [dataset]",
-    "training.dataset_path": "set path = … in [dataset]",
-    "validation.enable": "name a dataset: [validation.datasets.NAME]",
-    "validation.dataset": "set type = … in [validation.datasets.NAME]",
-    "validation.dataset_path": "set path = … in [validation.datasets.NAME]",
-    "validation.seq_len": "rows are as long as training.seq_len",
-    "debug.seed": "set seed = … in [training]",
-    "parallelism": "the degrees are in [mesh]: pp, dp_replicate, dp_shard, cp, tp, ep",
-    "quantize": "add a [[converters]] table",
-    "metrics.enable_tensorboard": 'add [[loggers]] with type = "tensorboard"',
-    "checkpoint.initial_load_path": "set weights = … at the top",
-    "checkpoint.folder": "checkpoints are in the run folder; set it on the command line: --run-dir",
-}
-"""Hints for keys of torchtitan, by section and key."""
 
 LORA = '[[converters]] with type = "lora", rank, alpha and targets'
 RUN_DIR = "the command line: titan train … --run-dir DIR"
@@ -38,9 +17,9 @@ LOGGERS = '[[loggers]] with type = "tensorboard", for one; titan list-components
 DATA = "[dataset] with a type; titan list-components dataset"
 CHAT = '[dataset] with type = "chat"; the template is the tokenizer\'s'
 WHOLE = "weights: a Hugging Face folder, or hf://OWNER/NAME"
-QUANTIZED = "no such key: 4-bit and 8-bit weights are not supported"
+QUANTIZED = '[[converters]] with type = "qlora", rank, alpha and targets: 4-bit weights under adapters'
 
-SYNONYMS = {
+KEYS = {
     # Hugging Face Trainer, TRL
     "learning_rate": "optimizer.lr",
     "adam_beta1": "optimizer.beta1",
@@ -94,7 +73,6 @@ SYNONYMS = {
     "cutoff_len": "training.seq_len",
     "micro_batch_size": "training.local_batch_size",
     "num_epochs": "training.epochs",
-    "length_index": "dataset.cache_tokens",
     "sample_packing": "dataset.packing: rows are always filled; how, says packing",
     "val_set_size": HELD_OUT,
     "val_size": HELD_OUT,
@@ -114,7 +92,7 @@ SYNONYMS = {
     "chat_template": CHAT,
     "wandb_project": LOGGERS,
     "flash_attention": "no such key: the fastest attention that the device has is taken",
-    # torchtune, torchtitan
+    # torchtune
     "batch_size": "training.local_batch_size",
     "max_steps_per_epoch": "training.steps",
     "clip_grad_norm": "training.max_norm",
@@ -127,35 +105,20 @@ SYNONYMS = {
     "enable_activation_checkpointing": RECOMPUTE,
     "metric_logger": LOGGERS,
     "checkpointer": "weights, to start from; [checkpoint], to save",
-    "data_parallel_shard_degree": "mesh.dp_shard",
-    "data_parallel_replicate_degree": "mesh.dp_replicate",
-    "tensor_parallel_degree": "mesh.tp",
-    "pipeline_parallel_degree": "mesh.pp",
-    "context_parallel_degree": "mesh.cp",
-    "expert_parallel_degree": "mesh.ep",
 }
-"""Keys of other trainers. Value: titan's key, if a value means the same there, else `KEY: words` with an
-explanation."""
+"""Titan's keys, if a value means the same there, else `KEY: words`."""
+
+CONFIGS = {
+    "axolotl": ("recipe from-axolotl", re.compile(r"^base_model\s*:", re.MULTILINE)),
+    "LLaMA-Factory": (
+        "recipe from-llamafactory",
+        re.compile(r"^(model_name_or_path|finetuning_type)\s*:", re.MULTILINE),
+    ),
+    "torchtune": ("recipe from-torchtune", re.compile(r"^\s+_component_\s*:", re.MULTILINE)),
+}
+"""The trainers by a line that each of their configs has, and the commands that convert them."""
 
 
-def moved(path: tuple[str | int, ...]) -> str | None:
-    """Return a hint for a key of torchtitan; None for any other."""
-    return MOVED.get(".".join(map(str, path)))
-
-
-def in_titan(name: str, value: str = "") -> tuple[str | None, str] | None:
-    """Return titan's key for a key of another trainer, if its value means the same, and a hint.
-
-    Args:
-        name: `learning_rate`, `learning-rate`.
-        value: as an override has it, to be shown in the override to write; may be empty.
-
-    Returns:
-        None for a name that the table does not have.
-    """
-    said = SYNONYMS.get(name.lower().replace("-", "_"))
-    if said is None:
-        return None
-    if not re.fullmatch(r"[a-z_0-9.]+", said):
-        return None, f"in titan: {said}"
-    return said, f"in titan: {said}={value}" if value else f"in titan: {said}"
+def config_of(text: str) -> tuple[str, str] | None:
+    """Return the trainer whose config a text is, and the command that converts it."""
+    return next(((tool, command) for tool, (command, line) in CONFIGS.items() if line.search(text)), None)

@@ -1,4 +1,5 @@
-"""Unknown options that were meant as overrides: `--lr 1e-3` for `optimizer.lr=1e-3`."""
+"""Words of other tools: options that were meant as overrides (`--lr 1e-3` for `optimizer.lr=1e-3`), and
+commands that titan calls differently."""
 
 from __future__ import annotations
 
@@ -10,6 +11,37 @@ import click
 from titancli.cli.completion import RecipeOrOverride
 from titancli.errors import TitanError
 
+EXPORT = "titan convert-checkpoint {} OUT --to hf"
+BEGIN = "titan recipe new my.toml --from-hf FOLDER --sft DATA, then titan train my.toml"
+GENERATE = 'titan generate {} --chat "PROMPT"'
+COMMANDS = {
+    **dict.fromkeys(("export", "merge", "merge-lora", "merge-adapters", "save"), EXPORT),
+    **dict.fromkeys(("finetune", "fine-tune", "sft", "lora", "tune", "cp", "init"), BEGIN),
+    **dict.fromkeys(("chat", "inference", "infer", "predict", "webchat"), GENERATE),
+    **dict.fromkeys(("serve", "api", "vllm-serve"), f"{EXPORT}; vLLM or SGLang serves OUT"),
+    "pretrain": "titan train RECIPE; titan recipe list shows the bundled ones",
+    "quantize": "titan convert-checkpoint {} OUT --to gguf",
+    "preprocess": "titan data tokenize",
+    "evaluate": "titan eval {}; tasks of lm-evaluation-harness: titan lm-eval {} --tasks TASK",
+}
+"""Commands of other tools, and titan's; `{}` is the argument of the command."""
+OPTIONS = {
+    ("train", "--config"): "the recipe has no option before it: titan train {}",
+    ("eval", "--tasks"): "tasks of lm-evaluation-harness: titan lm-eval {SRC} --tasks {}",
+}
+"""Options of other tools by titan's command, and what to write; `{}` is the value, `{SRC}` the argument."""
+
+
+def command_hint(name: str, rest: Sequence[str]) -> str | None:
+    """Return titan's form of another tool's command; None if it is not known.
+
+    Args:
+        rest: the words after it; the first one that is no option is shown as its argument.
+    """
+    said = COMMANDS.get(name.lower().replace("_", "-"))
+    argument = next((word for word in rest if not word.startswith("-")), "RUN")
+    return said and said.replace("{}", shlex.quote(argument))
+
 
 def hint_for(option: str, arguments: Sequence[str], command: click.Command) -> str | None:
     """Return the override to write instead of an option; None if there is no such key.
@@ -18,16 +50,21 @@ def hint_for(option: str, arguments: Sequence[str], command: click.Command) -> s
         arguments: the command line that the option stands in.
     """
     name = option.lstrip("-").partition("=")[0]
+    if (said := OPTIONS.get((str(command.name), f"--{name}"))) is not None:
+        value = _value(option, arguments, None)
+        words = [word for word in arguments[1:] if not word.startswith("-") and word != value]
+        return said.replace("{}", shlex.quote(value)).replace("{SRC}", shlex.quote((words or ["SRC"])[0]))
     if not any(isinstance(known.type, RecipeOrOverride) and known.nargs == -1 for known in command.params):
         return f"an override has no dashes: {name}=VALUE" if "." in name else None
-    from titancli.recipe.elsewhere import in_titan
+    from titancli.recipe.foreign import in_titan
+    from titancli.registry import current
 
     recipe = _recipe(arguments)
     value = _value(option, arguments, recipe)
     key = _key(name.replace("-", "_"), recipe)
     if key is not None:
         return f"an override has no dashes: {shlex.quote(f'{key}={value}')}"
-    return (in_titan(name, value) or (None, None))[1]
+    return (in_titan(name, current(), value) or (None, None))[1]
 
 
 def _value(option: str, arguments: Sequence[str], recipe: str | None) -> str:
