@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from titancli.recipe.env import ALLOWED
 from titancli.recipe.find import LOCK_HEADER, LOCK_NAME, bundled_folder, find_recipe
-from titancli.recipe.load import Loaded, load_recipe, lock_text, model_in, resolved_data
+from titancli.recipe.load import ABSENT_WEIGHTS, Loaded, load_recipe, lock_text, model_in, resolved_data
 from titancli.recipe.problems import Problems, nearest, render_problems
 from titancli.recipe.read import read_file
 from titancli.recipe.toml import DEFAULT, KeyPath, Node, Origin, dotted, inline
 from titancli.registry.first_party import install_command
 
 __all__ = [
+    "ABSENT_WEIGHTS",
     "ALLOWED",
     "DEFAULT",
     "LOCK_HEADER",

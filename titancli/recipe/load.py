@@ -321,6 +321,10 @@ OWN = ("recipe.lock.toml", "manifest.json")
 """The files of a run folder, and of a checkpoint, that identify them; the first also holds the model."""
 
 
+ABSENT_WEIGHTS = "absent-weights"
+"""Code of the problem that a model's folder has not been downloaded yet."""
+
+
 def model_of_weights(
     root: Node, registry: Registry, problems: Problems, lock: Node | None = None
 ) -> tuple[Node, bool]:
@@ -347,7 +351,8 @@ def model_of_weights(
         assets = assets_of(root)
         missing = assets is not None and assets.weights and not assets.folder.exists()
         hint = f"download it: {assets.command}" if assets and missing else error.hint
-        problems.add("check", message, weights.origin.location(), hint)
+        code = ABSENT_WEIGHTS if missing else "check"
+        problems.add(code, message, weights.origin.location(), hint)
         return Node({key: node for key, node in root.value.items() if key != "model"}, root.origin), False
     whole = table if model is None else merge(table, model, problems, ("model",))
     return Node({**root.value, "model": whole}, root.origin), True

@@ -347,7 +347,7 @@ class Registry:
                 )
             if _of_transformers(name):
                 return 'transformers has it: type = "hf_causal_lm" and config = FOLDER, in [model]'
-        default = known.get(KINDS[kind].full_default or "")
+        default = known.get(KINDS[kind].full_default or "") if kind in KINDS else None
         for field in fields_of(default).values() if default else ():
             if name in field.type.choices:
                 return f"it is a choice of {KINDS[kind].default}: {field.name} = {name!r}"

@@ -10,8 +10,8 @@ import click
 from titan_migrate.config import Asked
 from titan_migrate.translate import TOOLS, translate
 from titancli.commands import next_step, note, print_error, recipe_name, refuse_file, write_new
-from titancli.errors import EXIT_OK, EnvironmentProblem, TitanError
-from titancli.recipe import load_recipe
+from titancli.errors import EXIT_OK, EnvironmentProblem, RecipeError, TitanError
+from titancli.recipe import ABSENT_WEIGHTS, load_recipe
 from titancli.registry import current
 
 
@@ -33,6 +33,10 @@ def _convert(tool: str, config: Path, file: Path, model: Path | None, gpus: int)
     try:
         load_recipe(file)
     except TitanError as error:
+        problems = error.problems if isinstance(error, RecipeError) else []
+        if [problem.code for problem in problems] == [ABSENT_WEIGHTS]:
+            note(f"the model is checked when it is there; {problems[0].hint}")
+            return EXIT_OK
         note(f"{file} is not valid yet:")
         return print_error(error)
     note(f"compare:  titan data show --recipe {shlex.quote(str(file))}   (the rows as the model sees them)")

@@ -54,12 +54,12 @@ class Config:
 
     def _read(self, leaf: Leaf) -> None:
         key = described(leaf.name, self.keys)
-        if key is None:
+        if leaf.value is None and (key or any(name.startswith(f"{leaf.name}.") for name in self.keys)):
+            self.unset.append(Remark(leaf.name, leaf.line, None, ""))  # a section without a key, too
+        elif key is None:
             near = nearest(leaf.name, self.keys)
             text = f"{self.tool} has no such key that titan knows" + (f": {near}" if near else "")
             self.lost.append(Remark(leaf.name, leaf.line, leaf.value, text))
-        elif leaf.value is None:
-            self.unset.append(Remark(leaf.name, leaf.line, None, ""))
         elif not fits(leaf.value, key.types):
             words = " or ".join({"str": "text", "int": "a whole number", "float": "a number", "bool":
                                  "true or false", "list": "a list", "dict": "a table"}[kind.__name__]

@@ -108,17 +108,11 @@ KEYS = {
 }
 """Titan's keys, if a value means the same there, else `KEY: words`."""
 
-CONFIGS = {
-    "axolotl": ("recipe from-axolotl", re.compile(r"^base_model\s*:", re.MULTILINE)),
-    "LLaMA-Factory": (
-        "recipe from-llamafactory",
-        re.compile(r"^(model_name_or_path|finetuning_type)\s*:", re.MULTILINE),
-    ),
-    "torchtune": ("recipe from-torchtune", re.compile(r"^\s+_component_\s*:", re.MULTILINE)),
-}
-"""The trainers by a line that each of their configs has, and the commands that convert them."""
-
 
 def config_of(text: str) -> tuple[str, str] | None:
     """Return the trainer whose config a text is, and the command that converts it."""
-    return next(((tool, command) for tool, (command, line) in CONFIGS.items() if line.search(text)), None)
+    from titan_migrate.translate import TOOLS
+
+    names = set(re.findall(r"^\s*(\w+)\s*:", text, re.MULTILINE))
+    found = next((tool for tool in TOOLS.values() if tool.known_by(names)), None)
+    return None if found is None else (found.title, f"recipe from-{found.command}")

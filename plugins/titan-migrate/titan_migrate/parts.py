@@ -46,8 +46,9 @@ def model(config: Config, source: str) -> Path | None:
         if HUB.match(given) and not folder.parent.is_dir():
             folder = Path("models") / given.rpartition("/")[2]
             here = (folder / "config.json").is_file()
-            how = f"is read from ./{folder}" + ("" if here else f": hf download {given} --local-dir {folder}")
-            config.change(source, how)
+            fetch = f"titan download {given} --weights --dir {folder}"
+            config.put("assets", given, source)
+            config.change(source, f"is read from ./{folder}" + ("" if here else f": {fetch}"))
         elif config.written(source):
             config.change(source, f"is no Hugging Face folder on this machine yet: put one at {given}")
     path = str(folder) if folder.is_absolute() else f"./{folder}"
