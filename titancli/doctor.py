@@ -216,6 +216,9 @@ def _plugins() -> Iterator[Finding]:
             yield Finding(name, "error", f"broken: {cause}", hint, ExitCode.PLUGIN)
         elif plugin.state == "missing":
             yield Finding(name, "warning", plugin.error or "missing", "install it, or change TITAN_PLUGINS")
+        elif plugin.state == "slow":
+            hint = f"try again; -p no:{plugin.name} disables the plugin"
+            yield Finding(name, "warning", plugin.error or "slow", hint)
         elif plugin.torch or plugin.habits:
             habits = ["imports torch, which slows down every command"] * plugin.torch + list(plugin.habits)
             hint = "report this to its author: a plugin only offers components as it is loaded"

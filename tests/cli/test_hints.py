@@ -59,6 +59,12 @@ def test_words_of_other_tools(titan: Titan, words: list[str], hint: str) -> None
     assert done.code == 2 and hint in done.err.replace(own_command(), "titan")
 
 
+def test_formats_of_plugins_are_listed(titan: Titan) -> None:
+    assert "--to [hf|titan|peft|gguf]" in titan("convert-checkpoint", "--help").out
+    done = titan("convert-checkpoint", "a", "b", "--to", "onnx")
+    assert done.code == 2 and "'onnx' is not one of 'hf', 'titan', 'peft', 'gguf'" in done.err
+
+
 def test_commands_of_other_tools_are_not_titans() -> None:
     assert not COMMANDS.keys() & {*BUILTIN, *first_party.COMMANDS}
 

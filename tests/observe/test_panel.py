@@ -123,10 +123,21 @@ def test_the_panel_shows_everything(often: None) -> None:
     assert blank == ""
     assert top.startswith("╭─  step 50/100  ─") and top.endswith("╮")
     assert {len(line) for line in (top, progress, loss, rate, bottom)} == {COLUMNS - 1}
-    assert re.fullmatch(r"│ ━+.*  50%  ETA 0:42 │", progress)
+    done, left = re.fullmatch(r"│ (━+)(╌+)  50%  ETA 0:42 │", progress).groups()
+    assert abs(len(done) - len(left)) <= 1
     assert re.fullmatch(r"│ loss 4\.0000  █[█▇▆▅▄▃▂▁]+▁ +grad norm 0\.872 +lr 3\.00e-04 │", loss)
     assert re.fullmatch(r"│ 21\.3k tokens/s +MFU 41\.2% +1\.2 GiB │", rate)
     assert bottom.endswith("─  saved step-50, 0:00 ago  ─╯")
+
+
+def test_bar_without_colours(often: None) -> None:
+    """A full bar and an empty one differ where no colour shows it."""
+    bars = []
+    for number in (0, 100):
+        terminal = Terminal()
+        Panel(terminal)(full(number))
+        bars.append(re.search("[━╌]+", "\n".join(terminal.screen)).group())
+    assert set(bars[0]) == {"╌"} and set(bars[1]) == {"━"}
 
 
 def test_the_last_evaluation_stands_in_the_panel_and_each_above_it(often: None) -> None:

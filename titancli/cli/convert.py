@@ -9,11 +9,12 @@ from typing import Any, Literal
 
 import click
 
-from titancli.cli.offered import offered
+from titancli.cli.offered import offered, offers
 from titancli.cli.output import note
 from titancli.cli.places import FolderOrURL, on_disk
 from titancli.errors import EnvironmentProblem, UsageError
 from titancli.recipe.assets import hub_hint
+from titancli.registry.first_party import COMMANDS
 
 SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([kmgt]?)(i?)b", re.IGNORECASE)
 
@@ -45,10 +46,29 @@ class Convert(click.Command):
         return super().make_context(info_name, args, *more, **extra)
 
 
+class Format(click.Choice[str]):
+    """The formats of DST: titan's, and in help and messages those of plugins too."""
+
+    def __init__(self) -> None:
+        super().__init__(["hf", "titan", "peft"])
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+        return f"[{'|'.join([*self.choices, *self._others()])}]"
+
+    def get_invalid_choice_message(self, value: Any, ctx: click.Context | None) -> str:
+        names = ", ".join(map(repr, [*self.choices, *self._others()]))
+        return f"{value!r} is not one of {names}."
+
+    @staticmethod
+    def _others() -> list[str]:
+        begin = "convert-checkpoint --to "
+        return sorted(name.removeprefix(begin) for name in {*offers(), *COMMANDS} if name.startswith(begin))
+
+
 @click.command("convert-checkpoint", cls=Convert, short_help="Write a Hugging Face folder, or read one.")
 @click.argument("src", type=FolderOrURL(file_okay=True))
 @click.argument("dst", type=click.Path(path_type=Path))
-@click.option("--to", "to", type=click.Choice(["hf", "titan", "peft"]), required=True, help="Format of DST.")
+@click.option("--to", "to", type=Format(), required=True, help="Format of DST.")
 @click.option(
     "--dtype",
     type=click.Choice(["float32", "bfloat16", "float16"]),

@@ -26,11 +26,11 @@ JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON docu
 def list_(as_json: bool) -> None:
     """List the plugins and their status.
 
-    The status is ok, broken, blocked (by -p no:NAME), unlisted (not in TITAN_PLUGINS) or missing (listed
-    there, but not installed). A plugin that imports torch slows down every command. Each is first loaded in a
-    process of its own, to see what it does there: whether it ends, prints, changes the folder, the
-    environment, logging or torch, or takes seconds. What `titan prove` has
-    found is shown too; a proof is stale if the plugin's code, titan or torch has changed since.
+    The status is ok, broken, slow (not loaded within a minute), blocked (by -p no:NAME), unlisted (not in
+    TITAN_PLUGINS) or missing (listed there, but not installed). A plugin that imports torch slows down every
+    command. Each is first loaded in a process of its own, to see what it does there: whether it ends, prints,
+    changes the folder, the environment, logging or torch, or takes seconds. What `titan prove` has found is
+    shown too; a proof is stale if the plugin's code, titan or torch has changed since.
     """
     _report(None, as_json)
 

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -37,7 +37,8 @@ from titancli.process import Tee
 from titancli.terminal import clean
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import Console as RichConsole
+    from rich.console import ConsoleOptions, RenderableType
 
 SECONDS = 0.25
 """Minimum seconds between two drawings of a step."""
@@ -63,6 +64,19 @@ def watcher_for(stream: TextIO) -> Panel | Console:
     if (stream.encoding or "").lower().replace("-", "") != "utf8":
         return Console(stream, live=True)
     return Panel(stream)
+
+
+class _Bar:
+    """A bar whose two parts differ without colours, unlike those of rich."""
+
+    def __init__(self, share: float) -> None:
+        self._share = min(max(share, 0.0), 1.0)
+
+    def __rich_console__(self, console: RichConsole, options: ConsoleOptions) -> Iterator[RenderableType]:
+        from rich.text import Text
+
+        done = int(self._share * options.max_width)
+        yield Text.assemble(("━" * done, "bar.complete"), ("╌" * (options.max_width - done), "bar.back"))
 
 
 class Panel:
@@ -179,7 +193,6 @@ class Panel:
 
     def _panel(self, event: dict[str, Any], width: int) -> RenderableType:
         from rich.panel import Panel as Box
-        from rich.progress_bar import ProgressBar
         from rich.table import Table
         from rich.text import Text
 
@@ -188,7 +201,7 @@ class Panel:
         progress = Table.grid(padding=(0, 2), expand=True)
         progress.add_column(ratio=1)
         progress.add_row(
-            ProgressBar(total=max(steps, 1), completed=step),
+            _Bar(step / max(steps, 1)),
             Text(f"{step / max(steps, 1):.0%}"),
             Text(figure(metrics, "eta_seconds"), style="bold"),
         )

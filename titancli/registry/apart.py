@@ -25,18 +25,22 @@ if TYPE_CHECKING:
     from titancli.registry.lookup import Registry
 
 LIMIT_SECONDS = 60.0
-"""Time after which a plugin counts as never loading; a busy machine may take seconds for torch."""
+"""Time after which a plugin is given up; a busy machine may take seconds for torch."""
+SLOW = "it was not loaded in time: the machine may be busy, or the plugin waits for something"
 SLOW_SECONDS = 5.0
 AT_ONCE = 4
 
 
 def try_apart(registry: Registry) -> None:
-    """Try each plugin except titan; one that ends its process is broken, and is not loaded here."""
+    """Try each plugin except titan; one that ends its process is broken, one that does not load in time is
+    slow, and neither is loaded here."""
     plugins = registry.guests
     tried = habits_of([(plugin.name, plugin.file) for plugin in plugins])
     for plugin, (_, habits, why) in zip(plugins, tried, strict=True):
         plugin.habits = tuple(habits)
-        if why is not None:
+        if why == SLOW:
+            plugin.leave_out("slow", why)
+        elif why is not None:
             plugin.fail(why)
 
 
@@ -80,7 +84,7 @@ def _in_process(
                     timeout=LIMIT_SECONDS,
                 ).returncode
             except subprocess.TimeoutExpired:
-                return None, f"it was still being loaded after {LIMIT_SECONDS:.0f} seconds"
+                return None, SLOW
             said = [_text(out), _text(error)]
         if not report.is_file():
             how = f"signal {-code}" if code < 0 else f"exit code {code}"

@@ -27,8 +27,8 @@ from titancli.registry.targets import missing
 
 GROUP = "titancli"
 
-State = Literal["ok", "broken", "blocked", "unlisted", "missing"]
-DISABLED = ("blocked", "unlisted", "missing")
+State = Literal["ok", "broken", "slow", "blocked", "unlisted", "missing"]
+DISABLED = ("slow", "blocked", "unlisted", "missing")
 """States of plugins that were not loaded."""
 
 
