@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from titancli.errors import ExitCode
 from titancli.launchers.devices import visible_gpus
+from titancli.parallel.programs import HOW_TO_GET, missing_programs
 from titancli.provenance import versions
 from titancli.registry import current
 from titancli.registry.apart import try_apart
@@ -64,6 +65,7 @@ def findings() -> Iterator[Finding]:
         _command,
         _packages,
         _torch_and_gpus,
+        _compiling,
         _tested,
         _environment,
         _memory,
@@ -130,6 +132,17 @@ def _torch_and_gpus() -> Iterator[Finding]:
         yield Finding("gpus", "ok", f"{len(torch['devices'])}: {', '.join(sorted(set(torch['devices'])))}")
     else:
         yield Finding("gpus", "ok", "none; runs use the CPU")
+
+
+def _compiling() -> Iterator[Finding]:
+    """Report whether `compile.enable` works here. A GPU's kernels need none of these programs."""
+    if visible_gpus():
+        return
+    if missing := missing_programs():
+        words = f"compile.enable needs {' and '.join(missing)} on a CPU, not found on PATH"
+        yield Finding("compile", "warning", words, HOW_TO_GET)
+    else:
+        yield Finding("compile", "ok", "compile.enable works on this CPU")
 
 
 def _tested() -> Iterator[Finding]:

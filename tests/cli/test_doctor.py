@@ -107,6 +107,19 @@ def test_a_gpu_is_told_to_be_the_first(titan: Titan, monkeypatch: pytest.MonkeyP
     assert ("has not been run on a GPU yet" in row["found"]) == bool(gpus)
 
 
+@pytest.mark.parametrize("gpus", [0, 8])
+def test_compiling_without_openssl(
+    titan: Titan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int
+) -> None:
+    monkeypatch.setattr(doctor, "visible_gpus", lambda: gpus)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    code, found = findings(titan)
+    assert code == 0 and ("compile" in found) == (gpus == 0)
+    if not gpus:
+        assert found["compile"]["state"] == "warning" and "openssl" in found["compile"]["found"]
+        assert "apt install g++ openssl" in found["compile"]["hint"]
+
+
 def test_another_titan_on_the_path_is_named(
     titan: Titan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -67,6 +67,13 @@ def test_settings_that_need_a_gpu(titan: Titan) -> None:
     assert not Path("r").exists()
 
 
+def test_compiling_without_openssl(titan: Titan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    done = titan("train", "llama3_debug", "compile.enable=true", "--run-dir", "r")
+    assert done.code == 5 and "openssl, not found on PATH" in done.err
+    assert "apt install g++ openssl" in done.err and not Path("r").exists()
+
+
 def test_degrees_that_only_the_ranks_decide(titan: Titan) -> None:
     exp('extends = "titan:llama3_debug"\n[mesh]\ntp = -1\ndp_shard = 1\n')
     assert titan("validate", "exp.toml").code == 0

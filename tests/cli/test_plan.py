@@ -13,6 +13,10 @@ from tests.cli.test_torch_free import HEAVY, probe
 BIG = ("llama3_8b", "--world-size", "8", "--gpu", "H100")
 
 
+UNITS = 900
+"""Of CPU time (`tests.yardstick`): three times what it takes, a third of it for torch."""
+
+
 def told(titan: Titan, *arguments: str) -> dict:
     done = titan("plan", *arguments, "--json")
     assert done.code == 0, done.err
@@ -28,10 +32,10 @@ def told(titan: Titan, *arguments: str) -> dict:
     ],
     ids=" ".join,
 )
-def test_it_takes_seconds(tmp_path: Path, arguments: list[str]) -> None:
+def test_planning_is_quick(tmp_path: Path, arguments: list[str]) -> None:
     found = probe(tmp_path, "plan", *arguments)
     assert found["code"] == 0
-    assert found["seconds"] < 8  # of a CPU; 2 to 3 on an idle machine, one of them for torch
+    assert found["units"] < UNITS
 
 
 def test_an_error_in_the_layout_does_not_wait_for_torch(tmp_path: Path) -> None:

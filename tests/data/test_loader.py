@@ -194,9 +194,7 @@ def test_python_ends_at_once_with_a_full_queue_or_a_waiting_consumer() -> None:
         f"for end in {[*ends]}:\n"  # each in a copy of a process that has imported torch, once for all
         "    if (child := os.fork()) == 0:\n"
         "        break\n"
-        "    start = time.monotonic()\n"
-        "    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])\n"
-        "    print(code, time.monotonic() - start < 20, flush=True)\n"
+        "    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)\n"
         "else:\n"
         "    raise SystemExit\n"
         "loader = Loader(Counter(), device='cpu'); next(loader)\n"
@@ -205,7 +203,7 @@ def test_python_ends_at_once_with_a_full_queue_or_a_waiting_consumer() -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=90, check=False
     )
-    assert done.stdout.splitlines() == [f"{code} True" for code in ends.values()], done.stderr
+    assert done.stdout.splitlines() == [str(code) for code in ends.values()], done.stderr
     assert "Fatal" not in done.stderr
 
 
@@ -216,13 +214,12 @@ def test_ctrl_c_reaches_a_consumer_that_waits_for_a_slow_batch(tmp_path: Path) -
         "from tests.data.test_loader import Counter, Loader\n"
         "class Slow(Counter):\n"
         "    def __iter__(self):\n"
-        "        time.sleep(60); yield from super().__iter__()\n"
+        "        time.sleep(3600); yield from super().__iter__()\n"
         "threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()\n"
-        "start = time.monotonic()\n"
         "try:\n"
         "    next(Loader(Slow(), device='cpu'))\n"
         "except KeyboardInterrupt:\n"
-        "    print(time.monotonic() - start < 50, flush=True)\n"
+        "    print('interrupted', flush=True)\n"
         "    os._exit(0)\n"  # the thread still sleeps
     )
     done = subprocess.run(

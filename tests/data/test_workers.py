@@ -161,9 +161,8 @@ def test_an_error_in_words_says_the_rows_too(tmp_path: Path) -> None:
 def test_workers_are_stopped_while_they_prepare_and_while_nobody_reads() -> None:
     source = loader(Slow(seconds=0.02), 2)
     next(source)
-    began = time.monotonic()
     source.close()
-    assert time.monotonic() - began < 30 and not multiprocessing.active_children()
+    assert not multiprocessing.active_children()
     assert source.state == {"row": 2} and int(next(source)["tokens"][0, 0]) == 2
     source.close()
 

@@ -8,6 +8,7 @@ import torch._inductor.compile_fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import cross_entropy, log_softmax
 
+from tests.programs import INDUCTOR
 from tests.rows import rows
 from titancli.errors import RecipeError
 from titancli.losses import chunked
@@ -230,12 +231,14 @@ def refusal() -> str:
     return ""
 
 
-INDUCTOR = pytest.param("inductor", marks=pytest.mark.skipif(bool(refusal()), reason=refusal()))
+COMPILED = pytest.param("inductor", marks=INDUCTOR)
 
 
 @pytest.mark.parametrize("dtype", rows(TOLERANCE, slow=(torch.bfloat16,)))
-@pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
+@pytest.mark.parametrize("backend", ["aot_eager", COMPILED])
 def test_compiled_arithmetic_equals_eager(backend, dtype, monkeypatch):
+    if backend == "inductor" and refusal():
+        pytest.skip(refusal())
     monkeypatch.setitem(chunked.CHUNK_BYTES, "cpu", 4 * VOCABULARY * 5)  # the last chunk is smaller
     results = []
     for compiler in (None, backend):
@@ -249,6 +252,7 @@ def test_compiled_arithmetic_equals_eager(backend, dtype, monkeypatch):
         close(result, expected, dtype)
 
 
+@INDUCTOR
 def test_compiled_arithmetic_makes_no_fp32_logits(monkeypatch):
     """It reads the logits, twice for the softmax and once for the gradient, which it writes in their place. A
     second tensor of them would be two passes more."""

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from titan_families import DeepSeekV3
-from titancli.errors import RecipeError
+from titancli.errors import EnvironmentProblem, RecipeError
 from titancli.models import Llama3
 from titancli.models.blocks.decoder import Decoder, build
 from titancli.models.blocks.decoder import build as build_latent
 from titancli.models.sections import MoE
 from titancli.parallel.activation_checkpoint import apply_activation_checkpoint
 from titancli.parallel.compile import check_inductor, compile_model, within_budget
+from titancli.parallel.programs import COMPILER, missing_programs
 from titancli.recipe.schema import ActivationCheckpoint, Compile
 
 MODEL = Llama3(dim=64, n_layers=2, n_heads=4, hidden_dim=192, vocab_size=128)
@@ -168,6 +169,53 @@ def test_models_that_keep_different_products_are_compiled_in_one_process() -> No
         torch.testing.assert_close(out, expected)
 
 
+@pytest.fixture
+def programs_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A PATH with a compiler and openssl."""
+    for name in (COMPILER, "openssl"):
+        stub(tmp_path / "bin" / name)
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+
+
+def stub(program: Path) -> None:
+    program.parent.mkdir(exist_ok=True)
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    ("installed", "environ", "missing"),
+    [
+        ((), {}, [COMPILER, "openssl"]),
+        ((COMPILER,), {}, ["openssl"]),
+        (("openssl",), {}, [COMPILER]),
+        (("openssl", COMPILER), {}, []),
+        (("openssl", COMPILER), {"CXX": "clang++-99"}, ["clang++-99"]),
+        (("openssl", "clang++-99"), {"CXX": "clang++-99"}, []),
+        (("openssl",), {"TORCH_INDUCTOR_INSTALL_GXX": "1"}, []),
+    ],
+    ids=str,
+)
+def test_missing_programs(
+    tmp_path: Path, installed: tuple[str, ...], environ: dict[str, str], missing: list[str]
+) -> None:
+    for name in installed:
+        stub(tmp_path / name)
+    assert missing_programs({"PATH": str(tmp_path), **environ}) == missing
+
+
+def test_compiling_without_openssl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stub(tmp_path / COMPILER)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(EnvironmentProblem, match="inductor needs openssl on a CPU, not found") as caught:
+        check_inductor("inductor", CPU)
+    assert "apt install g++ openssl" in str(caught.value.hint)
+    check_inductor("aot_eager", CPU)
+
+
+@pytest.mark.usefixtures("programs_here")
 @pytest.mark.parametrize("name", ["two words", "o'brien"])
 @pytest.mark.parametrize("moved", ["torch", "TMPDIR", "TORCHINDUCTOR_CACHE_DIR"])
 def test_inductor_is_refused_where_it_cannot_call_the_compiler(
@@ -184,6 +232,7 @@ def test_inductor_is_refused_where_it_cannot_call_the_compiler(
     check_inductor("inductor", torch.device("cuda"))  # whose kernels no C++ compiler makes
 
 
+@pytest.mark.usefixtures("programs_here")
 def test_inductor_is_taken_where_no_path_is_in_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__file__", "/opt/venv/lib/torch/__init__.py")
     monkeypatch.setattr(sysconfig, "get_config_var", lambda name: "/opt/python/lib")

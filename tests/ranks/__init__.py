@@ -22,6 +22,8 @@ from typing import Any
 from tests import choice
 
 TIMEOUT = 120.0
+GROUP_SECONDS = 60
+"""The time limit of the process group that ranks start with."""
 ROOT = Path(__file__).parent.parent.parent
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tests import choice
-from tests.ranks import packed
+from tests.ranks import GROUP_SECONDS, packed
 from titancli.distributed.private import forget_meshes
 
 
@@ -38,7 +38,7 @@ def serve(connection: Connection[Any, Any], rank: int) -> None:
                 store=dist.FileStore(store, world),
                 rank=rank,
                 world_size=world,
-                timeout=datetime.timedelta(seconds=60),
+                timeout=datetime.timedelta(seconds=GROUP_SECONDS),
             )
             dist.barrier()  # or a rank that is done at once leaves others in the middle of connecting
             result = (True, function(*args))

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -199,10 +198,8 @@ def test_a_store_that_hangs_is_left_after_the_limit(
 def test_a_run_whose_store_hangs_ends(command: Callable[..., Command], here: Path) -> None:
     line = ["tiny.toml", "-p", SHELF, f"checkpoint.remote=shelf://{here}/store", "training.steps=2"]
     line += ["checkpoint.remote_timeout_seconds=1"]
-    began = time.monotonic()
     late = command(*line, "--run-dir", "r", env={**os.environ, "SHELF": "upload:hang"}).wait()
     assert late.code == 1 and "uploading it has made no progress for 1 seconds" in late.err, late.err
-    assert time.monotonic() - began < 60
     early = command(*line, "--run-dir", "q", env={**os.environ, "SHELF": "*:hang"}).wait()
     assert early.code == 5 and "has made no progress for 1 seconds" in early.err
     assert not (here / "q/checkpoints").exists()

@@ -14,6 +14,7 @@ from torch import nn
 
 from titancli.errors import RecipeError
 from titancli.parallel.budget import in_our_words, within_budget
+from titancli.parallel.programs import check_programs
 from titancli.parallel.wrapped import parts, wrap
 from titancli.recipe.schema import ActivationCheckpoint, Compile
 
@@ -57,16 +58,18 @@ def compile_model(
 
 
 def check_inductor(backend: str, device: torch.device) -> None:
-    """Refuse what inductor cannot build for a CPU because of where it is installed.
+    """Refuse what inductor cannot build for a CPU, for want of a program or because of where it is installed.
 
     It joins the C++ compiler's arguments to one line and splits that again, and does not quote the folders of
     libraries and the files that it writes (`CppBuilder`, `_run_compile_cmd`; torch 2.11 to 2.13).
 
     Raises:
+        EnvironmentProblem: a program is not installed.
         RecipeError: one of these paths contains a space or a quote.
     """
     if backend != "inductor" or device.type != "cpu":
         return
+    check_programs()
     for path, what_to_do in _unquoted_paths():
         if not _is_one_word(path):
             raise RecipeError(

@@ -6,10 +6,14 @@ recipe's own lines. Torch-free, except for `import_components`, which imports th
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
+
 from titancli.checkpoint.start_from import start_from
 from titancli.errors import EXIT_PLUGIN, Problem, RecipeError
 from titancli.layout.degrees import Degrees
 from titancli.optimizers.schedule import schedule_of
+from titancli.parallel.programs import check_programs
 from titancli.recipe.check import component_checks, components
 from titancli.recipe.layout import check_layout, on, takes
 from titancli.recipe.load import Loaded
@@ -81,11 +85,16 @@ def check_worlds(loaded: Loaded, nproc: int, least: int | None, most: int) -> No
     )
 
 
-def check_devices(loaded: Loaded, gpus: int) -> None:
-    """Refuse components, and settings of components, that need a GPU if there is none.
+def check_devices(loaded: Loaded, gpus: int, environ: Mapping[str, str] = os.environ) -> None:
+    """Refuse what this machine cannot run: components and settings that need a GPU if there is none, and
+    compiling for a CPU without a compiler.
+
+    Args:
+        environ: the environment that ranks will have.
 
     Raises:
-        RecipeError: lists every one of them.
+        RecipeError: lists every component and setting.
+        EnvironmentProblem: names the programs that compiling needs.
     """
     problems: list[Problem] = []
     for path, config in components(loaded.recipe) if not gpus else ():
@@ -98,6 +107,9 @@ def check_devices(loaded: Loaded, gpus: int) -> None:
             problems += _problem(loaded, dotted((*path, key)), message, "remove it").problems
     if problems:
         raise RecipeError(problems)
+    section = loaded.recipe.compile
+    if section.enable and section.backend == "inductor" and not gpus:
+        check_programs(environ)
 
 
 def check_weights(loaded: Loaded) -> None:

@@ -6,6 +6,7 @@ writes its files into a folder of its own, and rank 0 makes the run folder from 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -116,7 +117,7 @@ def prepared(plan: Plan, request: LaunchRequest) -> Iterator[Ready]:
 
 def _check(plan: Plan, request: LaunchRequest) -> None:
     check_torch()
-    check_devices(plan.loaded, visible_gpus())
+    check_devices(plan.loaded, visible_gpus(), {**os.environ, **request.env})
     check_worlds(plan.loaded, request.nproc, request.min_nodes, request.nnodes)
     launcher = plan.loaded.recipe.launcher
     if request.min_nodes is not None and not isinstance(launcher, Local):

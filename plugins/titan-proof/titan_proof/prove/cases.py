@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-import shutil
 from dataclasses import dataclass, replace
 
 from titan_proof.prove.shrink import ROWS
 from titancli import Recipe
 from titancli.layout.stages import SCHEDULES
+from titancli.parallel.programs import missing_programs
 
 TITLES = {
     "dp_shard": "FSDP2 (mesh.dp_shard)",
@@ -121,9 +121,9 @@ def cases(recipe: Recipe, ranks: int, *, by_rows: bool = False) -> list[Case]:
         by_rows: the recipe's converters compute values that depend on the rows of a call. Accumulation is
             then also compared without them, to test it by itself, and context parallel only without them.
     """
-    # inductor compiles C++, which takes minutes: only if the recipe requests it and there is a compiler.
+    # inductor compiles C++, which takes minutes: only if the recipe requests it and its programs are here.
     wanted = recipe.compile.enable and recipe.compile.backend == "inductor"
-    backend = "inductor" if wanted and shutil.which("g++") else "aot_eager"
+    backend = "inductor" if wanted and not missing_programs() else "aot_eager"
     experts = bool(recipe.model.n_experts)
     pairs = recipe.loss.learns_from_pairs
 
