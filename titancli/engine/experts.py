@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from titancli.engine.inputs import checked
+from titancli.engine.rng import rewound
 from titancli.errors import TitanError
 from titancli.models.blocks.moe import moe_layers
 from titancli.observe.metrics import collector, report
@@ -72,9 +73,11 @@ class RouterLosses:
     def count_beforehand(
         self, batches: Sequence[Batch], loss: Any, forward: Callable[[Batch, Any], Any]
     ) -> None:
-        """Count the tokens and loss weights of all batches, in a separate forward pass. Collective."""
+        """Count the tokens and loss weights of all batches, in a separate forward pass with the random
+        numbers of the pass that follows. Collective."""
+        device = next(iter(batches[0].values())).device
         # Its metrics are reported by the forward that follows.
-        with torch.no_grad(), collector.muted(), self.counted() as weights:
+        with torch.no_grad(), rewound(device), collector.muted(), self.counted() as weights:
             weights += [checked(forward(batch, loss), loss).weight for batch in batches]
         for part in self._parts:
             reshard(part)

@@ -57,6 +57,17 @@ class Stream:
             own.take_effect(self._device)
 
 
+@contextmanager
+def rewound(device: torch.device) -> Iterator[None]:
+    """Draw in the block what will be drawn once more after it."""
+    on_device = None if device.type == "cpu" else device
+    state = _State.now(on_device)
+    try:
+        yield
+    finally:
+        state.take_effect(on_device)
+
+
 def _seed_all(seed: int, device: torch.device | None) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)

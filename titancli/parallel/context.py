@@ -42,9 +42,9 @@ OverRows = Callable[..., Tensor]
 def context_parallel(model: Any, mesh: Mesh, how: str, *, device: torch.device, dtype: torch.dtype) -> None:
     """Have a model compute on this rank's part of its rows; in place.
 
-    The plan sets `model.row_cut`, by which the engine cuts inputs, and the output's, which joins outputs.
-    Attention is found by its method `core_attention(q, k, v, mask, causal)`, and modules that go through rows
-    in order by `core_recurrence(per_head, mask, heads)`.
+    The plan sets `model.row_cut`, by which the engine cuts inputs, and that of each module that declares one
+    (the output joins outputs by it). Attention is found by its method `core_attention(q, k, v, mask,
+    causal)`, and modules that go through rows in order by `core_recurrence(per_head, mask, heads)`.
 
     Args:
         how: "allgather", "ulysses" or "ring".
@@ -73,8 +73,9 @@ def context_parallel(model: Any, mesh: Mesh, how: str, *, device: torch.device, 
     for module in in_order:
         module.core_recurrence = partial(_over_heads, module.core_recurrence, row_cut)
     model.row_cut = row_cut
-    if model.output is not None:  # under a pipeline the last stage alone has one
-        model.output.row_cut = row_cut
+    for module in model.modules():  # under a pipeline the last stage alone has an output
+        if module is model.output or hasattr(module, "row_cut"):
+            module.row_cut = row_cut
 
 
 def _replace(modules: Iterable[nn.Module], how: str, row_cut: RowCut) -> None:

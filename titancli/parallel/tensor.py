@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.nn.functional import embedding, linear, rms_norm
 
 from titancli.distributed.collectives import Group, gather, reduce_scatter
-from titancli.distributed.local import SEQUENCE, call_with, local, slots
+from titancli.distributed.local import SEQUENCE, RowCut, call_with, local, slots
 from titancli.errors import TitanError
 from titancli.parallel.wrapped import wrap
 
@@ -158,7 +158,8 @@ def _prepare(path: str, module: Any, styles: Mapping[str, str], group: Group) ->
         module.tensor_parallel(group, style)
     elif isinstance(module, nn.Embedding) and style in ("vocab", WHOLE):
         kind: Any = type(module)
-        _make(path, module, _vocabulary_of(kind, style == "vocab"))._tensor_group = group
+        made = _make(path, module, _vocabulary_of(kind, style == "vocab"))
+        made._tensor_group, made.token_cut = group, RowCut(group, head_tail=False)
     elif type(module) is nn.Linear:
         _make(path, module, _Linear)._adds_bias = group.rank == 0 or style != "row"
     elif type(module) is nn.RMSNorm:
@@ -239,6 +240,8 @@ class _Embedding(nn.Embedding):
     """Maps [B, S] to this rank's part of the sequence, [B, S / tp, dim]."""
 
     _tensor_group: Group
+    token_cut: RowCut
+    """How the sequence is split, for classes that do more (`_vocabulary_of`)."""
 
     def _refuse_odd(self, tokens: Tensor) -> None:
         length, ranks = tokens.shape[SEQUENCE], self._tensor_group.size

@@ -67,14 +67,3 @@ def places(optimizer: Any) -> set[str]:
         stepped.step()
     values = [value for state in stepped.state.values() for value in state.values()]
     return {(value.to_local() if isinstance(value, DTensor) else value).device.type for value in values}
-
-
-def losses(layout: cases.Layout, converters: list[Any], first: int, last: int) -> list[float]:
-    """Return the losses of steps `first` to `last`, without training."""
-    with Engine.build(replace(cases.recipe(layout), converters=converters)) as engine:
-        found = []
-        for step in range(first, last):
-            engine.step = step
-            found.append(float(engine.forward_backward(cases.my_batches(engine, 0))["loss"]))
-            engine.clear_gradients()
-        return found

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from tests.engine.cases import Layout, small
+from tests.programs import INDUCTOR
 from titan_muon import Muon
-from titan_optimizers import Adafactor, AdamW8bit, ByName, Group, Lion, Neftune, ScheduleFree
+from titan_optimizers import Adafactor, AdamW8bit, ByName, Group, Lion, ScheduleFree
 from titan_optimizers.eight_bit import _nearest, block_of, numbers, values_of
 from titan_testing import check_plugin, run_cli
 from titancli import TitanError
-from titancli.layout.degrees import Degrees
 from titancli.models import Qwen3
 from titancli.models.sections import MoE
 from titancli.optimizers import AdamW
@@ -93,6 +93,7 @@ def test_lion_steps_as_its_paper_says() -> None:
     assert distance([value.double() for value in found], expected) < 1e-6
 
 
+@INDUCTOR  # torchao compiles its step
 def test_eight_bits_step_as_torchao_does() -> None:
     from torchao.optim import AdamW8bit as Theirs
 
@@ -330,36 +331,3 @@ def test_lora_plus_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind:
 def test_weights_in_bfloat16_are_refused(name: str) -> None:
     done = run_cli("validate", "llama3_debug", f"optimizer={name}", "training.dtype=bfloat16")
     assert done.code == 3 and "updates would be lost in rounding" in done.stderr
-
-
-# ---------------------------------------------------------------------------------------------- noise
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize(
-    ("world", "mesh"), [(1, {}), *((2, {name: 2}) for name in ("tp", "dp_shard", "cp", "pp"))], ids=str
-)
-def test_noise_is_of_training_alone_and_follows_from_the_step(ranks: Any, world: int, mesh: dict) -> None:
-    quiet = ranks(world, optimizer_cases.losses, small(mesh), [], 0, 2)[0]
-    whole = ranks(world, optimizer_cases.losses, small(mesh), [Neftune(alpha=50.0)], 0, 3)[0]
-    later = ranks(world, optimizer_cases.losses, small(mesh), [Neftune(alpha=50.0)], 2, 3)[0]
-    assert quiet[0] == quiet[1] and len({*whole, quiet[0]}) == 4
-    assert later == whole[2:]
-
-
-@pytest.mark.parametrize("parts", [1, 2])
-def test_noise_has_the_size_of_the_paper(parts: int) -> None:
-    """Also where `mesh.cp` gives each rank a part of a row."""
-    torch.manual_seed(0)
-    model = nn.ModuleDict({"words": nn.Embedding(16, 32)})
-    build(Neftune(alpha=5.0), mesh=Degrees(cp=parts), compile=False).convert(model)
-    tokens = torch.zeros(4, 100 // parts, dtype=torch.int64)
-    noise = (model["words"](tokens) - model["words"].weight[0]).detach()
-    most = 5.0 / (100 * 32) ** 0.5
-    assert 0.99 * most < float(noise.abs().max()) <= most * 1.00001
-    assert float(noise.std()) == pytest.approx(most / 3**0.5, rel=0.02)
-    with torch.no_grad():
-        assert torch.equal(model["words"](tokens)[0, 0], model["words"].weight[0])
-    assert torch.equal(model.eval()["words"](tokens)[0, 0], model["words"].weight[0])
-    with pytest.raises(TitanError, match=r"no nn\.Embedding"):
-        build(Neftune(), mesh=Degrees(), compile=False).convert(nn.Linear(2, 2))

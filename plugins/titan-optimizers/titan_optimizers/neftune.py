@@ -6,11 +6,11 @@ import math
 from functools import cache
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from titan_optimizers import Neftune
 from titancli import TitanError
+from titancli.distributed.local import RowCut
 from titancli.layout.degrees import Degrees
 from titancli.protocols import ConverterDefaults
 
@@ -19,7 +19,7 @@ class NoisyEmbeddings(ConverterDefaults):
     """The converter: embeddings of tokens get a class that adds noise."""
 
     def __init__(self, config: Neftune, *, mesh: Degrees, compile: bool) -> None:
-        self.config, self._row_parts = config, mesh.cp
+        self.config = config
 
     def convert(self, model: nn.Module) -> None:
         """Change the embedding of tokens in place.
@@ -32,7 +32,7 @@ class NoisyEmbeddings(ConverterDefaults):
             raise TitanError("neftune: the model has no nn.Embedding", hint="remove the converter")
         kind: Any = type(embedding)
         embedding.__class__ = _noisy(kind)
-        embedding.noise_alpha, embedding.row_parts = self.config.alpha, self._row_parts
+        embedding.noise_alpha = self.config.alpha
 
     def after_step(self, model: nn.Module) -> None:
         """Do nothing: no value is derived from the weights."""
@@ -45,17 +45,31 @@ class NoisyEmbeddings(ConverterDefaults):
 @cache
 def _noisy(kind: Any) -> Any:
     class Noisy(kind):
-        """An embedding with noise; `super` is that of tensor parallelism, where there is one."""
+        """An embedding with noise; `super` is that of tensor parallelism, where there is one.
+
+        Each rank draws the noise of whole rows and keeps its part: the noise of a row does not depend on how
+        it is split.
+        """
 
         noise_alpha: float
-        row_parts: int
-        """The number of ranks that share a row's tokens."""
+        row_cut: RowCut | None = None
+        """How context parallelism splits rows; `tokens` are this rank's part."""
+        token_cut: RowCut | None = None
+        """How tensor parallelism splits that part; what is returned is this rank's part of it."""
 
         def forward(self, tokens: Tensor) -> Tensor:
             found: Tensor = super().forward(tokens)
-            if not (self.training and torch.is_grad_enabled()):
+            if not self.training:
                 return found
-            size = self.noise_alpha / math.sqrt(tokens.shape[-1] * self.row_parts * found.shape[-1])
-            return found + torch.empty_like(found).uniform_(-size, size)
+            cuts = [cut for cut in (self.row_cut, self.token_cut) if cut is not None]
+            rows, part, width = found.shape
+            length = part * math.prod(cut.group.size for cut in cuts)
+            size = self.noise_alpha / math.sqrt(length * width)
+            noise = found.new_empty(rows, length, width)
+            for row in noise:  # so that rows have the same noise however a pipeline batches them
+                row.uniform_(-size, size)
+            for cut in cuts:
+                noise = cut.cut(noise, 1)
+            return found + noise
 
     return Noisy
