@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,11 @@ from titancli.data import (
     HFDataset,
     HFTokenizer,
     JsonLines,
+    Mix,
     Parquet,
     TextFiles,
     TokenShards,
+    files,
 )
 from titancli.data.shards.sources import Options, open_inputs
 from titancli.data.shards.tokenize import Job, tokenize
@@ -63,6 +66,61 @@ def predictions(texts: list[str], longest: int) -> Counter[tuple[int, int, int]]
         ids = [*text.encode(), 256]
         found.update((at % longest, ids[at], ids[at + 1]) for at in range(len(ids) - 1))
     return found
+
+
+LONG = [(f"{chr(97 + number)}bcd\n" * (number * 37 % 60)) + "end" * (number % 3) for number in range(20)]
+"""Documents that are read in pieces of 50 bytes."""
+
+
+@pytest.fixture
+def pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TextFiles:
+    monkeypatch.setattr(files, "PIECE_BYTES", 50)
+    (tmp_path / "long").mkdir()
+    for number, text in enumerate(LONG):
+        (tmp_path / "long" / f"{number:03}.txt").write_text(text)
+    fields: dict[str, Any] = {"packing": "best_fit", "document_mask": True, "shuffle": False, "repeat": False}
+    return TextFiles(paths=[tmp_path / "long"], **fields)
+
+
+def targets(batches: Any) -> Counter[tuple[int, int, int]]:
+    """Position, input and target of every target."""
+    found: Counter[tuple[int, int, int]] = Counter()
+    for batch in batches:
+        columns = (batch[name].flatten().tolist() for name in ("positions", "tokens", "targets"))
+        found.update(one for one in zip(*columns, strict=True) if one[2] != IGNORE)
+    return found
+
+
+@pytest.mark.parametrize("longest", [None, 1, 7])
+def test_pieces_of_a_file_lose_no_target(pieces: TextFiles, longest: int | None) -> None:
+    """Rows are those of the same documents read whole."""
+    config = replace(pieces, max_document_length=longest)
+    assert targets(make(config, seq_len=S, rows=2)) == predictions(LONG, longest or S)
+    cached = replace(config, cache_tokens=True)
+    whole, _ = global_rows(config, 999, dp_size=1, rows=2, seq_len=S)
+    assert whole == global_rows(cached, 999, dp_size=1, rows=2, seq_len=S)[0]
+
+
+def test_stops_within_pieces_change_nothing(pieces: TextFiles) -> None:
+    config = replace(pieces, max_document_length=7, repeat=True, shuffle=True)
+    whole, _ = global_rows(config, 300, dp_size=1, rows=1, seq_len=S)
+    got: list[Any] = []
+    state = None
+    while len(got) < 290:
+        part, state = global_rows(config, 1, dp_size=1, rows=1 + len(got) % 3, seq_len=S, state=state)
+        state = json.loads(json.dumps(state))
+        got += part
+    assert got[:290] == whole[:290] and state is not None and state["epoch"] > 0
+
+
+def test_a_mix_of_pieces_loses_no_target(pieces: TextFiles, configs: Any) -> None:
+    mixed = Mix(
+        datasets={"long": pieces, "short": configs["jsonl"]},
+        weights={"long": 1, "short": 1},
+        exhausted="continue",
+    )
+    counted = targets(make(mixed, seq_len=S, rows=2))
+    assert counted == predictions(LONG, S) + predictions(TEXTS, S)
 
 
 @pytest.mark.parametrize("name", ["jsonl", "parquet", "text_files", "hf", "token_shards"])

@@ -166,16 +166,9 @@ class TokenStream:
     def _tokenise(self, epoch: int, mark: dict[str, Any] | None) -> Iterator[_Chunk]:
         while True:
             whole, nothing = mark is None, True
-            unbegun = False  # a document has begun, but had no token yet
-            for group in groups(self._source.read(epoch, mark)):
-                for piece, ids in zip(group, encode(self._tokenizer, [p.text for p in group]), strict=True):
-                    unbegun = unbegun or piece.begins
-                    ended = piece.ends and (len(ids) > 0 or not unbegun)
-                    begun = unbegun and len(ids) > 0
-                    tokens = self._frame.around(ids, begins=begun, ends=ended)
-                    if len(tokens):
-                        yield _Chunk(tokens, unbegun, epoch, piece.mark)
-                        nothing = unbegun = False
+            for piece, tokens, begins in framed(self._source.read(epoch, mark), self._tokenizer, self._frame):
+                yield _Chunk(tokens, begins, epoch, piece.mark)
+                nothing = False
             if whole and nothing:
                 raise EnvironmentProblem(
                     f"{self._source.label} contains no text: all documents are empty",
@@ -184,6 +177,23 @@ class TokenStream:
             if epoch + 1 >= self._epochs:
                 return
             epoch, mark = epoch + 1, None
+
+
+def framed(
+    pieces: Iterator[Piece], tokenizer: Tokenizer, frame: Frame
+) -> Iterator[tuple[Piece, np.ndarray, bool]]:
+    """Yield the pieces that have tokens, with the tokens in the document's frame, of some integer type [n],
+    and whether they are the document's first."""
+    unbegun = False  # a document has begun, but had no token yet
+    for group in groups(pieces):
+        for piece, ids in zip(group, encode(tokenizer, [p.text for p in group]), strict=True):
+            unbegun = unbegun or piece.begins
+            ended = piece.ends and (len(ids) > 0 or not unbegun)
+            begun = unbegun and len(ids) > 0
+            tokens = frame.around(ids, begins=begun, ends=ended)
+            if len(tokens):
+                yield piece, tokens, unbegun
+                unbegun = False
 
 
 def groups(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
