@@ -26,6 +26,7 @@ from titancli.engine.packing import (
 from titancli.engine.sample_losses import Kept, OfSamples, sample_loss
 from titancli.engine.training import accumulating, refuse_another
 from titancli.errors import TitanError
+from titancli.parallel.fsdp import reshard
 from titancli.protocols.result import Result
 from titancli.protocols.samples import Sample
 
@@ -102,6 +103,8 @@ def forward_backward(engine: EngineCore, samples: Sequence[Sample], loss: Any, h
             def of_all(step: Any) -> dict[str, Tensor]:
                 with torch.no_grad(), step.stream.copy().drawn():
                     rows = _log_probs(engine, packed, LogProbs(kept.temperature), placed)
+                for part in engine.parts:
+                    reshard(part)
                 leaves = _by_sample(engine, packed, how, rows)[0]
                 shares = engine.dp_size if how.shared else 1
                 return kept.differentiate(leaves, given, packed, shares)

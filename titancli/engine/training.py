@@ -64,7 +64,8 @@ def accumulating(
 
     Args:
         poison: see `titancli.engine.inputs.checked_batches`.
-        first: called before the pass; returns sums that replace those of the loss.
+        first: computes what the loss needs of the model, before each pass and with its weights and random
+            numbers; returns sums that replace those of the loss. None: nothing is needed.
     """
     optimizer = engine._trained("forward_backward")
     is_first = engine.pending is None
@@ -72,10 +73,13 @@ def accumulating(
     step.steady = step.steady and loss.steady
     # On an error an unknown part of the gradients may have been added.
     with engine._aborted("forward_backward", forget=True), call.shared():
-        replaced, added = {} if first is None else first(step), Pass()
-        backward = _backward(engine, step, placed, loss, is_first=is_first)
-        with engine.hooks.around_backward(backward, engine.verb_lock.lent), step.stream.drawn():
-            yield added
+        replaced, added = {}, Pass()
+        backward = _backward(engine, step, placed, loss, first, is_first=is_first)
+        with engine.hooks.around_backward(backward, engine.verb_lock.lent):
+            if first is not None:
+                replaced = first(step)
+            with step.stream.drawn():
+                yield added
         sums = poisoned(call.in_order({**added.sums, **replaced}), poison)
         worst = largest(quotient(sums["loss"], sums["weight"]), engine.mesh.dp_group)
         totals = summed(sums, engine.mesh.dp_group)
@@ -121,11 +125,19 @@ def _begun(engine: EngineCore, optimizer: torch.optim.Optimizer) -> Step:
 
 
 def _backward(
-    engine: EngineCore, step: Step, batches: Sequence[Batch], loss: Any, *, is_first: bool
+    engine: EngineCore,
+    step: Step,
+    batches: Sequence[Batch],
+    loss: Any,
+    first: Callable[[Step], Sums] | None,
+    *,
+    is_first: bool,
 ) -> Backward:
     """Return the backward pass as hooks see it."""
 
     def compute(some: Sequence[Batch]) -> None:
+        if first is not None:
+            first(step)
         with step.stream.copy().drawn():
             engine.runner.forward_backward(some, loss)
 

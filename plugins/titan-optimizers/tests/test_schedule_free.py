@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.engine import cases
 from tests.engine.cases import small
 from titan_optimizers import ByName, Group, ScheduleFree
 from titan_testing import run_cli
@@ -73,6 +74,50 @@ def test_parameters_hold_the_average_but_for_backward_passes() -> None:
         assert not any(map(torch.equal, before, model.parameters()))
         raise ValueError("in the middle")
     assert all(map(torch.equal, before, model.parameters()))
+
+
+FREE_ADAMW = ScheduleFree(lr=1e-2, weight_decay=0.0)
+FUNCTIONS_OF_SAMPLES: dict[str, tuple[int, Any]] = {
+    "one rank": (1, small()),
+    "FSDP2": (2, small({"dp_shard": 2})),
+    "TP": (2, small({"tp": 2})),
+    "CP": (2, small({"cp": 2})),
+    "PP": (2, small({"pp": 2})),
+    "tied": (2, small({"dp_shard": 2}, tied=True)),
+}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", FUNCTIONS_OF_SAMPLES)
+def test_functions_of_samples_see_y(ranks: Any, name: str) -> None:
+    """Both passes do: the function sees the log-probabilities that are differentiated."""
+    world, layout = FUNCTIONS_OF_SAMPLES[name]
+    for found in ranks(world, optimizer_cases.of_samples, layout, FREE_ADAMW):
+        torch.testing.assert_close(found["seen"], found["given"], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", ["one rank", "FSDP2"])
+def test_functions_of_samples_step_as_the_reference(ranks: Any, name: str) -> None:
+    pytest.importorskip("schedulefree", reason="the extra [dev] installs it")
+    world, layout = FUNCTIONS_OF_SAMPLES[name]
+    expected = optimizer_cases.plain_of_samples(ranks(1, cases.initial_weights, small())[0])
+    for found in ranks(world, optimizer_cases.of_samples, layout, FREE_ADAMW):
+        for key, value in expected.items():
+            assert distance(found[key], value) < 1e-4, key
+
+
+@pytest.mark.ranks
+def test_a_function_of_samples_that_raises_leaves_no_trace(ranks: Any) -> None:
+    """Under FSDP2 no weights of the first pass stay gathered."""
+    layout = small({"dp_shard": 2})
+    expected = ranks(2, optimizer_cases.of_samples, layout, FREE_ADAMW)[0]
+    found = ranks(2, optimizer_cases.of_samples, layout, FREE_ADAMW, True)[0]
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    return float((a - b).norm() / b.norm().clamp(min=1e-12))
 
 
 @pytest.mark.ranks
