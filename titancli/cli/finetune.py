@@ -30,6 +30,7 @@ COMMENTS = {
     "pack": "whole conversations share rows, without seeing each other",
     "prompts": "of a step, over all ranks",
     "samples": "completions of each prompt",
+    "load_balance_coeff": "adapters leave the base's routing as it is",
 }
 """By key, at the end of its line."""
 
@@ -66,6 +67,8 @@ def finetune_sections(
     made: Sections = {"": {"recipe": 1, "name": name, "weights": str(folder)}}
     if model := model_section(folder, registry):
         made["model"] = model
+    elif adapters is not None and _balances(_read(config, registry)):
+        made["model.moe"] = {"load_balance_coeff": 0.0}
     made["tokenizer"] = {"type": "titan/hf", "path": str(folder)}
     if (loop := PROGRAMS.get(task.kind)) is not None:
         registry.find("loop", loop)  # says what to install
@@ -93,7 +96,8 @@ def finetune_sections(
 
 def model_section(folder: Path, registry: Registry) -> dict[str, Any]:
     """Return [model] for the model in a folder, with why under `#`; empty if titan reads it as it is."""
-    if (why := _unread(_config(folder), registry)) is None:
+    why = _read(_config(folder), registry)
+    if not isinstance(why, str):
         return {}
     try:
         kind = registry.full_name(registry.find("model", "hf_causal_lm"))
@@ -143,8 +147,8 @@ def _config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _unread(config: dict[str, Any], registry: Registry) -> str | None:
-    """Return why none of titan's families reads a config.json; None: one does.
+def _read(config: dict[str, Any], registry: Registry) -> dict[str, Any] | str:
+    """Return the keys of [model] that a config.json stands for, or why none of titan's families reads it.
 
     Raises:
         EnvironmentProblem: the weights are quantized in a way that no model reads.
@@ -155,9 +159,15 @@ def _unread(config: dict[str, Any], registry: Registry) -> str | None:
         return f"none of titan's own models reads model_type {config['model_type']!r}"
     [(name, reader)] = readers.items()
     try:
-        reader.from_config_json(config)
+        found: dict[str, Any] = reader.from_config_json(config)
     except EnvironmentProblem as error:
         return f"{name} does not read it: {error.message}"
     except (KeyError, TypeError, ValueError) as error:
         return f"{name} does not read it: config.json lacks {error}"
-    return None
+    return found
+
+
+def _balances(model: dict[str, Any] | str) -> bool:
+    """Return whether training a model would move the routers' biases, which adapters leave as they are."""
+    moe = {} if isinstance(model, str) else model.get("moe", {})
+    return bool(moe.get("load_balance_coeff")) and not moe.get("freeze_expert_bias", False)
