@@ -14,6 +14,7 @@ from titancli.checkpoint.exclude import Exclusion
 from titancli.checkpoint.format.manifest import LOCK, Verify, adapter_record, is_checkpoint, read_manifest
 from titancli.checkpoint.format.tensors import Tensors
 from titancli.checkpoint.hf.folder import read_hf
+from titancli.checkpoint.hf.grown import grown_form
 from titancli.checkpoint.hf.likeness import left_out
 from titancli.checkpoint.hf.which import hf_form, parameter_shapes
 from titancli.checkpoint.reader import CheckpointReader
@@ -117,7 +118,8 @@ class HFTensors:
     """A Hugging Face folder whose tensors have our names."""
 
     def __init__(self, folder: Path, model: Any) -> None:
-        self._reader, self._shapes = read_hf(folder, hf_form(model)), parameter_shapes(model)
+        form = grown_form(hf_form(model), model, folder)
+        self._reader, self._shapes = read_hf(folder, form), parameter_shapes(model)
         self._reader.check(self._shapes)
 
     def names(self) -> list[str]:

@@ -13,6 +13,7 @@ from titancli.models.quantization import quantization_of
 from titancli.recipe.assets import hub_hint
 from titancli.recipe.load import readers_of
 from titancli.recipe.toml import inline
+from titancli.recipe.vocabulary import GROW, ids_in
 
 if TYPE_CHECKING:
     from titancli.registry.lookup import Registry
@@ -22,6 +23,7 @@ LONGEST = 2048
 with."""
 COMMENTS = {
     "weights": "the weights, and in its config.json the model",
+    "weights_vocab": "the tokenizer has more ids than the folder has rows: new ones begin as the mean",
     "paths": "your text: files, folders, patterns",
     "epochs": "passes over the data; or steps = 200",
     "local_batch_size": "rows on each GPU at once",
@@ -51,7 +53,8 @@ def finetune_sections(
         adapters: the converter that adds adapters, which are then all that is trained; None: all weights are.
 
     Raises:
-        EnvironmentProblem: the folder has no config.json with a model_type, or no tokenizer.json.
+        EnvironmentProblem: the folder has no config.json with a model_type, or no tokenizer.json; or one of
+            them is damaged.
         PluginError: none of titan's families reads it, and titan-transformers is not installed; or the plugin
             with the task's loop or with `adapters` is not.
     """
@@ -65,8 +68,12 @@ def finetune_sections(
     length = min(LONGEST, length) if isinstance(length, int) and length > 0 else LONGEST
     dtype = text.get("dtype") or text.get("torch_dtype")
     made: Sections = {"": {"recipe": 1, "name": name, "weights": str(folder)}}
+    rows, ids = text.get("vocab_size"), ids_in(folder)
+    grows = isinstance(rows, int) and ids > rows
+    if grows:
+        made[""]["weights_vocab"] = GROW
     if model := model_section(folder, registry):
-        made["model"] = model
+        made["model"] = model | ({"config": {"type": str(folder), "vocab_size": ids}} if grows else {})
     elif adapters is not None and _balances(_read(config, registry)):
         made["model.moe"] = {"load_balance_coeff": 0.0}
     made["tokenizer"] = {"type": "titan/hf", "path": str(folder)}

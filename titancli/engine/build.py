@@ -29,7 +29,7 @@ from titancli.engine.experts import (
     report_frozen,
     router_losses,
 )
-from titancli.engine.first_weights import FirstWeights, awaited_checkpoint, first_weights
+from titancli.engine.first_weights import FirstWeights, awaited_checkpoint, first_weights, report_growth
 from titancli.engine.graphed import GraphedModel
 from titancli.engine.inputs import loss_of
 from titancli.engine.optimizer_state import keep_peaks, remember
@@ -106,6 +106,8 @@ def build_engine(
             begins_unbalanced=fill is None and begins_unbalanced(form, recipe, start_from(recipe)),
         )
         optimizer, hooks = trainer_of(recipe, model, roles, balancing, device)
+        if fill is None and awaited is None:
+            report_growth(recipe, form, parts)
         if awaited is None:  # otherwise called when the checkpoint is loaded
             balancing.weights_loaded()
     return made(

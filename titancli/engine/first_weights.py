@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from titancli.checkpoint.exclude import Exclusion
 from titancli.checkpoint.format.manifest import is_checkpoint
+from titancli.checkpoint.hf.grown import Grown, grown_form
 from titancli.checkpoint.hf.kept import kept_of
 from titancli.checkpoint.hf.likeness import CONFIG, left_out, read_config, refuse_other_model
 from titancli.checkpoint.start_from import StartFrom, start_from, still_needs_weights
@@ -35,6 +36,7 @@ from titancli.models.loss import OPTIONAL, of_loss, without_loss
 from titancli.models.loss import initialise as initialise_loss
 from titancli.parallel.alone import as_stored
 from titancli.recipe.schema import Recipe
+from titancli.recipe.vocabulary import GROW
 
 if TYPE_CHECKING:
     from titancli.checkpoint.format.stream import Progress
@@ -266,7 +268,7 @@ def _readable(recipe: Recipe, start: StartFrom, form: HFForm | None) -> HFForm:
             hint="give a checkpoint: RUN/checkpoints/step-N",
         )
     refuse_other_model(recipe, folder)
-    return form
+    return grown_form(form, recipe.model, folder) if recipe.weights_vocab == GROW else form
 
 
 def _load_hf(
@@ -285,6 +287,43 @@ def _load_hf(
         together=ranks.size > 1,
         progress=_seldom(),
     )
+
+
+def report_growth(recipe: Recipe, form: HFForm | None, parts: Sequence[Any]) -> None:
+    """Report that the vocabulary has grown, and warn of new rows that adapters leave as they are. Collective.
+
+    Args:
+        parts: this rank's part of the model, with the adapters.
+    """
+    start = start_from(recipe)
+    if recipe.weights_vocab != GROW or form is None or start.kind != "weights" or not start.is_here:
+        return
+
+    def look() -> tuple[int, list[str]]:
+        grown = grown_form(form, recipe.model, start.folder)
+        if not isinstance(grown, Grown):
+            return 0, []
+        trained: dict[str, bool] = {}
+        for name, parameter in (named for part in parts for named in part.named_parameters()):
+            module = name.rpartition(".")[0]
+            trained[module] = trained.get(module, False) or parameter.requires_grad
+        return grown.before, [name for name in grown.names if trained.get(name.rpartition(".")[0]) is False]
+
+    found = Ranks(patient_group()).each("reading the vocabulary", look)
+    before = found[0][0]
+    if not before or dist.get_rank() > 0:
+        return
+    logger.info(
+        "the vocabulary grows from %s to %s ids: new rows begin as the mean of the others",
+        f"{before:,}",
+        f"{recipe.model.vocab_size:,}",
+    )
+    if untrained := sorted({name for _, names in found for name in names}):
+        logger.warning(
+            f"no adapter trains the {recipe.model.vocab_size - before:,} new rows of "
+            f"{' and '.join(untrained)}, which stay the mean of the others: name the embedding and the "
+            "output in the converter's targets or, if they share a weight, train all weights"
+        )
 
 
 def _seldom() -> Progress:

@@ -14,6 +14,7 @@ from titancli.recipe.layout import Finding, check_layout
 from titancli.recipe.problems import Problems, did_you_mean, nearest_name
 from titancli.recipe.schema import Recipe, needs_dataset, needs_tokenizer
 from titancli.recipe.toml import KeyPath, Node, dotted, match_key
+from titancli.recipe.vocabulary import GROW
 from titancli.registry.component import component_info, configs, is_config
 from titancli.registry.fields import fields_of
 
@@ -193,6 +194,9 @@ def _checkpoint(recipe: Recipe) -> Iterator[Finding]:
     if section.last_save_in_hf and component_info(recipe.model).hf is None:
         message = f"the model {component_info(recipe.model).name} has no Hugging Face form"
         yield ("checkpoint", "last_save_in_hf"), message, "set last_save_model_only = true"
+    if recipe.weights_vocab == GROW and (recipe.weights is None or not section.initial_load_model_only):
+        message = "only initial weights of a Hugging Face folder can grow, and this recipe names none"
+        yield ("weights_vocab",), message, "set weights to the folder, or remove weights_vocab"
     if not section.initial_load_model_only and recipe.weights is None:
         message = "no checkpoint is given to load the state from"
         yield ("checkpoint", "initial_load_model_only"), message, 'set weights = "RUN/checkpoints/step-N"'

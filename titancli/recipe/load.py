@@ -22,6 +22,7 @@ from titancli.recipe.read import refuse_values
 from titancli.recipe.resolve import resolve
 from titancli.recipe.schema import Recipe
 from titancli.recipe.toml import DEFAULT, KeyPath, Node, Origin, Source, dotted, from_python, leaves
+from titancli.recipe.vocabulary import grown
 from titancli.registry.component import is_config
 from titancli.registry.fields import fields_of
 from titancli.registry.first_party import install_command
@@ -343,7 +344,7 @@ def model_of_weights(
     try:
         table = _locked_model(lock, folder)
         if table is None:
-            found = _model_table(folder, registry)
+            found = grown(_model_table(folder, registry), root)
             origin = Origin("flavor", at.source, at.key, at.value, str(Path(folder) / CONFIG))
             table = from_python(found, origin)
     except TitanError as error:

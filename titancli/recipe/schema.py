@@ -293,6 +293,11 @@ class Recipe:
     """Initial weights: a Hugging Face folder, a titan checkpoint, a checkpoint's URL, or a repository of the
     Hugging Face Hub (`"hf://OWNER/NAME"`). Without a [model] section, the model is read from the Hugging Face
     folder."""
+    weights_vocab: Annotated[Literal["same", "grow"], Effect("numbers")] = "same"
+    """`"grow"`: the model may have a larger vocabulary than the Hugging Face folder in `weights`, for a
+    tokenizer with added tokens. New rows of the embedding and the output layer begin as the mean of the
+    folder's. If `model.vocab_size` is not set, the model that is read from the folder gets a row for each id
+    of the tokenizer in `tokenizer.path`."""
     assets: Annotated[str | None, Effect("running")] = None
     """Hugging Face repository (`"owner/name"`) of the tokenizer and of initial weights, which
     `titan download RECIPE` downloads to `tokenizer.path`."""

@@ -18,6 +18,7 @@ from titancli.recipe.check import component_checks, components
 from titancli.recipe.layout import check_layout, on, takes
 from titancli.recipe.load import Loaded
 from titancli.recipe.toml import dotted
+from titancli.recipe.vocabulary import GROW
 from titancli.registry import current
 from titancli.registry.component import component_info, load_target
 
@@ -124,7 +125,8 @@ def check_weights(loaded: Loaded) -> None:
         return
     from titancli.checkpoint.hf.likeness import complaint
 
-    found = complaint(recipe.model, start.folder, recipe.checkpoint.model_differs)
+    differs, grows = recipe.checkpoint.model_differs, recipe.weights_vocab == GROW
+    found = complaint(recipe.model, start.folder, differs, grows=grows)
     if found is not None:
         raise _problem(loaded, "weights", *found)
 

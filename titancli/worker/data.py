@@ -22,6 +22,7 @@ from titancli.errors import EnvironmentProblem, TitanError
 from titancli.loops.validation import Validation
 from titancli.losses.cross_entropy import CrossEntropy
 from titancli.observe.metrics import collector
+from titancli.recipe.vocabulary import GROW
 from titancli.registry.component import build
 from titancli.rl.prompts import PromptSource
 
@@ -44,9 +45,10 @@ def check_vocabulary(recipe: Recipe, tokenizer: Any) -> None:
     """
     rows = recipe.model.vocab_size
     if rows is not None and tokenizer is not None and tokenizer.vocab_size > rows:
+        grow = "" if recipe.weights is None else f"weights_vocab={GROW} "
         raise EnvironmentProblem(
             f"the tokenizer has {tokenizer.vocab_size:,} ids, but the model's vocab_size is only {rows:,}",
-            hint=f"use the model's own tokenizer, or set model.vocab_size={tokenizer.vocab_size}",
+            hint=f"use the model's own tokenizer, or set {grow}model.vocab_size={tokenizer.vocab_size}",
         )
 
 

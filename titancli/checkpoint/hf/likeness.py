@@ -17,6 +17,7 @@ from titancli.checkpoint.format.manifest import LOCK, is_checkpoint, read_manife
 from titancli.checkpoint.hf.libraries import type_in
 from titancli.errors import EnvironmentProblem
 from titancli.recipe.toml import inline
+from titancli.recipe.vocabulary import GROW
 from titancli.registry.component import component_info, load_target
 from titancli.registry.fields import plain
 
@@ -72,13 +73,16 @@ class _Other:
     own: str
 
 
-def complaint(model: Any, folder: Path, meant: Collection[str]) -> tuple[str, str] | None:
+def complaint(
+    model: Any, folder: Path, meant: Collection[str], *, grows: bool = False
+) -> tuple[str, str] | None:
     """Return what is wrong with weights for a model, and what to write; None if nothing is, or it is unknown.
 
     Args:
         model: the recipe's, bound.
         folder: a Hugging Face folder, or a checkpoint.
         meant: keys of `[model]` that are meant to differ.
+        grows: whether the model's vocabulary may be larger than that of a Hugging Face folder.
 
     Raises:
         EnvironmentProblem: the folder's config.json cannot be read, or names a feature that the model lacks.
@@ -90,12 +94,25 @@ def complaint(model: Any, folder: Path, meant: Collection[str]) -> tuple[str, st
     if there is None:
         return None
     found = [d for d in differing_fields(model, there) if not _covered(d.key, meant)]
+    larger = [d for d in found if _has_grown(d)]
+    if grows and larger and is_checkpoint(folder):
+        return (
+            f"weights_vocab: a vocabulary of a checkpoint cannot grow, and {folder} has {larger[0].there:,} "
+            "rows",
+            f"export it first: titan convert-checkpoint {folder} OUT --to hf; then set weights=OUT",
+        )
+    found = [d for d in found if not (grows and d in larger)]
     if not found:
         return None
     listed = "\n".join(
         f"  {d.key} is {_shown(d.here)} in the recipe and {_shown(d.there)} there" for d in found
     )
     names = json.dumps(sorted({d.key for d in found}))
+    if found == larger and not is_checkpoint(folder):
+        return (
+            f"{folder} holds the weights of a model with a smaller vocabulary:\n{listed}",
+            f'set weights_vocab = "{GROW}" to add rows, or in [model]: {found[0].line()}',
+        )
     return (
         f"{folder} holds the weights of a different model:\n{listed}",
         f"set in [model]: {'; '.join(d.line() for d in found)}. To train with the recipe's values on "
@@ -109,7 +126,8 @@ def refuse_other_model(recipe: Recipe, folder: Path) -> None:
     Raises:
         EnvironmentProblem: they were not; names every field that differs.
     """
-    if found := complaint(recipe.model, folder, recipe.checkpoint.model_differs):
+    differs, grows = recipe.checkpoint.model_differs, recipe.weights_vocab == GROW
+    if found := complaint(recipe.model, folder, differs, grows=grows):
         raise EnvironmentProblem(f"weights: {found[0]}", hint=found[1])
 
 
@@ -221,6 +239,18 @@ def left_out(model: Any, checkpoint: Path) -> tuple[str, ...]:
         return ()
     there = getattr(_in_checkpoint(checkpoint, model), "n_mtp_layers", 0)
     return tuple(f"model.layers.{model.n_layers + number}" for number in range(there))
+
+
+def vocabulary_in(folder: Path, like: Any) -> int | None:
+    """Return the size of the vocabulary of the model in a Hugging Face folder; None if it is unknown."""
+    found: int | None = getattr(_model_in(folder, like), "vocab_size", None)
+    return found
+
+
+def _has_grown(difference: Difference) -> bool:
+    here, there = difference.here, difference.there
+    of_vocabulary = difference.key.rpartition(".")[2] == "vocab_size"
+    return of_vocabulary and isinstance(here, int) and isinstance(there, int) and here > there
 
 
 def _covered(key: str, meant: Collection[str]) -> bool:

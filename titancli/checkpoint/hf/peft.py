@@ -29,6 +29,7 @@ from titancli.checkpoint.hf.compare import (
     verify_tokens,
 )
 from titancli.checkpoint.hf.folder import cast_of, export_hf
+from titancli.checkpoint.hf.likeness import vocabulary_in
 from titancli.checkpoint.hf.peft_names import Adapter, beside_experts, config_of, placed
 from titancli.checkpoint.hf.which import Say, find_checkpoint, hf_form, recipe_of
 from titancli.checkpoint.reader import CheckpointReader
@@ -68,6 +69,7 @@ def to_peft(
     if left := reader.leave_out(of_loss):
         say(f"left out, since they are the loss's alone: {', '.join(left)}")
     model, _, _ = recipe_of(folder)
+    _refuse_grown(base, model)
     if verify:
         refuse_incomparable(hf_form(model))
         if find_spec("peft") is None:
@@ -95,6 +97,20 @@ def to_peft(
         )
     lines.append(f"load it with: from peft import PeftModel; PeftModel.from_pretrained(base, {str(dst)!r})")
     return lines, good
+
+
+def _refuse_grown(base: Path, model: Any) -> None:
+    """
+    Raises:
+        UsageError: the model has a larger vocabulary than its base, whose new rows no folder of adapters has.
+    """
+    rows = vocabulary_in(base, model)
+    if rows is not None and model.vocab_size is not None and rows < model.vocab_size:
+        raise UsageError(
+            f"the adapters are of a model with {model.vocab_size:,} tokens, but their base {base} has "
+            f"{rows:,}: peft would not find the new rows",
+            hint="merge the adapters instead: --to hf",
+        )
 
 
 def _verdict(
