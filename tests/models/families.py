@@ -14,6 +14,7 @@ from titan_qwen3_next import Qwen3Next
 from titancli.checkpoint.hf.which import hf_form
 from titancli.models import Gemma3, GptOss, Llama3, Qwen3, RopeScaling
 from titancli.models.blocks.state import named_state
+from titancli.models.qwen3 import FactorYarn
 from titancli.models.sections import AttnTemperature, LinearScaling, MoE, Yarn
 from titancli.registry import current
 from titancli.registry.binding import bind
@@ -152,15 +153,28 @@ QWEN3 = Family(
         "balanced experts": dict(
             moe=MoE(num_experts=4, top_k=2, hidden_dim=48, load_balance_coeff=1e-3, **SOFTMAX)
         ),
+        "YaRN": dict(hidden_dim=96, rope_scaling=FactorYarn(factor=4.0, original_max_position=32)),
+        "YaRN, experts": dict(
+            moe=MoE(num_experts=8, top_k=3, hidden_dim=48, **SOFTMAX),
+            rope_scaling=FactorYarn(
+                factor=2.5,
+                original_max_position=16,
+                beta_fast=8.0,
+                beta_slow=2.0,
+                truncate=False,
+                attention_factor=1.3,
+            ),
+        ),
     },
-    caches=("grouped", "experts"),
+    caches=("grouped", "experts", "YaRN"),
     refused=tuple(
         ("30B-A3B", change)
         for change in (
             {"attention_bias": True},
             {"hidden_act": "gelu"},
             {"use_sliding_window": True},
-            {"rope_scaling": {"rope_type": "yarn"}},
+            {"rope_scaling": {"rope_type": "longrope", "factor": 4.0}},
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "low_freq_factor": 1.0}},
             {"decoder_sparse_step": 2},
             {"mlp_only_layers": [0]},
             {"quantization_config": {"quant_method": "awq"}},

@@ -6,7 +6,6 @@ and a clamped SwiGLU in its experts.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -113,12 +112,9 @@ class GptOss(DecoderConfig):
         }
 
     def layer(self, number: int) -> Block:
-        # Cosine and sine are scaled up, so that attention is sharper over stretched contexts (arXiv
-        # 2309.00071, section 3.4).
-        factor = 1.0 if self.yarn is None else max(self.yarn.factor, 1.0)
         attention = self.attention(
             scaling=self.yarn,
-            length=0.1 * math.log(factor) + 1.0,
+            length=1.0 if self.yarn is None else self.yarn.length,
             bias="qkvo",
             sinks=True,
             window=None if number % 2 else self.sliding_window,

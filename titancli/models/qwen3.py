@@ -5,17 +5,29 @@ Unlike Llama 3, it has norms over each head's query and key, a head_dim independ
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from annotated_types import Gt
 
 from titancli.errors import EnvironmentProblem
-from titancli.models.config_json import GROUPED, NO_BIAS, Key, RopeKeys, Table, decoder, routing
+from titancli.models.config_json import (
+    GROUPED,
+    NO_BIAS,
+    ConfigJSON,
+    Key,
+    Ours,
+    RopeKeys,
+    Table,
+    decoder,
+    routing,
+    yarn_keys,
+)
 from titancli.models.names import EXPERTS, JOINED_EXPERTS, LAYER, QK_NORM, Names
-from titancli.models.sections import BUILD, FORM, DecoderConfig, MoE
+from titancli.models.sections import BUILD, FORM, DecoderConfig, MoE, Yarn
 from titancli.protocols.shape import Block
-from titancli.registry.component import component
+from titancli.registry.component import component, section
 
 if TYPE_CHECKING:
     from titancli.recipe.schema import Recipe
@@ -31,13 +43,53 @@ _ROUTING = {
 }
 
 
+@section
+class FactorYarn(Yarn):
+    """YaRN whose factor of cosine and sine may be set."""
+
+    attention_factor: Annotated[float, Gt(0)] | None = None
+    """Factor of cosine and sine; None: 0.1 · ln factor + 1."""
+
+    @property
+    def length(self) -> float:
+        """The factor of cosine and sine."""
+        return super().length if self.attention_factor is None else self.attention_factor
+
+
+def _factor(there: ConfigJSON, ours: Ours) -> float:
+    """Read YaRN's factor; null stands for the ratio of the two context lengths."""
+    value = there.get("factor")
+    return ours["max_seq_len"] / ours["rope_scaling.original_max_position"] if value is None else value
+
+
+def _attention_factor(there: ConfigJSON, ours: Ours) -> float | None:
+    """Read the factor of cosine and sine, which DeepSeek's scales may stand for; None: the usual one."""
+    value, scales = there.get("attention_factor"), (there.get("mscale"), there.get("mscale_all_dim"))
+    usual = Yarn(factor=ours["rope_scaling.factor"]).length
+    if value is None and all(scales):
+        one, other = (1.0 + scale * (usual - 1.0) for scale in scales)
+        value = one / other
+    return None if value is None or math.isclose(value, usual, rel_tol=1e-9) else value
+
+
+_, *_OTHER_YARN_KEYS = yarn_keys("rope_scaling", lambda ours: ours["max_seq_len"])
+_ROPE = RopeKeys(
+    10000.0,
+    "rope_scaling",
+    "yarn",
+    (
+        *_OTHER_YARN_KEYS,
+        Key("rope_scaling.factor", "factor", read=_factor),
+        Key("rope_scaling.attention_factor", "attention_factor", read=_attention_factor),
+    ),
+)
 _ATTENTION: tuple[Any, ...] = (
     *GROUPED,
     NO_BIAS,
     Key(None, "use_sliding_window", only=False),
     Key(None, "layer_types", only=lambda ours: ["full_attention"] * ours["n_layers"], written=False),
 )
-_ROWS: tuple[Any, ...] = (*decoder(32768), *_ATTENTION, RopeKeys())
+_ROWS: tuple[Any, ...] = (*decoder(32768), *_ATTENTION, _ROPE)
 _DENSE_ROWS = (Key("head_dim", "head_dim", lambda ours: 128), Key("hidden_dim", "intermediate_size"))
 _JOINED = ("qwen3_vl_moe", "qwen3_vl_moe_text")
 _IGNORED = ("sliding_window", "max_window_layers")  # without effect if no layer has a window
@@ -55,6 +107,8 @@ class Qwen3(DecoderConfig):
     """The mixture-of-experts layers, in place of the feed-forward; None: a dense model."""
     max_seq_len: Annotated[int, Gt(0)] = 4096
     rope_theta: Annotated[float, Gt(0)] = 1000000.0
+    rope_scaling: FactorYarn | None = None
+    """RoPE scaling beyond the original context; None: no scaling."""
     norm_eps: Annotated[float, Gt(0)] = 1e-6
 
     hf_tables: ClassVar = {
@@ -138,10 +192,14 @@ class Qwen3(DecoderConfig):
 
     def layer(self, number: int) -> Block:
         part = self.feed_forward(self.hidden_dim) if self.moe is None else self.experts(self.moe)
-        return self.block(self.attention(qk_norm="head"), part)
+        yarn = self.rope_scaling
+        length = 1.0 if yarn is None else yarn.length
+        return self.block(self.attention(qk_norm="head", scaling=yarn, length=length), part)
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield from super().check(recipe)
+        if self.rope_scaling is not None and self.rope_scaling.beta_fast <= self.rope_scaling.beta_slow:
+            yield "rope_scaling.beta_fast", "beta_fast must be greater than beta_slow"
         if (self.hidden_dim is None) == (self.moe is None):
             yield (
                 "hidden_dim",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
@@ -347,3 +348,8 @@ class Yarn:
     """Dimensions that rotate less often than this are fully interpolated."""
     truncate: bool = True
     """Round the ends of the ramp between the two to whole dimensions."""
+
+    @property
+    def length(self) -> float:
+        """The factor of cosine and sine: attention is sharper over stretched contexts (section 3.4)."""
+        return 0.1 * math.log(max(self.factor, 1.0)) + 1.0

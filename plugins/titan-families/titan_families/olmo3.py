@@ -6,7 +6,6 @@ heads together, a sliding window in three of four layers, and YaRN only in the f
 
 from __future__ import annotations
 
-import math
 from typing import Annotated, Any, ClassVar
 
 from annotated_types import Gt
@@ -23,13 +22,7 @@ _RELEASED: dict[str, Any] = {
 }
 
 
-def _length(factor: float) -> float:
-    """Return the factor of cosine and sine: attention is sharper over stretched contexts (arXiv
-    2309.00071, section 3.4)."""
-    return 0.1 * math.log(max(factor, 1.0)) + 1.0
-
-
-_FACTOR = Key(None, "attention_factor", only=lambda ours: _length(ours["rope_scaling.factor"]))
+_FACTOR = Key(None, "attention_factor", only=lambda ours: Yarn(factor=ours["rope_scaling.factor"]).length)
 
 
 @component("model", "olmo3", target=BUILD, hf=FORM)
@@ -86,6 +79,6 @@ class Olmo3(DecoderConfig):
             attention = self.attention(qk_norm="whole", window=self.sliding_window)
         else:
             yarn = self.rope_scaling
-            length = 1.0 if yarn is None else _length(yarn.factor)
+            length = 1.0 if yarn is None else yarn.length
             attention = self.attention(qk_norm="whole", scaling=yarn, length=length)
         return self.block(attention, self.feed_forward(self.hidden_dim), norms="after")
