@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,15 @@ from titancli.registry.component import build
 
 VERIFY_LIMIT = 1e-3
 """The largest difference of logits, relative to the largest logit, that passes."""
-VERIFY_SHAPE = (2, 64)
-"""Rows and tokens that the logits are compared on."""
+COMPARED = 64
+"""Tokens at the end of a row whose logits are compared."""
+LONGEST = {
+    "sliding_window": 8192,
+    "attention_chunk_size": 8192,
+    "original_max_position_embeddings": 4096,
+}
+"""Keys of config.json with a length at which a model may begin to compute otherwise, and the longest such
+length that rows are made for: longer ones take a CPU too much time and memory."""
 
 
 def refuse_incomparable(form: Any, quantised: Quantise | None = None) -> None:
@@ -82,11 +90,12 @@ def verdict(
         del theirs
         found = _export_logit_pairs(model, reader, made, tokens, dtype)
     else:
-        ours = our_logits(model, reader, tokens)
+        ours = _last_logits(model, reader, tokens)
         found = [(ours, logits_of(theirs, tokens))]
         if dtype is not None and _round(theirs, dtype):
             found.append((ours, logits_of(theirs, tokens)))
     lines, good = verdict_on(found)
+    lines += [f"not compared, because rows would be too long: {one}" for one in _lengths(model)[1]]
     if any(not form.sources(name) and bool(reader.read(name).any()) for name in reader.names()):
         lines.append(
             "not compared, because a Hugging Face folder cannot hold them: the experts' balancing biases"
@@ -109,12 +118,12 @@ def _quantised_logit_pairs(
     if isinstance(reader, MergedReader):
         meant = logits_beside(model, reader.base, reader.adapters, reader.scale, tokens)
     else:
-        meant = our_logits(model, reader, tokens)
+        meant = _last_logits(model, reader, tokens)
     found = [(logits_of(theirs, tokens), meant)]
     for rounding in (torch.bfloat16, *([] if dtype is None or exported else [dtype]), torch.bfloat16):
         _round(theirs, rounding)
     written = HFTensors(folder, model) if exported else reader
-    ours = our_logits(model, Rounded(written, torch.bfloat16), tokens)
+    ours = _last_logits(model, Rounded(written, torch.bfloat16), tokens)
     return [*found, (logits_of(theirs, tokens), ours)]
 
 
@@ -129,13 +138,13 @@ def _export_logit_pairs(
     """Return pairs of logits for `verdict_on`: transformers' logits of the export, and the expected ones;
     then, if the export rounded weights, a pair for each of its steps with equal rounding on both sides."""
     rounded = Rounded(reader, dtype)
-    logits = our_logits(model, rounded, tokens)
+    logits = _last_logits(model, rounded, tokens)
     if isinstance(reader, MergedReader):
         meant = logits_beside(model, reader.base, reader.adapters, reader.scale, tokens)
-        steps = [(made, logits), (our_logits(model, reader, tokens), meant)] if rounded.changed else []
+        steps = [(made, logits), (_last_logits(model, reader, tokens), meant)] if rounded.changed else []
         return [(made, meant), *steps]
     if rounded.changed:
-        return [(made, our_logits(model, reader, tokens)), (made, logits)]
+        return [(made, _last_logits(model, reader, tokens)), (made, logits)]
     return [(made, logits)]
 
 
@@ -143,18 +152,18 @@ def _export_logit_pairs(
 def _head_differences(
     model: Any, reader: Tensors, theirs: Any, form: HFForm, tokens: Tensor, dtype: torch.dtype | None
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return pairs for `verdict_on` of the numbers of a head, for eight short rows, one by one: classifiers
-    look for padding in several."""
-    rows = tokens.view(8, 1, -1)
+    """Return pairs for `verdict_on` of the numbers of a head, for rows of two lengths, one by one:
+    classifiers look for padding in several."""
     padding = theirs.config.get_text_config().pad_token_id
-    rows[rows == (-1 if padding is None else padding)] = 1 if padding != 1 else 0
-    made = torch.cat([logits_of(theirs, row) for row in rows])
+    tokens[tokens == (-1 if padding is None else padding)] = 1 if padding != 1 else 0
+    rows = [*tokens.flatten()[: 2 * COMPARED].view(8, 1, -1), *tokens.split(1)]
+    made = torch.cat([logits_of(theirs, row).flatten() for row in rows])
     rounded = Rounded(reader, dtype)
 
     def ours(read: Tensors) -> Tensor:
-        found = filled(model, read, rows.shape[-1])
+        found = filled(model, read, tokens.shape[1])
         found.output = form.readout(read)
-        return torch.cat([found.float().eval()(tokens=row) for row in rows])
+        return torch.cat([_end(found.float().eval()(tokens=row)).flatten() for row in rows])
 
     written = ours(rounded)
     return [(made, ours(reader)), (made, written)] if rounded.changed else [(made, written)]
@@ -211,10 +220,40 @@ class Rounded:
 
 
 def verify_tokens(model: Any) -> Tensor:
-    """Return random tokens of a model's vocabulary, `VERIFY_SHAPE`; the same ones each time."""
+    """Return random tokens of a model's vocabulary, [rows, tokens]; the same ones each time.
+
+    One row that is longer than every window, chunk and original context of YaRN, up to `LONGEST`; without
+    any, two short rows.
+    """
     with torch.device("meta"):
         vocabulary = build(model, seq_len=1).output.weight.shape[0]
-    return torch.randint(0, vocabulary, VERIFY_SHAPE, generator=torch.Generator().manual_seed(0))
+    longest = max(_lengths(model)[0], default=0)
+    shape = (1, longest + COMPARED) if longest else (2, COMPARED)
+    return torch.randint(0, vocabulary, shape, generator=torch.Generator().manual_seed(0))
+
+
+def _lengths(model: Any) -> tuple[list[int], list[str]]:
+    """Return the lengths that rows must exceed, see `LONGEST`, and in words those that are too long."""
+    config = hf_form(model).config_json()
+    limit, windows = config.get("max_position_embeddings"), config.get("use_sliding_window", True)
+    found, beyond = list[int](), list[str]()
+    for key, length in _named(config):
+        if (isinstance(limit, int) and length >= limit) or (key == "sliding_window" and not windows):
+            continue  # no row is so long, or no layer has a window
+        if length <= LONGEST[key]:
+            found.append(length)
+        else:
+            beyond.append(f"{key} = {length:,}")
+    return found, list(dict.fromkeys(beyond))
+
+
+def _named(table: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    kind = table.get("rope_type", table.get("type", "yarn"))
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _named(value)
+        elif key in LONGEST and type(value) is int and value > 0 and kind == "yarn":
+            yield key, value
 
 
 @torch.no_grad()
@@ -227,6 +266,15 @@ def _round(model: torch.nn.Module, dtype: torch.dtype) -> bool:
         changed |= not torch.equal(rounded, parameter)
         parameter.copy_(rounded)
     return changed
+
+
+def _last_logits(model: Any, reader: Tensors, tokens: Tensor) -> Tensor:
+    return _end(our_logits(model, reader, tokens))
+
+
+def _end(logits: Tensor) -> Tensor:
+    """Return the logits of the last tokens of rows, [B, S, V]; of a head with one result per row, all."""
+    return logits[:, -COMPARED:].clone() if logits.ndim == 3 else logits
 
 
 @torch.no_grad()
@@ -247,7 +295,7 @@ def filled(model: Any, reader: Tensors, seq_len: int) -> Any:
 
 @torch.no_grad()
 def logits_beside(model: Any, base: Tensors, adapters: Tensors, scale: float, tokens: Tensor) -> Tensor:
-    """Return the logits in float32 of a base with adapters beside it, as in training."""
+    """Return the last logits in float32 of a base with adapters beside it, as in training."""
     ours = build(model, seq_len=tokens.shape[1]).float()
     form = hf_form(model)
     for name, tensor in named_state(ours):
@@ -259,14 +307,15 @@ def logits_beside(model: Any, base: Tensors, adapters: Tensors, scale: float, to
     live = dict(ours.named_parameters())
     for name in parameters:
         put(live[name], adapters.read(name))
-    return ours.eval()(tokens=tokens)
+    return _end(ours.eval()(tokens=tokens))
 
 
 @torch.no_grad()
 def logits_of(model: Any, tokens: Tensor) -> Tensor:
-    """Return the logits of a transformers model, or the hidden states of one that has none."""
+    """Return the last logits of a transformers model, or the hidden states of one that has none; of a head
+    its numbers."""
     found = model.eval()(input_ids=tokens)
-    return found.logits if "logits" in found else found.last_hidden_state
+    return _end(found.logits if "logits" in found else found.last_hidden_state)
 
 
 def _dequantised(folder: Path) -> dict[str, Any]:
