@@ -82,7 +82,7 @@ def test_bos_begins_a_prompt_where_the_model_has_learnt_it(
 
     step = hf_folder.parent / "step-1"
     assert [count(hf_folder), count(hf_folder, "--no-bos")] == [3, 2]
-    assert [count(step), count(step, "--bos")] == [2, 3]  # training text has none
+    assert [count(step), count(step, "--no-bos")] == [3, 2]  # as its training text
     done = titan("generate", checkpoint, "ab", "--bos")
     assert (done.code, "no BOS" in done.err) == (2, True)
 

@@ -261,6 +261,12 @@ class Mix:
         return any(one.needs_tokenizer for one in self.datasets.values())
 
     @property
+    def add_bos(self) -> bool | None:
+        """Return whether texts begin with BOS; None if the datasets do not agree on it."""
+        found = {one.add_bos for one in self.datasets.values()}
+        return found.pop() if len(found) == 1 else None
+
+    @property
     def document_mask(self) -> bool:
         """Return whether batches have `document_ids`: if any dataset's batches do."""
         parts = self.datasets.values()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from titancli.data import Chat
 from titancli.data.chat_source import Rows, dataset_of, rows_of
 from titancli.data.fitting import Conversation, PackedRows
 from titancli.data.jsonl import BadRow
+from titancli.data.prompt import begun, templated
 from titancli.data.row_formats import SAMPLED, Names, Talk, detected, talk_of, words
 from titancli.data.rows import RowDataset
 from titancli.errors import RecipeError
@@ -59,17 +60,6 @@ class Masked:
         return self._tokenizer.chat_with_mask(talk.messages, first=talk.first, **options)
 
 
-def templated(call: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row's own arguments of a chat template as a keyword of the tokenizer's method.
-
-    Raises:
-        BadRow: there are some, and the method takes none.
-    """
-    if options and "options" not in inspect.signature(call).parameters:
-        raise BadRow(f"the tokenizer's chat template takes no {' or '.join(map(repr, options))}")
-    return {"options": options} if options else {}
-
-
 class ConversationReader:
     """Turns rows into conversations."""
 
@@ -103,8 +93,7 @@ class ConversationReader:
     def _encoded(self, talk: Talk) -> tuple[list[int], list[bool]]:
         tokenizer = self._tokenizer
         if talk.text is not None:
-            bos = [tokenizer.bos_id] if tokenizer.adds_bos else []
-            ids = [*bos, *tokenizer.encode(talk.text), tokenizer.eos_id]
+            ids = [*begun(tokenizer, tokenizer.encode(talk.text)), tokenizer.eos_id]
         elif self._masked is None:
             ids = tokenizer.chat(talk.messages, **templated(tokenizer.chat, talk.options))
         else:

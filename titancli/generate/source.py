@@ -16,6 +16,7 @@ from titancli.checkpoint.hf.folder import read_hf
 from titancli.checkpoint.hf.kept import end_ids, kept_of
 from titancli.checkpoint.hf.virtual import put
 from titancli.checkpoint.hf.which import (
+    adds_bos,
     check_parameters,
     find_checkpoint,
     hf_form,
@@ -23,6 +24,7 @@ from titancli.checkpoint.hf.which import (
     parameter_shapes,
     recipe_of,
 )
+from titancli.data.prompt import prompt_ids
 from titancli.engine.first_weights import allocate
 from titancli.errors import EnvironmentProblem, PluginError, UsageError
 from titancli.models.blocks.state import named_state
@@ -96,7 +98,7 @@ def _from_checkpoint(src: Path, tokenizer: str | None, say: Say) -> Source:
     reader = open_weights(folder, config, verify="full" if folder == src.absolute() else "size", say=say)
     check_parameters(reader, config, folder)
     ends = end_ids(kept_of(folder), built.eos_id)
-    return Source(folder, config, built, ends, False, reader.read)
+    return Source(folder, config, built, ends, adds_bos(folder, built), reader.read)
 
 
 def _from_hf(src: Path, tokenizer: str | None, component: str | None) -> Source:
@@ -148,11 +150,10 @@ def encode(source: Source, texts: Sequence[str], *, bos: bool | None = None) -> 
         EnvironmentProblem: the tokenizer is another model's.
     """
     tokenizer = source.tokenizer
-    bos_id = tokenizer.bos_id
-    if bos and bos_id is None:
+    if bos and tokenizer.bos_id is None:
         raise UsageError("--bos: the tokenizer has no BOS token", hint="remove it")
-    first = [bos_id] if bos_id is not None and (source.bos if bos is None else bos) else []
-    prompts = [first + ids or [tokenizer.eos_id] for ids in tokenizer.encode_batch(list(texts))]
+    begins = source.bos if bos is None else bos
+    prompts = [prompt_ids(tokenizer, text, bos=begins) or [tokenizer.eos_id] for text in texts]
     return _fitting(source.config, prompts)
 
 
@@ -163,10 +164,8 @@ def encode_chat(source: Source, texts: Sequence[str], *, system: str | None = No
         RecipeError: the tokenizer has no chat template, or it takes no system message.
         UsageError, EnvironmentProblem: as in `encode`.
     """
-    before = [] if system is None else [{"role": "system", "content": system}]
     prompts = [
-        source.tokenizer.chat([*before, {"role": "user", "content": text}], add_generation_prompt=True)
-        for text in texts
+        prompt_ids(source.tokenizer, [{"role": "user", "content": text}], system=system) for text in texts
     ]
     return _fitting(source.config, prompts)
 

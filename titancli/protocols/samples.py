@@ -79,10 +79,12 @@ class Prompt:
     """The text to continue; with `messages` their readable form."""
     answer: str | None = None
     """The right answer, if the task knows it."""
-    messages: tuple[dict[str, str], ...] = ()
+    messages: tuple[dict[str, Any], ...] = ()
     """A conversation (`{"role": …, "content": …}` each), put into the tokenizer's chat template instead."""
     row: Mapping[str, Any] = field(default_factory=dict)
     """The complete row of the task's data, for rewards."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Other arguments of the chat template for `messages`, such as `tools`."""
 
 
 @dataclass(frozen=True)

@@ -181,6 +181,8 @@ class DatasetConfigDefaults:
     """Members of a dataset's config, or of its class."""
 
     needs_tokenizer: ClassVar[bool] = True
+    add_bos: bool | None = None
+    """Whether texts begin with BOS; None: if the tokenizer does that to a text."""
     gives_pairs: ClassVar[bool] = False
     """True if two consecutive rows are a pair."""
     predicts_tokens: ClassVar[bool] = True

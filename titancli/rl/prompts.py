@@ -5,7 +5,10 @@ from __future__ import annotations
 import logging
 from typing import Any, NamedTuple
 
+from titancli.data.chat_template import ChatRefused
+from titancli.data.jsonl import BadRow
 from titancli.data.packing import STATE_VERSION, refuse_other_data, tokenizer_identity
+from titancli.data.prompt import prompt_ids
 from titancli.errors import TitanError
 from titancli.protocols import Task
 from titancli.protocols.samples import Prompt
@@ -13,7 +16,7 @@ from titancli.protocols.samples import Prompt
 logger = logging.getLogger(__name__)
 
 TRIES = 1000
-"""After this many prompts in a row that are too long, all are taken to be."""
+"""After this many prompts in a row that are skipped, all are taken to be."""
 
 
 class TokenizedPrompt(NamedTuple):
@@ -24,7 +27,8 @@ class TokenizedPrompt(NamedTuple):
 
 
 class PromptSource:
-    """The tokenized prompts of a task; prompts that are too long for a row are skipped."""
+    """The tokenized prompts of a task, without those that are too long for a row or that the chat template
+    rejects."""
 
     def __init__(self, task: Task, tokenizer: Any, *, longest: int) -> None:
         """Prepare the prompts of at most `longest` tokens."""
@@ -33,13 +37,15 @@ class PromptSource:
         self._next = 0
         self.too_long = 0
         """Number of prompts skipped as too long since this process began."""
+        self.rejected = 0
+        """Number of prompts that the chat template rejected since this process began."""
 
     def take(self, count: int) -> list[TokenizedPrompt]:
         """Return the next `count` prompts.
 
         Raises:
             TitanError: the tokenizer has no chat template; or the task returned something else than a prompt,
-                or an empty one; or all prompts are too long.
+                or an empty one; or all prompts are skipped.
         """
         found = []
         for _ in range(count):
@@ -60,7 +66,8 @@ class PromptSource:
         return found
 
     def _from(self, number: int) -> tuple[TokenizedPrompt, int]:
-        """Return the first prompt from a number on that is not too long, and the next number."""
+        """Return the first prompt from a number on that is not skipped, and the next number."""
+        why = ""
         for tried in range(number, number + TRIES):
             prompt = self._task.prompt(tried)
             if not isinstance(prompt, Prompt):
@@ -69,7 +76,13 @@ class PromptSource:
                     f"{tried}",
                     hint='it must return a titancli.protocols.samples.Prompt: Prompt("3+9=", answer="2")',
                 )
-            tokens = self._tokens(prompt)
+            try:
+                tokens = self._tokens(prompt)
+            except (ChatRefused, BadRow) as error:
+                why = str(error.message if isinstance(error, TitanError) else error)
+                self.rejected += 1
+                self._skipped(tried, why, first=self.rejected == 1)
+                continue
             if not tokens:
                 raise TitanError(
                     f"prompt {tried} of the task {type(self._task).__name__} has no tokens: {prompt.text!r}",
@@ -77,29 +90,27 @@ class PromptSource:
                 )
             if len(tokens) <= self._longest:
                 return TokenizedPrompt(prompt, tokens), tried + 1
+            why = f"it has {len(tokens)} tokens, but training.seq_len has room for {self._longest}"
             self.too_long += 1
-            if self.too_long == 1:
-                logger.warning(
-                    "skipped prompt %d: it has %d tokens, but training.seq_len has room for %d; further "
-                    "ones are skipped without a message",
-                    tried,
-                    len(tokens),
-                    self._longest,
-                )
+            self._skipped(tried, why, first=self.too_long == 1)
         raise TitanError(
-            f"{TRIES} prompts in a row have more than {self._longest} tokens",
-            hint="use a larger training.seq_len or shorter prompts",
+            f"{TRIES} prompts in a row were skipped; of the last one: {why}",
+            hint="use a larger training.seq_len, or shorter prompts that the chat template accepts",
         )
+
+    def _skipped(self, number: int, why: str, *, first: bool) -> None:
+        if first:
+            logger.warning("skipped prompt %d: %s; further ones are skipped without a message", number, why)
 
     def _tokens(self, prompt: Prompt) -> list[int]:
         if prompt.messages:
-            return self._tokenizer.chat(list(prompt.messages), add_generation_prompt=True)
+            return prompt_ids(self._tokenizer, prompt.messages, options=prompt.options)
         if not isinstance(prompt.text, str):
             raise TitanError(
                 f"a prompt's text must be a string, not a {type(prompt.text).__name__}",
                 hint="Prompt(text, answer)",
             )
-        ids = self._tokenizer.encode(prompt.text)
+        ids = prompt_ids(self._tokenizer, prompt.text)
         # An empty text begins with the end marker of another.
         return ids or ([] if self._tokenizer.eos_id is None else [self._tokenizer.eos_id])
 

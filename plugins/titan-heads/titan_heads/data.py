@@ -14,10 +14,11 @@ import numpy as np
 
 from titan_preference.pairs import PairReader
 from titancli import report
-from titancli.data.chat import Masked, templated
+from titancli.data.chat import Masked
 from titancli.data.chat_source import dataset_of
 from titancli.data.fitting import Conversation, best_fit, row_of
 from titancli.data.jsonl import BadRow, check_characters, value_of
+from titancli.data.prompt import begun, templated
 from titancli.data.row_formats import Names, Talk, check_messages, format_of_row, talk_of
 from titancli.data.rows import Row
 from titancli.errors import RecipeError, TitanError
@@ -89,9 +90,8 @@ class DocumentReader:
         if talk.text is None:
             return tokenizer.chat(talk.messages, **templated(tokenizer.chat, talk.options))
         ids = tokenizer.encode(talk.text)
-        begin = [tokenizer.bos_id] if tokenizer.adds_bos and tokenizer.bos_id is not None else []
         end = [tokenizer.eos_id] if self._config.append_end else []
-        return [*begin, *ids, *end] if ids else []
+        return [*begun(tokenizer, ids), *end] if ids else []
 
 
 class LabelReader:

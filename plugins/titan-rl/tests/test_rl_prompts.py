@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
+from tests.data.small_tokenizers import chatml
 from titan_rl import Digit, Prompts, Sum
 from titan_rl.tasks import Made
+from titancli.data import HFTokenizer
 from titancli.data.byte_tokenizer import ByteTokenizer
 from titancli.errors import EnvironmentProblem, TitanError
 from titancli.protocols.samples import Prompt
@@ -66,6 +69,25 @@ def test_messages_go_through_the_chat_template(tmp_path: Path) -> None:
     assert asked.prompt.text == "system: Be kind.\nuser: hi"
 
 
+def test_a_rows_tools_reach_the_template(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
+    asked = {"prompt": [{"role": "user", "content": "hi"}]}
+    more = {"tools": json.dumps(tools), "chat_template_kwargs": {"enable_thinking": False}}
+    path = rows(tmp_path, {**asked, **more}, {**asked, "tools": "no JSON"}, {"prompt": "a text", **more})
+    task = build(Prompts(path=str(path), shuffle=False), seed=0)
+    assert [task.prompt(number).options for number in range(2)] == [
+        {"tools": tools, "enable_thinking": False},
+        {},
+    ]
+    assert task.count == 2 and "'tools' is not JSON" in caplog.text
+    folder = chatml(tmp_path / "t")
+    theirs = PreTrainedTokenizerFast.from_pretrained(folder)
+    said = theirs.apply_chat_template(
+        asked["prompt"], tools=tools, enable_thinking=False, add_generation_prompt=True, return_dict=False
+    )
+    assert PromptSource(task, build(HFTokenizer(path=folder)), longest=900).take(1)[0].tokens == said
+
+
 @pytest.mark.parametrize(
     ("made", "words"),
     [
@@ -117,5 +139,5 @@ def test_a_place_is_gone_back_to_and_long_prompts_are_passed_over(
         source().load_state(one.state)
     with pytest.raises(EnvironmentProblem, match=r"does not belong to loop\.task"):
         one.load_state({"version": 1, "epoch": 0})
-    with pytest.raises(TitanError, match="more than 4 tokens"):
+    with pytest.raises(TitanError, match=r"has 5 tokens, but .* room for 4"):
         source().take(1)

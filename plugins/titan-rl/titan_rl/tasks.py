@@ -108,7 +108,7 @@ def build_prompts(config: rl.Prompts, *, seed: int) -> FromRows:
 
 def _prompt(row: dict[str, Any], config: rl.Prompts) -> Prompt:
     from titancli.data.jsonl import BadRow, check_characters, value_of
-    from titancli.data.row_formats import check_messages
+    from titancli.data.row_formats import Names, check_messages, options_of
 
     found = value_of(row, config.prompt)
     answer = row.get(config.answer)
@@ -125,4 +125,4 @@ def _prompt(row: dict[str, Any], config: rl.Prompts) -> Prompt:
     if config.system is not None:
         messages = [{"role": "system", "content": config.system}, *messages]
     text = "\n".join(f"{message['role']}: {message.get('content', '')}" for message in messages)
-    return Prompt(text, known, tuple(messages), row)
+    return Prompt(text, known, tuple(messages), row, options_of(row, Names()))

@@ -53,6 +53,18 @@ def recipe_of(folder: Path) -> tuple[Any, Any, Any]:
     return bind(cls, {key: value for key, value in keys.items() if key != "type"}, str(folder)), None, None
 
 
+def adds_bos(folder: Path, tokenizer: Any) -> bool:
+    """Return whether the model of a checkpoint was trained on texts that begin with BOS: as its recipe's
+    dataset says, otherwise if the tokenizer does that to a text."""
+    if (folder / LOCK).is_file():
+        from titancli.recipe import load_recipe
+
+        dataset = load_recipe(folder / LOCK, runnable=False).recipe.dataset
+        if dataset is not None and dataset.add_bos is not None:
+            return bool(dataset.add_bos)
+    return bool(tokenizer.adds_bos)
+
+
 def model_of(src: Path, component: str | None) -> tuple[str, dict[str, Any], Any]:
     """Return the model for a Hugging Face folder's `config.json`: its full name, its keys, and its bound
     config.
