@@ -35,6 +35,7 @@ class HFTokenizer:
         self._folder = folder
         self._tokenizer = _load(folder)
         self._templated: ChatTemplate | None = None
+        self._of_special: Any = None
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         if not ids:
             raise EnvironmentProblem(
@@ -58,6 +59,15 @@ class HFTokenizer:
         """Return the ids of each text, int32 [n]."""
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
+
+    def encode_special(self, text: str) -> list[int]:
+        """Return the ids of a text in which the names of special tokens are these tokens, such as one that a
+        chat template has written."""
+        if self._of_special is None:
+            self._of_special = _load(self._folder)
+            self._of_special.encode_special_tokens = False
+        found: list[int] = self._of_special.encode(text, add_special_tokens=False).ids
+        return found
 
     def decode(self, ids: list[int]) -> str:
         """Return the text without special tokens."""
@@ -88,6 +98,17 @@ class HFTokenizer:
         """
         return self._template().ids(messages, options, add_generation_prompt=add_generation_prompt)
 
+    def chat_text(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = False,
+        options: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Return the text of a conversation under the folder's chat template; see `chat`. Its ids are those
+        of `encode_special`."""
+        return self._template().rendered(messages, options, add_generation_prompt=add_generation_prompt)
+
     def chat_with_mask(
         self,
         messages: list[dict[str, Any]],
@@ -99,6 +120,15 @@ class HFTokenizer:
         """Return the ids, and which belong to assistant turns among `messages[first:]`; see
         `ChatTemplate`."""
         return self._template().ids_and_mask(messages, first, options, trailing_newline=trailing_newline)
+
+    @property
+    def chat_template(self) -> str:
+        """Return the text of the folder's chat template.
+
+        Raises:
+            RecipeError: it has none.
+        """
+        return self._template().text
 
     @property
     def chat_fingerprint(self) -> str:

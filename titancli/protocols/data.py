@@ -23,6 +23,13 @@ class TokenizerDefaults(Protocol):
     and files."""
     chat_fingerprint: str | None = None
     """The same for the ids of `chat`."""
+    chat_template: str | None = None
+    """The text of the chat template; None: it is not known."""
+    chat_text: Callable[..., str] | None = None
+    """`chat_text(messages, *, add_generation_prompt=False, options=None) -> str`: a conversation as text,
+    whose ids are those of `encode_special`. Evaluation harnesses need both for conversations."""
+    encode_special: Callable[[str], list[int]] | None = None
+    """`encode_special(text) -> ids`, where names of special tokens are these tokens."""
     chat_with_mask: Callable[..., tuple[list[int], list[bool]]] | None = None
     """Needed to train on assistant messages: `chat_with_mask(messages, *, first=0) -> (ids, mask)`, the
     ids of `chat`, and which of them belong to assistant turns among `messages[first:]`, including the end

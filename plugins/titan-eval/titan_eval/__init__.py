@@ -31,6 +31,13 @@ class LmEval:
     """Rows per forward pass on each data-parallel rank."""
     add_bos: bool | None = None
     """Begin each text with the tokenizer's BOS token; None: as defined by the tokenizer's files."""
+    apply_chat_template: bool = False
+    """Ask each question as a user's message, under the tokenizer's chat template."""
+    fewshot_as_multiturn: bool = True
+    """With the chat template, make each example a question and an answer of their own; false: all examples
+    are part of the question."""
+    system_instruction: Annotated[str, MinLen(1)] | None = None
+    """System message before each question; without the chat template, a text before it."""
     checkpoint: Path | None = None
     """Checkpoint to evaluate; None: the weights that the recipe starts from."""
 

@@ -32,6 +32,14 @@ RESULTS = "lm_eval.json"
 )
 @click.option("--num-fewshot", type=click.IntRange(0), metavar="N", help="Examples in front of each prompt.")
 @click.option("--limit", type=click.IntRange(1), metavar="N", help="Documents of each task, for trying out.")
+@click.option("--apply-chat-template", is_flag=True, help="Ask questions under the chat template.")
+@click.option(
+    "--fewshot-as-multiturn/--no-fewshot-as-multiturn",
+    default=True,
+    show_default=True,
+    help="With the chat template: each example is a question and an answer of their own.",
+)
+@click.option("--system-instruction", metavar="TEXT", help="System message before each question.")
 @click.option(
     "--batch-size",
     type=click.IntRange(1),
@@ -52,6 +60,9 @@ def command(
     include_path: tuple[Path, ...],
     num_fewshot: int | None,
     limit: int | None,
+    apply_chat_template: bool,
+    fewshot_as_multiturn: bool,
+    system_instruction: str | None,
     batch_size: int,
     step: int | None,
     nproc: int | str | None,
@@ -66,6 +77,7 @@ def command(
     \b
     titan lm-eval runs/mine --tasks arc_easy,hellaswag
     titan lm-eval runs/mine --tasks ./sums.yaml --nproc 2 mesh.tp=2
+    titan lm-eval runs/tuned --tasks gsm8k --apply-chat-template
     """
     sources, overrides = split_overrides(arguments)
     if len(sources) != 1:
@@ -78,9 +90,9 @@ def command(
     source = find_source(Path(sources[0]), step, note)
     loop: dict[str, Any] = {"type": "titan-eval/lm_eval", "tasks": _named(tasks), "batch_size": batch_size}
     loop |= {"include_path": [str(path.absolute()) for path in include_path]}
-    loop |= {
-        name: value for name, value in (("num_fewshot", num_fewshot), ("limit", limit)) if value is not None
-    }
+    loop |= {"apply_chat_template": apply_chat_template, "fewshot_as_multiturn": fewshot_as_multiturn}
+    given = {"num_fewshot": num_fewshot, "limit": limit, "system_instruction": system_instruction}
+    loop |= {name: value for name, value in given.items() if value is not None}
     loaded = recipe_of(source, loop, overrides, note)
     note(f"evaluating {source.name}: {', '.join(loop['tasks'])}")
     code, found = launch(loaded, nproc, common.plugin_files, _read, traceback=common.traceback)

@@ -15,6 +15,9 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from titancli.data.chat_template import ChatRefused
+from titancli.data.packing import tokenizer_identity
+from titancli.data.prompt import begun
 from titancli.distributed.together import Ranks
 from titancli.errors import TitanError
 from titancli.registry.component import build
@@ -58,7 +61,9 @@ class TitanLM(TemplateLM):
         if self._adds_bos and self._bos is None:
             raise TitanError("add_bos: the tokenizer has no BOS token", hint="remove it")
         self._device = engine.device
-        self._said = False
+        self._said = self._without_system = False
+        self._templated = False
+        """Whether texts are conversations, in which names of special tokens are these tokens."""
 
     # ---------------------------------------------------------------------------------------- tokens
 
@@ -82,13 +87,61 @@ class TitanLM(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        return type(self._tokenizer).__name__
+        """The tokenizer's identity, which the harness's caches of requests depend on."""
+        return f"{type(self._tokenizer).__name__} {tokenizer_identity(self._tokenizer)}".replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        ids = self._tokenizer.encode(string)
+        """Return the ids of a text, which begins with BOS once if the tokenizer, or `add_bos`, says so."""
+        special = self._tokenizer.encode_special if self._templated else None
+        encode = special or self._tokenizer.encode
         bos = self._adds_bos if add_special_tokens is None else add_special_tokens and self._adds_bos
-        begun = bool(ids) and ids[0] == self._bos
-        return [self._bos, *ids] if bos and self._bos is not None and not begun else ids
+        return begun(self._tokenizer, encode(string), bos)
+
+    # ----------------------------------------------------------------------------------- conversations
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """Return the text of the tokenizer's chat template, for the harness's record.
+
+        Raises:
+            TitanError: another template than the tokenizer's own is asked for by name.
+        """
+        if isinstance(chat_template, str):
+            raise TitanError(
+                f"apply_chat_template = {chat_template!r}: only the tokenizer's own template is known",
+                hint="use true",
+            )
+        return self._tokenizer.chat_template if chat_template else ""
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """Return a conversation as text. Its last message is continued unless a generation prompt follows it.
+        As in the harness's `hf`, system messages are left out if the template takes none.
+
+        Raises:
+            TitanError: the tokenizer has no chat template, or the template rejects the conversation.
+        """
+        render = self._tokenizer.chat_text
+        if render is None or self._tokenizer.encode_special is None:
+            raise TitanError(
+                f"the tokenizer {type(self._tokenizer).__name__} cannot write conversations as text",
+                hint="evaluate without the chat template, or use a folder with tokenizer.json",
+            )
+        self._templated = True
+        how: dict[str, Any] = {"add_generation_prompt": add_generation_prompt}
+        if not add_generation_prompt:
+            how["options"] = {"continue_final_message": True}
+        try:
+            return render(chat_history, **how)
+        except ChatRefused:
+            others = [message for message in chat_history if message["role"] != "system"]
+            if len(others) == len(chat_history):
+                raise
+            found = render(others, **how)
+            if not self._without_system:
+                self._without_system = True
+                logger.warning("the chat template takes no system message: these are left out")
+            return found
 
     # --------------------------------------------------------------------------------------- scoring
 

@@ -46,7 +46,15 @@ def build(
 
 def go(config: LmEval, lm: TitanLM, tasks: Any, run: Run) -> None:
     """Evaluate. Collective."""
-    found = evaluate(lm, tasks, limit=config.limit, bootstrap_iters=0)
+    found = evaluate(
+        lm,
+        tasks,
+        limit=config.limit,
+        bootstrap_iters=0,
+        apply_chat_template=config.apply_chat_template,
+        fewshot_as_multiturn=config.apply_chat_template and config.fewshot_as_multiturn,
+        system_instruction=config.system_instruction,
+    )
     if dist.get_rank() == 0 and found is not None and run.folder is not None:
         kept = {name: found.get(name, {}) for name in KEPT}
         (run.folder / RESULTS).write_text(json.dumps(kept, default=str), encoding="utf-8")
