@@ -261,6 +261,10 @@ class Mix:
         return any(one.needs_tokenizer for one in self.datasets.values())
 
     @property
+    def of_conversations(self) -> bool:
+        return any(one.of_conversations for one in self.datasets.values())
+
+    @property
     def add_bos(self) -> bool | None:
         """Return whether texts begin with BOS; None if the datasets do not agree on it."""
         found = {one.add_bos for one in self.datasets.values()}
@@ -351,6 +355,7 @@ class RowsOfExamples:
     """Measure all rows once, before the first step, and keep their lengths in titan's cache, so that each
     rank and each worker process prepares only its own rows. The metric `cut_rows` is omitted."""
 
+    of_conversations: ClassVar[bool] = True
     joinable: ClassVar[bool] = False
     """Whether rows may be joined; the loss of a pair is one of two rows."""
 

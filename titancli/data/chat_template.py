@@ -64,16 +64,6 @@ class ChatTemplate:
         asked = {"add_generation_prompt": add_generation_prompt, **(options or {})}
         return list(self._apply(messages, tokenize=True, return_dict=False, **asked))
 
-    def rendered(
-        self, messages: Messages, options: Options = None, *, add_generation_prompt: bool = False
-    ) -> str:
-        """Return the text of a conversation.
-
-        Raises:
-            ChatRefused: the template rejects these messages.
-        """
-        return self._render(messages, add_generation_prompt, options)
-
     def ids_and_mask(
         self,
         messages: Messages,

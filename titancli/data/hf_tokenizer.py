@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import xxhash
 from titancli.data import HFTokenizer as Config
 from titancli.data.chat_template import ChatTemplate
 from titancli.data.hub import TOKENIZER_FILES, local_folder
+from titancli.data.turn_ends import TurnEnds, ends_of_turns, rendering
 from titancli.errors import EnvironmentProblem, RecipeError
 
 
@@ -107,7 +109,9 @@ class HFTokenizer:
     ) -> str:
         """Return the text of a conversation under the folder's chat template; see `chat`. Its ids are those
         of `encode_special`."""
-        return self._template().rendered(messages, options, add_generation_prompt=add_generation_prompt)
+        self._template()  # raises if there is none
+        asked = {"add_generation_prompt": add_generation_prompt, **(options or {})}
+        return rendering(self._of_transformers, self._folder, messages, **asked)
 
     def chat_with_mask(
         self,
@@ -117,9 +121,15 @@ class HFTokenizer:
         trailing_newline: bool = False,
         options: Mapping[str, Any] | None = None,
     ) -> tuple[list[int], list[bool]]:
-        """Return the ids, and which belong to assistant turns among `messages[first:]`; see
-        `ChatTemplate`."""
-        return self._template().ids_and_mask(messages, first, options, trailing_newline=trailing_newline)
+        """Return the ids, and which belong to assistant turns among `messages[first:]`, their ends included;
+        see `ChatTemplate` and `TurnEnds`."""
+        found = self._template().ids_and_mask(messages, first, options, trailing_newline=trailing_newline)
+        return self._ends.closed(*found, messages)
+
+    @property
+    def turn_ends(self) -> tuple[int, ...] | None:
+        """Return the ids that end a turn of the assistant; None without a chat template."""
+        return self._ends.ids if self._of_transformers.chat_template else None
 
     @property
     def chat_template(self) -> str:
@@ -137,8 +147,16 @@ class HFTokenizer:
 
     def _template(self) -> ChatTemplate:
         if self._templated is None:
-            self._templated = ChatTemplate(_load_with_template(self._folder), self._folder)
+            self._templated = ChatTemplate(self._of_transformers, self._folder)
         return self._templated
+
+    @cached_property
+    def _of_transformers(self) -> Any:
+        return _load_with_template(self._folder)
+
+    @cached_property
+    def _ends(self) -> TurnEnds:
+        return ends_of_turns(self._of_transformers, self._folder)
 
     def _find(self, role: str, named: str | None, *, required: bool) -> Any:
         """Return the id of the bos or eos token, as defined by the recipe or by the folder's files."""

@@ -18,6 +18,7 @@ from titancli.distributed.together import Ranks
 from titancli.engine import recipes
 from titancli.engine.optimizer_state import counters_of, optimizer_tensors
 from titancli.engine.step import PART
+from titancli.engine.turn_ends import keep_ends
 from titancli.engine.weights import adapter_facts, saved_parameters
 from titancli.models.loss import OPTIONAL
 
@@ -123,6 +124,7 @@ def _load_state(
             engine.version = max(engine.version, counters.version)
     engine.hooks.weights_loaded(states)
     engine.kept = kept or engine.kept
+    keep_ends(engine)
     return state
 
 

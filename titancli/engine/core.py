@@ -48,6 +48,7 @@ from titancli.registry.component import build
 
 if TYPE_CHECKING:
     from titancli.distributed.mesh import Mesh
+    from titancli.engine.turn_ends import Learned
     from titancli.parallel.pipeline import Placement
     from titancli.protocols import Converter, HFForm, Loss, Tokenizer
     from titancli.protocols.batch import Batch
@@ -94,6 +95,8 @@ class EngineCore:
     """Whether adapters began at zero, so that the model without them is the initial model."""
     kept: Mapping[str, bytes] = field(default_factory=dict)
     """Other files of the Hugging Face folder that the weights came from; copied into checkpoints."""
+    learned: Learned | None = None
+    """The ends of turns that the run trains on; None: it trains on none, or they are not known."""
     uncut: Callable[[], Any] = field(default=lambda: None, repr=False)
     """Builds the whole model with its converters on meta, as for a single rank."""
     busy: str | None = None

@@ -20,6 +20,7 @@ from titancli.engine import recipes
 from titancli.engine.build import build_engine
 from titancli.engine.checkpoints import load
 from titancli.engine.core import EngineCore
+from titancli.engine.turn_ends import stop_at_turns, trains_on_turns
 from titancli.process import determinism
 from titancli.recipe.schema import Recipe
 
@@ -65,6 +66,8 @@ def opened(
         ends.callback(process_group.leave, engine)
         if engine.adapters_from is not None:
             load(engine, run or engine.adapters_from, optimizer=False, verify=recipe.checkpoint.verify)
+        if not frozen and trains_on_turns(recipe):
+            stop_at_turns(engine)
         engine._ends = ends.pop_all()
     return engine, found
 

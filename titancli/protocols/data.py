@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -23,6 +23,9 @@ class TokenizerDefaults(Protocol):
     and files."""
     chat_fingerprint: str | None = None
     """The same for the ids of `chat`."""
+    turn_ends: Sequence[int] | None = None
+    """The ids that end a turn of the assistant in `chat`, at which sampling stops in runs that train on
+    conversations; empty: no single token does; None: not known, or it has no chat template."""
     chat_template: str | None = None
     """The text of the chat template; None: it is not known."""
     chat_text: Callable[..., str] | None = None

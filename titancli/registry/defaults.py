@@ -183,6 +183,8 @@ class DatasetConfigDefaults:
     needs_tokenizer: ClassVar[bool] = True
     add_bos: bool | None = None
     """Whether texts begin with BOS; None: if the tokenizer does that to a text."""
+    of_conversations: bool = False
+    """True if rows are conversations, whose turns the model learns to write and to end."""
     gives_pairs: ClassVar[bool] = False
     """True if two consecutive rows are a pair."""
     predicts_tokens: ClassVar[bool] = True
@@ -249,6 +251,8 @@ class LoopConfigDefaults:
     ranks of a run on one machine listen on its loopback interface alone."""
     checkpoint: Path | None = None
     """The checkpoint to load for a loop that does not train; None: none."""
+    task: Any = None
+    """The task of its prompts; None: it reads a dataset, or nothing."""
     eval_task: Any = None
     """The task of its evaluations; None: no evaluations."""
     eval_freq: int = 0
@@ -261,6 +265,13 @@ class LoopConfigDefaults:
     def frozen_models(self, recipe: Any) -> list[Any]:
         """Return the recipes of the frozen models beside the trained one; `recipe` itself: a copy of it."""
         return [recipe] if self.needs_reference(recipe) else []
+
+
+class TaskConfigDefaults:
+    """Members of a task's config."""
+
+    of_conversations: bool = False
+    """True if prompts are messages, whose answers end as the chat template's turns do."""
 
 
 class CopiesConfigDefaults:
@@ -314,6 +325,7 @@ CONFIGS: Mapping[str, type] = {
     "schedule": ScheduleConfigDefaults,
     "parallelize": ParallelizeConfigDefaults,
     "loop": LoopConfigDefaults,
+    "task": TaskConfigDefaults,
     "copies": CopiesConfigDefaults,
     "callback": CallbackConfigDefaults,
     "generator": GeneratorConfigDefaults,

@@ -40,6 +40,11 @@ class PromptSource:
         self.rejected = 0
         """Number of prompts that the chat template rejected since this process began."""
 
+    @property
+    def are_messages(self) -> bool:
+        """Return whether the first prompt is messages, to be answered by a turn of the assistant."""
+        return bool(getattr(self._task.prompt(0), "messages", ()))
+
     def take(self, count: int) -> list[TokenizedPrompt]:
         """Return the next `count` prompts.
 

@@ -18,6 +18,7 @@ from titancli.data.loader import Loader
 from titancli.data.workers import Rebuild, Workers
 from titancli.distributed.process_group import patient_group
 from titancli.distributed.together import Ranks
+from titancli.engine.turn_ends import stop_at_turns
 from titancli.errors import EnvironmentProblem, TitanError
 from titancli.loops.validation import Validation
 from titancli.losses.cross_entropy import CrossEntropy
@@ -217,7 +218,10 @@ def _source(recipe: Recipe, tokenizer: Any, engine: Engine) -> Source:
             workers=workers,
         )
     task = build(recipe.loop.task, seed=recipe.training.seed)
-    return PromptSource(task, tokenizer, longest=recipe.training.seq_len)
+    prompts = PromptSource(task, tokenizer, longest=recipe.training.seq_len)
+    if prompts.are_messages:
+        stop_at_turns(engine)
+    return prompts
 
 
 def _continued(data: Source, state: Any, again: Callable[[], Source] | None) -> Source:

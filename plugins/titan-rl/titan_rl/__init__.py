@@ -58,6 +58,10 @@ class Sum:
     chat: bool = False
     """Send the prompt as a user message, with the tokenizer's chat template."""
 
+    @property
+    def of_conversations(self) -> bool:
+        return self.chat
+
 
 @component("task", "prompts", target="titan_rl.tasks:build_prompts")
 class Prompts:
@@ -91,6 +95,10 @@ class Prompts:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", absolute_lines(self.path))
+
+    @property
+    def of_conversations(self) -> bool:
+        return self.chat
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield from hub_keys(self)

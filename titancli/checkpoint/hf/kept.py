@@ -8,7 +8,7 @@ recipe's.)
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +116,35 @@ def end_ids(kept: Mapping[str, bytes], eos_id: int | None) -> frozenset[int]:
     return frozenset(own if of_another_tokenizer(kept, eos_id) else own | _all_ends(kept))
 
 
+def with_ends(
+    kept: Mapping[str, bytes], ends: Sequence[int], eos_id: int, bos_id: int | None
+) -> Mapping[str, bytes]:
+    """Return the files with further tokens that end a text, in generation_config.json; ids of another
+    tokenizer give way to the tokenizer's.
+
+    Args:
+        kept: as returned by `kept_of`.
+        eos_id, bos_id: the tokenizer's.
+    """
+    if set(ends) <= end_ids(kept, eos_id):
+        return kept
+    found = {name: json.loads(kept.get(name, b"{}")) for name in (CONFIG, GENERATION)}
+    if of_another_tokenizer(kept, eos_id):
+        for text in found.values():
+            if isinstance(inner := text.get("text_config"), dict):
+                text["text_config"] = _without_ids(inner, {})
+        found = {name: _without_ids(text, {}) for name, text in found.items()}
+    known = [one for name in (GENERATION, CONFIG) for one in _listed(found[name])]
+    ids: dict[str, Any] = {"eos_token_id": list(dict.fromkeys([*known, eos_id, *ends]))}
+    if bos_id is not None:
+        ids["bos_token_id"] = found[GENERATION].get("bos_token_id", bos_id)
+    # transformers would take the ids of config.json if this said that they come from there.
+    generation = {key: value for key, value in found[GENERATION].items() if key != "_from_model_config"}
+    texts = {CONFIG: found[CONFIG]} if CONFIG in kept else {}
+    made = {name: json.dumps(text, indent=2).encode() for name, text in texts.items()}
+    return {**kept, **made, GENERATION: json.dumps(generation | ids, indent=2).encode()}
+
+
 def _all_ends(kept: Mapping[str, bytes]) -> set[Any]:
     ends: set[Any] = set()
     for name in (CONFIG, GENERATION):
@@ -125,8 +154,13 @@ def _all_ends(kept: Mapping[str, bytes]) -> set[Any]:
 
 
 def _ends(config: Mapping[str, Any]) -> set[Any]:
+    return set(_listed(config))
+
+
+def _listed(config: Mapping[str, Any]) -> list[Any]:
+    """Return the end markers in their order."""
     found = config.get("eos_token_id")
-    return set(found) if isinstance(found, list) else {found} - {None}
+    return found if isinstance(found, list) else [] if found is None else [found]
 
 
 def _without_ids(config: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
