@@ -168,7 +168,7 @@ def _packed(
     rows = packs[engine.dp_rank if how.shared else 0]
     shape = room.shape(max(one.rows for one in facts), max(one.longest for one in facts))
     with call.agreed():
-        names = _names(facts, engine)
+        names = _names(facts, loss)
         packed = pack(rows, shape, names, [len(one.tokens) for one in checked], part.routing)
         packed.batches[:], _ = checked_batches(packed.batches, part, loss, settings.limits, engine.device)
         call.given_batches(packed.batches, sum(tokens_of(part, batch) for batch in packed.batches))
@@ -176,8 +176,8 @@ def _packed(
     return packed, loss
 
 
-def _names(facts: Sequence[Facts], engine: EngineCore) -> list[str]:
-    """Return the columns of all ranks' samples.
+def _names(facts: Sequence[Facts], loss: Any) -> list[str]:
+    """Return the columns of all ranks' samples; those that the loss needs if no rank has a sample.
 
     Raises:
         TitanError: they differ.
@@ -191,7 +191,12 @@ def _names(facts: Sequence[Facts], engine: EngineCore) -> list[str]:
             f"the samples of rank {has} have {field_of(name)}, but those of rank {lacks} have not",
             hint="all samples of a call must have the same fields",
         )
-    return list(next(iter(known), ("advantages", "weights")))
+    return sorted(next(iter(known), None) or {"advantages", "weights", *_needs(loss)} - {"targets"})
+
+
+def _needs(loss: Any) -> Sequence[str]:
+    """Return the names of what a loss reads from a batch."""
+    return (loss.needs,) if isinstance(loss.needs, str) else tuple(loss.needs)
 
 
 def _check_loss(samples: Sequence[Checked], loss: Any) -> None:
@@ -201,8 +206,8 @@ def _check_loss(samples: Sequence[Checked], loss: Any) -> None:
         TitanError: samples lack a field that the loss needs, or have weights that it ignores.
     """
     name = name_of(loss)
-    needs = (loss.needs,) if isinstance(loss.needs, str) else loss.needs
-    shapes: Mapping[str, str] = needs if isinstance(needs, Mapping) else {}
+    needs = _needs(loss)
+    shapes: Mapping[str, str] = loss.needs if isinstance(loss.needs, Mapping) else {}
     if by_row := [one for one, shape in shapes.items() if shape == "B"]:
         raise TitanError(
             f"the loss {name} takes {by_row[0]} as one number for each row, but samples share rows",

@@ -322,7 +322,9 @@ def failures_of_the_last_rank() -> tuple[dict[str, str], str]:
     if dist.get_rank() == world - 1:
         scorer.warn("exact_match", "no answer")
     for step in (1, 2):
-        rollouts = SimpleNamespace(worked={"exact_match": 0}, failing={"exact_match"}, all_empty=False)
+        rollouts = SimpleNamespace(
+            worked={"exact_match": 0}, failing={"exact_match"}, all_empty=False, left_out={}, flat=False
+        )
         failures.count(rollouts, step)  # type: ignore[arg-type]
     return scorer.first_failures, str(failures.verdict("finished"))
 

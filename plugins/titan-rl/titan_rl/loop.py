@@ -62,11 +62,13 @@ def grpo(
 
     Raises:
         TitanError: all is saved, and rewards failed every time, or in too many samplings in a row, or
-            nothing was sampled in as many.
+            nothing was sampled, or no sample left, in as many.
     """
     recorder, clock = Recorder(run.folder) if run.folder else None, Stopwatch()
-    failures = Failures(scorer, config.max_failed, engine)
-    while run.goes_on(engine.step) and not failures.too_many:
+    # A step without samples is skipped; the run ends with their reason before the guard ends it with its own.
+    most_without = -(-engine.recipe.stability.max_skips // (config.updates * config.passes))
+    failures = Failures(scorer, config.max_failed, engine, most_without=most_without)
+    while not failures.too_many and run.goes_on(engine.step):
         step = engine.step
         clock.start()
         rollouts = collect(config, engine, data, generator, scorer, run.batch_shape[1], clock)
@@ -74,6 +76,8 @@ def grpo(
         rollouts.rate(advantage, engine)
         measured = rollouts.metrics(engine, scorer.names)
         failures.count(rollouts, step + 1)
+        if recorder is not None and config.save_rollouts and step % config.save_rollouts == 0:
+            rollouts.save(recorder, step + 1, engine)
         clock.lap("reward_seconds", more=True)
         for lag, samples in enumerate(learner.minibatches(rollouts)):
             metrics = learner.step(samples)
@@ -83,8 +87,6 @@ def grpo(
                 observers.evaluated(*evaluation())
             observers.step_end(engine.step, metrics | measured | clock.seconds | {"version_lag": lag})
             run.step_done(engine.step)
-        if recorder is not None and config.save_rollouts and step % config.save_rollouts == 0:
-            rollouts.save(recorder, step + 1, engine)
         if run.checkpoint_due(engine.step):
             run.save(engine, data)
     run.finish(engine, data)

@@ -28,6 +28,12 @@ if TYPE_CHECKING:
     from titancli.protocols import Advantage, Generator
     from titancli.protocols.samples import Prompt
 
+REASONS = {
+    "masked": "ran out of room (loop.mask_truncated = true)",
+    "failed": 'have a failed reward (loop.failed_reward = "drop")',
+    "mute": "have no token",
+}
+"""Why nothing is learned from a completion."""
 ROUNDING = 1e-9
 """Sums of weighted rewards that differ by less are equal."""
 
@@ -234,6 +240,10 @@ class Rollouts:
         """Rewards that failed on some rank; `metrics` counts."""
         self.all_empty = False
         """True if no completion of any rank says anything; `metrics` counts."""
+        self.left_out: dict[str, int] = {}
+        """If no sample of any rank is left to learn from, how many are left out by what; `metrics` counts."""
+        self.flat = False
+        """True if the rewards of all ranks leave nothing to learn; `rate` compares them."""
 
     def filled_up(self, more: Rollouts) -> Rollouts:
         """Return these with prompts of `more` that can be learned from in place of those that cannot."""
@@ -269,6 +279,8 @@ class Rollouts:
         if not bool(torch.where(counted, found, 0.0).isfinite().all()):
             raise TitanError(f"the advantage {name} returned a number that is not finite")
         self.advantages = found.split(len(self.rewards))[ranks.rank]
+        alike = _all_alike(torch.where(counted, rewards, torch.nan).flatten())
+        self.flat = bool(counted.any()) and (alike or not bool((found[counted].abs() >= ROUNDING).any()))
 
     def samples(self, first: int, count: int) -> list[Sample]:
         """Return the samples of `count` prompts to learn from; those with an advantage of 0 count in averages
@@ -277,11 +289,22 @@ class Rollouts:
         for number in range(first, first + count):
             asked, made = self._sampled.asked[number], self._sampled.completions[number]
             for sample, completion in enumerate(made):
-                masked = self._config.mask_truncated and completion.finish == "length"
-                if self.counted[number, sample] and not masked:
+                if self.counted[number, sample] and not self._masks(completion):
                     advantage = float(self.advantages[number, sample])
                     found.append(Sample.of(asked.tokens, completion, advantage))
         return found
+
+    def _masks(self, completion: Completion) -> bool:
+        return self._config.mask_truncated and completion.finish == "length"
+
+    def _left(self) -> dict[str, float]:
+        """Return how many completions of this rank are left to learn from, and how many are not, and why."""
+        count = dict.fromkeys(("left", *REASONS), 0.0)
+        for own, made in zip(self.counted.tolist(), self._sampled.completions, strict=True):
+            for counted, one in zip(own, made, strict=True):
+                why = "failed" if not counted else "masked" if self._masks(one) else "left"
+                count["mute" if why == "left" and not one.tokens else why] += 1
+        return count
 
     def metrics(self, engine: Engine, names: Sequence[str]) -> dict[str, float]:
         """Over all ranks."""
@@ -302,6 +325,7 @@ class Rollouts:
             "truncated": float(sum(completion.finish == "length" for completion in made)),
             "reward_failed": float(sum(len(score.failed) for score in scores)),
             "not_empty": float(sum(not _is_empty(completion) for completion in made)),
+            **self._left(),
         }
         for name in names:
             found = [score.rewards[name] for score in scores if name in score.rewards]
@@ -310,6 +334,8 @@ class Rollouts:
         self.worked = {name: round(sums[f"count {name}"]) for name in names}
         self.failing = {name for name in names if sums[f"count {name}"] < sums["made"]}
         self.all_empty = not sums["not_empty"]
+        if not sums["left"]:
+            self.left_out = {words: round(sums[name]) for name, words in REASONS.items() if sums[name]}
         averages = _averages(sums, names)
         return averages | ({"resampled": sums["resampled"]} if self._config.resample_zero_std else {})
 
