@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tests.engine.cases import Layout, recipe, wholes
 from tests.engine.test_guard import bits
-from tests.engine.test_router_losses import BOTH, own_losses
+from tests.engine.test_router_losses import BOTH, attention_mask, own_losses
 from tests.ranks import Ranks
 from tests.ranks.layouts import EIGHT, FURTHER
 from titan_rl import Grpo
@@ -107,7 +107,7 @@ def case(batch: Batch, name: str) -> Batch:
 def expected_of(engine: Engine, loss: Any, batch: Batch, *, routed: bool) -> dict[str, Tensor] | None:
     """The gradients that a step is made with; None: there are none to step with."""
     logits: list[Tensor] = []
-    hooks = own_losses(engine.model, logits)
+    hooks = own_losses(engine.model, logits, attention_mask(batch["targets"]))
     whole = engine.model(batch["tokens"])
     for hook in hooks:
         hook.remove()

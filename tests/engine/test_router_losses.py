@@ -92,26 +92,35 @@ def gradients(layout: Layout, losses: tuple[str, ...] = tuple(LOSSES)) -> dict[s
     return found
 
 
-def own_losses(model: Any, found: list[Tensor]) -> list[Any]:
+def attention_mask(targets: Tensor) -> Tensor:
+    """Row by row, 1 up to the last target, as a collator of transformers would say it; 0 for its padding."""
+    found = torch.zeros_like(targets)
+    for row, own in zip(found, targets.tolist(), strict=True):
+        row[: 1 + max((place for place, target in enumerate(own) if target >= 0), default=-1)] = 1
+    return found
+
+
+def own_losses(model: Any, found: list[Tensor], mask: Tensor) -> list[Any]:
     """Hooks by which the model's next forward adds to `found` the losses of its routers: transformers'
-    function on the logits of each layer, and ST-MoE's equation 5, both means over all tokens."""
+    function on the logits of each layer, and ST-MoE's equation 5, both means over all tokens but padding."""
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
     def add(gate: Any, given: Any, logits: Tensor) -> None:
-        balancing = load_balancing_loss_func((logits,), EIGHT.moe.num_experts, EIGHT.moe.top_k)
-        z_loss = logits.logsumexp(-1).square().mean()
+        balancing = load_balancing_loss_func((logits,), EIGHT.moe.num_experts, EIGHT.moe.top_k, mask)
+        z_loss = (logits.logsumexp(-1).square() * mask.flatten()).sum() / mask.sum()
         found.append(COEFFICIENTS["aux_loss_coeff"] * balancing + COEFFICIENTS["z_loss_coeff"] * z_loss)
 
     gates = [layer.router.gate for layer in moe_layers(model).values()]
     return [gate.register_forward_hook(add) for gate in gates]
 
 
-def by_definition() -> dict[str, Tensor]:
+def by_definition(name: str) -> dict[str, Tensor]:
     """The gradient of the routers' own losses."""
     with Engine.build(recipe(Layout(config=EIGHT))) as engine:
         found: list[Tensor] = []
-        own_losses(engine.model, found)
-        engine.model(whole_batch()["tokens"])
+        batch = data(name)
+        own_losses(engine.model, found, attention_mask(batch["targets"]))
+        engine.model(batch["tokens"])
         parameters = dict(engine.named_parameters())
         gradients = torch.autograd.grad(sum(found), list(parameters.values()), allow_unused=True)
         pairs = zip(parameters, gradients, strict=True)
@@ -127,12 +136,13 @@ def close(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: floa
 @pytest.fixture(scope="module")
 def expected(ranks: Ranks) -> dict[str, dict[str, Tensor]]:
     """Of each loss its gradients without the routers' own, and theirs by definition added."""
-    [without], [own] = ranks(1, gradients, Layout(config=EIGHT)), ranks(1, by_definition)
-    assert "layers.0.moe.router.gate.weight" in own
-    return {
-        name: {key: gradient + own.get(key, 0.0) for key, gradient in of_loss.items()}
-        for name, of_loss in without.items()
-    }
+    [without] = ranks(1, gradients, Layout(config=EIGHT))
+    found = {}
+    for name, of_loss in without.items():
+        [own] = ranks(1, by_definition, name)
+        assert "layers.0.moe.router.gate.weight" in own
+        found[name] = {key: gradient + own.get(key, 0.0) for key, gradient in of_loss.items()}
+    return found
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,13 @@ def fault(batch: Batch, limits: Limits, who: str = "the batch contains") -> Faul
         if bool(outside.any()):
             place = outside.nonzero()[0].tolist()
             return _fault(who, name, int(batch[name][tuple(place)]), place, limits.top(name))
+    if "padding" in batch and "targets" in batch:
+        trained = batch["padding"] & (batch["targets"] != IGNORE)
+        if bool(trained.any()):
+            return Fault(
+                f"{who} padding with a target, at {trained.nonzero()[0].tolist()}",
+                f"padding is never trained on: its targets are {IGNORE}",
+            )
     if "document_ids" in batch and bool((split := _split(batch["document_ids"])).any()):
         row = int(split.nonzero()[0])
         return Fault(
@@ -79,6 +86,8 @@ def harmless(batch: Batch, limits: Limits) -> tuple[Batch, Tensor]:
         outside = _outside(name, batch[name], limits)
         tensors[name] = batch[name].masked_fill(outside, 0)
         found.append(outside.any())
+    if "padding" in batch and "targets" in batch:
+        found.append((batch["padding"] & (batch["targets"] != IGNORE)).any())
     if "document_ids" in batch:
         found.append(_split(batch["document_ids"]).any())
     return Batch(tensors, unit=batch.unit), torch.stack(found).any()

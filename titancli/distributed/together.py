@@ -21,7 +21,7 @@ from titancli.errors import EnvironmentProblem, RankFailure, TitanError
 T = TypeVar("T")
 R = TypeVar("R")
 
-WIDTH = 4
+WIDTH = 6
 """Numbers in a row: as many in every exchange, since gloo cannot receive more than it expects."""
 
 

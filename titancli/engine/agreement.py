@@ -18,6 +18,7 @@ from titancli.distributed.together import Disagreement, Report, by_rank, name_ra
 from titancli.engine.ranks import RankGroup, first_line
 from titancli.errors import RankFailure, TitanError
 from titancli.observe.phases import phase
+from titancli.protocols.batch import NOTHING, Counts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,7 +35,7 @@ class Call:
     def __init__(
         self, ranks: RankGroup, verb: str, engine: int | None = None, degrees: Degrees | None = None
     ) -> None:
-        self.verb, self.tokens, self.all_tokens = verb, 0, 0
+        self.verb, self.counts, self.all_counts = verb, Counts(), Counts()
         self._ranks, self._degrees = ranks, degrees
         self._began = time.monotonic()
         self._alike: list[str] = [] if engine is None else [f"on engine {engine}"]
@@ -51,23 +52,23 @@ class Call:
         """Declare what must be equal on the ranks of tp, cp and pp; in messages it follows "rank 0"."""
         self._same_rows.append(what)
 
-    def given_batches(self, batches: Sequence[Batch], tokens: int = 0) -> None:
-        """Declare the batches. Every rank must have equally many with the same names; the ranks of tp, cp and
-        pp also the same shapes and tokens.
+    def given_batches(self, batches: Sequence[Batch], counts: Counts = NOTHING) -> None:
+        """Declare the batches. Every rank must have equally many with the same names, except that padding may
+        be on some ranks only; the ranks of tp, cp and pp also the same shapes and tokens.
 
         Args:
-            tokens: number of tokens in the batches; `all_tokens` becomes their sum over the data-parallel
-                ranks.
+            counts: those of the batches; `all_counts` becomes their sum over the data-parallel ranks.
         """
-        self.tokens = self.all_tokens = tokens
+        self.counts = self.all_counts = counts
         self._runs_the_model = True
         if not self._ranks.active:
             if self._degrees is not None:
-                self.all_tokens = tokens * self._degrees.dp
+                self.all_counts = sum([counts] * self._degrees.dp, NOTHING)
             return
         count = len(batches)
         self.given(f"with {count} {'batch' if count == 1 else 'batches'}")
-        self.given(f"with {_either([', '.join(sorted(batch)) for batch in batches])}")
+        names = [", ".join(sorted({*batch} - {"padding"})) for batch in batches]
+        self.given(f"with {_either(names)}")
         if self._degrees is not None and self._degrees.world > self._degrees.dp:
             self._same_rows.append(f"with {_either([_shapes(batch) for batch in batches])}")
             self._same_rows += [
@@ -97,11 +98,13 @@ class Call:
     def _compare(self, failure: Exception | None) -> None:
         ranks = self._ranks
         alike, rows = _digest([self.verb, *self._alike]), _digest(self._same_rows)
+        counts = self.counts
+        numbers = [alike, rows, int(failure is not None), counts.tokens, counts.targets, counts.padding]
         try:
             with phase("wait"):
-                table = ranks.on_the_cpu.numbers([alike, rows, self.tokens, int(failure is not None)])
+                table = ranks.on_the_cpu.numbers(numbers)
             same = len({row[0] for row in table}) == 1 and self._same_where_shared(table)
-            if not same or any(row[3] for row in table):
+            if not same or any(row[2] for row in table):
                 words = f"{type(failure).__name__}: {first_line(failure)}" if failure else None
                 mine = Report(self.verb, words, details=(self._alike, self._same_rows))
                 raise self._refusal(ranks.on_the_cpu.reports(mine))
@@ -115,8 +118,8 @@ class Call:
                 raise failure from None
             raise echo from error
         if self._degrees is not None:
-            first_of = {self._place(rank): row[2] for rank, row in enumerate(table)}
-            self.all_tokens = sum(first_of.values())
+            first_of = {self._place(rank): Counts(*row[3:]) for rank, row in enumerate(table)}
+            self.all_counts = sum(first_of.values(), NOTHING)
         if self._runs_the_model:
             ranks.model_runs()
 

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from titancli.distributed.private import forget_iteration
 from titancli.engine.agreement import Call
 from titancli.engine.inputs import (
+    CheckedBatches,
     Given,
     batches_of,
     checked_batches,
     loss_of,
     name_of,
-    tokens_of,
     trained_alone,
 )
 from titancli.engine.ranks import RankGroup, rank_group
@@ -88,7 +88,7 @@ class EngineCore:
     version: int = 0
     """The version of the weights, see `Status`; saved and loaded with the optimizer's state."""
     tokens_seen: int = 0
-    """Input tokens of all steps, over all ranks."""
+    """Input tokens of all steps, over all ranks, without padding."""
     base: dict[str, str] | None = None
     """The `path` and `digest` of the base weights of the adapters."""
     begins_as_base: bool = False
@@ -259,24 +259,22 @@ class EngineCore:
             self._given = (given, trained_alone(loss_of(given, self.recipe.model)))
         return self._given[1]
 
-    def _checked_batches(
-        self, given: Given | Sequence[Given], loss: Any
-    ) -> tuple[list[Batch], Tensor | None]:
+    def _checked_batches(self, given: Given | Sequence[Given], loss: Any) -> CheckedBatches:
         """Return batches, checked before anything is exchanged: see `checked_batches`."""
         part = self.parts[0]
-        found, poison = checked_batches(batches_of(given), part, loss, self.settings.limits, self.device)
-        for batch in found:
+        found = checked_batches(batches_of(given), part, loss, self.settings.limits, self.device)
+        for batch in found.batches:
             if ROUTES in batch and part.inputs[0] == "tokens":  # those of samples are checked one by one
                 check_routes(f"the batch's {ROUTES}", batch[ROUTES], batch["tokens"].shape, part.routing)
-        return found, poison
+        return found
 
     def _checked_call(
         self, call: Call, given: Given | Sequence[Given], loss: Any
     ) -> tuple[Any, list[Batch], Tensor | None]:
         """Return the loss and the checked batches, and declare them to the other ranks."""
         loss = self._loss_of(loss)
-        own, poison = self._checked_batches(given, loss)
-        call.given_batches(own, sum(tokens_of(self.parts[0], batch) for batch in own))
+        own, poison, counts = self._checked_batches(given, loss)
+        call.given_batches(own, counts)
         call.given(f"with the loss {name_of(loss)}")
         return loss, own, poison
 

@@ -216,7 +216,7 @@ class Engine(EngineCore):
         with self._verb("forward") as call:
             with call.agreed():
                 loss = loss_to_call()
-                (own,), poison = self._checked_batches([given], loss)
+                (own,), poison, _ = self._checked_batches([given], loss)
                 call.given_batches([own])
                 call.given(f"with return_logits={return_logits} and temperature={temperature}")
                 call.given(f"with return_values={return_values}")
@@ -339,7 +339,8 @@ class Engine(EngineCore):
 
         Returns:
             `loss` (the average over all ranks), `loss_max` (the maximum over ranks), `tokens` (input tokens
-                over all ranks), and the metrics of the loss, each divided by the weight. For samples a
+                over all ranks, without padding), `targets` (how many of them are targets), `padding` (the
+                other positions), and the metrics of the loss, each divided by the weight. For samples a
                 `Result` with these metrics, and the log-probabilities of the samples that were passed here.
 
         Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from titancli.data.values import INTEGERS, Limits, fault, harmless, readable
 from titancli.errors import TitanError
 from titancli.models.loss import module_of
 from titancli.protocols import LossDefaults
-from titancli.protocols.batch import EXAMPLE, Batch
+from titancli.protocols.batch import EXAMPLE, NOTHING, Batch, Counts, padding_of
 from titancli.protocols.result import LossResult, check_shape
 from titancli.registry import current
 from titancli.registry.component import build_offered, completed, component_info, is_config
@@ -27,6 +27,7 @@ OUTPUTS = ("logprobs", "model", "hidden", "projection")
 RESERVED = frozenset(
     (
         *("loss", "weight", "loss_max", "tokens", "grad_norm", "lr", "version", "skipped_steps"),
+        *("targets", "padding", "padding_share", "targets_per_second"),
         *("step", "step_seconds", "eta_seconds", "tokens_per_second", "mfu", "memory_gib"),
         *("expert_load", "data_wait", "data_wait_share", "slow_rank", "slow_rank_seconds"),
     )
@@ -76,31 +77,43 @@ def batch_of(given: Given) -> Batch:
     return given if isinstance(given, Batch) else Batch(given)
 
 
+class CheckedBatches(NamedTuple):
+    """Batches that fit the model and the loss."""
+
+    batches: list[Batch]
+    """With `padding` where there is any, if the model takes it."""
+    poison: Tensor | None
+    """A scalar to add to every number computed from them: 0, or NaN if a tensor on a GPU has an invalid
+    value. None if all values were checked on the host."""
+    counts: Counts
+
+
 def checked_batches(
     batches: Sequence[Batch], part: Any, loss: Any, limits: Limits, device: torch.device
-) -> tuple[list[Batch], Tensor | None]:
+) -> CheckedBatches:
     """Check batches against the model and the loss, before anything is copied or exchanged.
-
-    Returns:
-        The batches, and a scalar to add to every number computed from them: 0, or NaN if a tensor on a GPU
-        has an invalid value. None if all values were checked here.
 
     Raises:
         TitanError: a tensor is missing, or has a wrong shape, dtype or value.
     """
-    found, marks = [], []
-    for batch in map(with_integers, batches):
+    found, marks, total = [], [], NOTHING
+    for given in batches:
+        batch = with_integers(given)
         check_batch(batch, part, loss, limits)
+        counts = counts_of(part, given)
+        total += counts
         if readable(batch):
             if (wrong := fault(batch, limits)) is not None:
                 raise TitanError(wrong.message, hint=wrong.hint)
         else:
             batch, mark = harmless(batch.to(device), limits)
             marks.append(mark)
-        found.append(batch)
+        found.append(with_padding(batch, part, counts))
+    found = alike(found)
     if not marks:
-        return found, None
-    return found, torch.zeros((), device=device).masked_fill(torch.stack(marks).any(), torch.nan)
+        return CheckedBatches(found, None, total)
+    nothing = torch.zeros((), device=device)
+    return CheckedBatches(found, nothing.masked_fill(torch.stack(marks).any(), torch.nan), total)
 
 
 def with_integers(batch: Batch) -> Batch:
@@ -157,13 +170,18 @@ def _check_rows(batch: Batch, limits: Limits) -> None:
             f"the batch's tokens are {list(shape)}, but must be [rows, length]",
             hint="for a single row, use tokens[None]",
         )
-    for name in ("targets", "positions", "document_ids"):
+    for name in ("targets", "positions", "document_ids", "padding"):
         if name in batch and batch[name].shape != shape:
             raise TitanError(
                 f"the batch's {name} are {list(batch[name].shape)}, its tokens {list(shape)}",
                 hint="there must be one for each token"
                 + ("; -100 means no target" if name == "targets" else ""),
             )
+    if "padding" in batch and batch["padding"].dtype != torch.bool:
+        raise TitanError(
+            f"the batch's padding is {batch['padding'].dtype}, but must be torch.bool",
+            hint='for example batch["tokens"] == pad_id',
+        )
     if shape[1] % limits.multiple:
         raise TitanError(
             f"the batch's rows are {shape[1]} tokens long, which cannot be sharded into "
@@ -193,11 +211,39 @@ def _check_needs(batch: Batch, loss: Any) -> None:
     loss.check_batch(batch)
 
 
-def tokens_of(model: Any, batch: Batch) -> int:
-    """Return the number of tokens of a batch: the total length of its rows, in the inputs that count as
-    tokens."""
+def counts_of(model: Any, batch: Batch) -> Counts:
+    """Return how many tokens of a batch are padding, and how many are not, without waiting for a device.
+
+    All positions of the model's `token_inputs` are tokens if its rows are not rows of tokens, have no
+    targets, or were not made or moved by `Batch.to` on the host.
+    """
     names = model.token_inputs
-    return sum(batch.rows * batch[name].shape[model.sequence_dim[name]] for name in names)
+    positions = sum(batch.rows * batch[name].shape[model.sequence_dim[name]] for name in names)
+    known = batch.counts() if names == ("tokens",) else None
+    return Counts(tokens=positions) if known is None else known
+
+
+def with_padding(batch: Batch, model: Any, counts: Counts) -> Batch:
+    """Return a batch with `padding` for a model that takes it, unless every position is a target."""
+    if "padding" in batch or "padding" not in model.inputs or "targets" not in batch:
+        return batch
+    # By targets, not padding: rows of conversations then have it always, and graphs see one set of inputs.
+    if counts.targets == batch["targets"].numel():
+        return batch
+    padding = padding_of(batch["targets"], batch.get("document_ids"))
+    return Batch({**batch, "padding": padding}, unit=batch.unit)
+
+
+def alike(batches: list[Batch]) -> list[Batch]:
+    """Return the batches of a call with `padding` in all of them, if one has it: a pipeline joins them."""
+    if all("padding" not in batch for batch in batches):
+        return batches
+    return [
+        batch
+        if "padding" in batch
+        else Batch({**batch, "padding": torch.zeros_like(batch["tokens"], dtype=torch.bool)}, unit=batch.unit)
+        for batch in batches
+    ]
 
 
 # ----------------------------------------------------------------------------------------------- losses

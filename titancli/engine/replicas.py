@@ -7,6 +7,7 @@ the same shards as rank n of any other.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from titancli.checkpoint.exclude import NOTHING
 from titancli.engine.optimizer_state import counters_of
 from titancli.engine.step import PART
 from titancli.errors import TitanError
+from titancli.protocols.batch import Counts
 
 if TYPE_CHECKING:
     from titancli.engine.engine import Engine
@@ -33,7 +35,7 @@ def reduce_gradients(engine: Engine, add: Callable[[Sequence[Tensor]], None]) ->
             rank's shards, token counts of experts, and one vector of float64.
 
     Returns:
-        `loss` and `tokens` of all engines.
+        `loss`, `tokens`, `targets` and `padding` of all engines.
 
     Raises:
         TitanError: there are no gradients. Errors of `add` are passed on, after the gradients of the step are
@@ -55,12 +57,12 @@ def reduce_gradients(engine: Engine, add: Callable[[Sequence[Tensor]], None]) ->
                 if parameter.grad is None:  # other engines may have a gradient
                     parameter.grad = torch.zeros_like(parameter)
             counts = [count for part in engine.parts for count in part.token_counts().values()]
-            own = [step.loss, step.weight, torch.tensor(step.tokens)]
+            own = [step.loss, step.weight, *torch.tensor(astuple(step.counts))]
             sums = torch.stack([number.to(engine.device, torch.float64) for number in own])
             add([*(local(parameter.grad) for parameter in trained), *counts, sums])
             step.loss, step.weight = sums[0].float(), sums[1].float()
-            step.tokens = int(sums[2])
-        return {"loss": step.average, "tokens": sums[2]}
+            step.counts = Counts(*map(int, sums[2:].tolist()))
+        return {"loss": step.average, **asdict(step.counts)}
 
 
 def take_state(engine: Engine, tensors: Mapping[str, Tensor], counters: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titancli.distributed.together import Ranks
-from titancli.engine.inputs import LogProbs, checked_batches, name_of, tokens_of
+from titancli.engine.inputs import LogProbs, checked_batches, name_of
 from titancli.engine.packing import (
     COLUMNS,
     Checked,
@@ -170,8 +170,9 @@ def _packed(
     with call.agreed():
         names = _names(facts, loss)
         packed = pack(rows, shape, names, [len(one.tokens) for one in checked], part.routing)
-        packed.batches[:], _ = checked_batches(packed.batches, part, loss, settings.limits, engine.device)
-        call.given_batches(packed.batches, sum(tokens_of(part, batch) for batch in packed.batches))
+        found = checked_batches(packed.batches, part, loss, settings.limits, engine.device)
+        packed.batches[:] = found.batches
+        call.given_batches(found.batches, found.counts)
         call.given(f"with the loss {name_of(loss)} at temperature {loss.temperature}")
     return packed, loss
 

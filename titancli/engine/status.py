@@ -27,7 +27,7 @@ class Status(TypedDict):
     accumulated: int
     """Micro-batches whose gradients wait for `optim_step`."""
     tokens_seen: int
-    """Input tokens of all steps, over all ranks."""
+    """Input tokens of all steps, over all ranks, without padding."""
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from torch import Tensor
 from titancli.engine.sums import quotient
 from titancli.errors import TitanError
 from titancli.protocols import StepHookDefaults
+from titancli.protocols.batch import NOTHING, Counts
 from titancli.registry.defaults import fill_in
 
 if TYPE_CHECKING:
@@ -50,8 +51,8 @@ class Step:
     weight: Tensor
     norm: Tensor
     """The norm of the gradients divided by the weight, before clipping; 0 until gradients are complete."""
-    tokens: int = 0
-    """Input tokens over all ranks."""
+    counts: Counts = NOTHING
+    """Input tokens, targets and padding over all ranks."""
     batches: int = 0
     """The number of micro-batches."""
     steady: bool = True
@@ -64,6 +65,11 @@ class Step:
     """Whether a hook of this rank has vetoed the step; None if no hook was asked."""
     skipped: Tensor | None = None
     """1.0 if the step is not applied; None if it is. Known once all hooks have seen the gradients."""
+
+    @property
+    def tokens(self) -> int:
+        """Input tokens over all ranks, without padding."""
+        return self.counts.tokens
 
     @property
     def average(self) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -87,9 +88,9 @@ def accumulating(
         step.weight = step.weight + weight
         step.loss = step.loss + totals["loss"]
         averages = {name: quotient(value, weight) for name, value in totals.items()}
-    step.tokens += call.all_tokens
+    step.counts += call.all_counts
     step.batches += len(placed)
-    added.metrics = {**averages, "loss_max": worst, "tokens": call.all_tokens}
+    added.metrics = {**averages, "loss_max": worst, **asdict(call.all_counts)}
 
 
 def apply(engine: EngineCore, call: Call, optimizer: torch.optim.Optimizer, step: Step) -> Metrics:

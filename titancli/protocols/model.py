@@ -36,7 +36,8 @@ class ModelDefaults(Protocol):
     """Optional members of a model, with their defaults."""
 
     token_inputs: tuple[str, ...] = ("tokens",)
-    """The inputs that make up a row, each along its `sequence_dim`; their lengths are counted as tokens."""
+    """The inputs that make up a row, each along its `sequence_dim`; their lengths are counted as tokens, of
+    `("tokens",)` without padding."""
     parameter_device: torch.device | None = None
     """Set by a parallelize plan if parameters are on another device than the computation; None: the same
     device."""

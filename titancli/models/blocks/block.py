@@ -41,11 +41,13 @@ class Block(nn.Module):
         mask: Tensor | None,
         cache: LayerStep | None = None,
         routes: Tensor | None = None,
+        padding: Tensor | None = None,
     ) -> Tensor:
-        """Map [B, S, dim] to [B, S, dim]; `routes` are those of its experts, see `MoE.forward`."""
+        """Map [B, S, dim] to [B, S, dim]; `routes` and `padding` are for its experts, see `MoE.forward`."""
         x, given = self.attention_branch(x, cos, sin, mask, cache)
         if self.moe is not None:
-            out = self.moe(given) if routes is None else self.moe(given, routes)
+            known = {"given": routes, "padding": padding}
+            out = self.moe(given, **{name: value for name, value in known.items() if value is not None})
             x = self._plus(x, out, self.ffn_norm, self.ffn_post_norm)
         if self.feed_forward is not None:
             x = self._plus(x, self.feed_forward(given), self.ffn_norm, self.ffn_post_norm)

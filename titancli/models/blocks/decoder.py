@@ -19,7 +19,7 @@ from titancli.models.blocks.head import Output
 from titancli.models.blocks.init import normal_, ones_, trunc_normal_, zeros_
 from titancli.models.blocks.masks import document_masks
 from titancli.models.blocks.moe import Experts, MoE, moe_layers
-from titancli.models.blocks.mtp import MTPBlock, further
+from titancli.models.blocks.mtp import MTPBlock, further, padding_ahead
 from titancli.models.blocks.norm import norm_of
 from titancli.models.blocks.rope import frequencies, rotation
 from titancli.protocols import Routing, shape
@@ -37,8 +37,8 @@ class Decoder(nn.Module):
 
     row_cut: RowCut | None = None
     """How rows are split over ranks; set by context parallelism."""
-    inputs = ("tokens", "positions", "document_ids", "routes")
-    sequence_dim: ClassVar = {"tokens": 1, "positions": 1, "routes": 1}
+    inputs: tuple[str, ...] = ("tokens", "positions", "document_ids", "routes", "padding")
+    sequence_dim: ClassVar = {"tokens": 1, "positions": 1, "routes": 1, "padding": 1}
     styles: ClassVar = {"tok_embeddings": "vocab", "output": "vocab"}
 
     def __init__(self, config: Sizes) -> None:
@@ -62,6 +62,8 @@ class Decoder(nn.Module):
         """The blocks with experts, and where in `routes` their own are."""
         kinds = {(layer.config.top_k, layer.config.num_experts) for layer in routers.values()}
         self.routing = Routing(len(routers), *kinds.pop()) if len(kinds) == 1 else None
+        if not moe_layers(self):  # nothing else counts tokens
+            self.inputs = tuple(name for name in self.inputs if name != "padding")
 
     def forward(
         self,
@@ -69,6 +71,7 @@ class Decoder(nn.Module):
         positions: Tensor | None = None,
         document_ids: Tensor | None = None,
         routes: Tensor | None = None,
+        padding: Tensor | None = None,
         *,
         batch: Batch | None = None,
         loss: Loss | None = None,
@@ -85,6 +88,7 @@ class Decoder(nn.Module):
             positions: [B, S] int64; None counts from 0 in every row.
             document_ids: [B, S]; None means that a row is one document.
             routes: [B, S, layers, top_k]; see `titancli.protocols.ModelDefaults.routing`.
+            padding: [B, S] bool, the tokens that routers do not count; None: there are none.
             batch: the batch that the loss is computed on.
             loss: computed inside the output module.
             cache: what `KVCache.extend` returned for the rows whose tokens these are, [1, N]; it knows their
@@ -101,24 +105,30 @@ class Decoder(nn.Module):
         angles = self.angles(positions)
         hidden = tokens
         embedded: list[Tensor] = []
-        if ahead := self._tokens_ahead(batch, loss):
+        uncounted: list[Tensor] = []
+        if batch is not None and (steps := self._steps_ahead(loss)):
+            ahead = [self._my_part(further(batch["tokens"], step, 0)) for step in steps]
+            uncounted = [self._my_part(padding_ahead(batch, step)) for step in steps]
             # A single look-up for all, so that FSDP2 gathers the embeddings once.
             hidden, *embedded = self._embedded(torch.cat((tokens, *ahead))).split(len(tokens))
         elif self.tok_embeddings is not None:
             hidden = self._embedded(tokens)
         for name, block in self._main.items():
             attention: Any = block.attention
-            replayed = {}
+            for_experts = {}
             if routes is not None and name in self._routed:
-                replayed = {"routes": routes[:, :, self._routed[name]]}
-            hidden = block(hidden, *angles[attention.angles], mask(attention.reach, hidden.dtype), **replayed)
+                for_experts["routes"] = routes[:, :, self._routed[name]]
+            if padding is not None and name in self._routed:
+                for_experts["padding"] = padding
+            given = (*angles[attention.angles], mask(attention.reach, hidden.dtype))
+            hidden = block(hidden, *given, **for_experts)
         if self.norm is not None:
             hidden = self.norm(hidden)
         predicted = [hidden]
-        for block, tokens_ahead in zip(self._mtp, embedded, strict=False):
+        for block, tokens_ahead, not_counted in zip(self._mtp, embedded, uncounted, strict=False):
             attention = block.attention
             given = (*angles[attention.angles], mask(attention.reach, hidden.dtype))
-            predicted.append(block(predicted[-1], *given, embedded=tokens_ahead))
+            predicted.append(block(predicted[-1], *given, embedded=tokens_ahead, padding=not_counted))
         if self.output is None:
             return hidden
         # Without gradients, the blocks have only counted tokens per expert.
@@ -138,15 +148,15 @@ class Decoder(nn.Module):
         """The multi-token prediction blocks, each predicting one token further than the previous."""
         return [block for block in self.layers.values() if isinstance(block, MTPBlock)]
 
-    def _tokens_ahead(self, batch: Batch | None, loss: Loss | None) -> list[Tensor]:
-        """Return the tokens for each multi-token prediction block: this rank's part, [B, S] int64; empty
-        if no loss is trained."""
+    def _steps_ahead(self, loss: Loss | None) -> range:
+        """Return how far ahead each multi-token prediction block reads; empty if no loss is trained."""
         layers = self._mtp
         counted = any(layer.counting is not None for layer in moe_layers(self).values()) if layers else False
-        if batch is None or loss is None or not (torch.is_grad_enabled() or counted):
-            return []
-        whole = [further(batch["tokens"], steps, 0) for steps in range(1, len(layers) + 1)]
-        return whole if self.row_cut is None else [self.row_cut.cut(x, 1) for x in whole]
+        trained = loss is not None and (torch.is_grad_enabled() or counted)
+        return range(1, len(layers) + 1) if trained else range(0)
+
+    def _my_part(self, rows: Tensor) -> Tensor:
+        return rows if self.row_cut is None else self.row_cut.cut(rows, 1)
 
     def new_cache(self) -> KVCache:
         """Return an empty cache, whose rows `forward(tokens, cache=…)` extends; see `KVCache`."""

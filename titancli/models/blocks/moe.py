@@ -19,7 +19,7 @@ from torch.nn.functional import silu
 from titancli.distributed.collectives import Group
 from titancli.distributed.local import local
 from titancli.models.blocks.grouped import grouped_linear
-from titancli.models.blocks.router import Router, Routes
+from titancli.models.blocks.router import Router, Routes, visits
 from titancli.protocols.dispatch import Dispatcher, Visit
 from titancli.registry.component import load_target
 
@@ -142,32 +142,37 @@ class MoE(nn.Module):
         """[E] int64: accumulates the tokens of each forward pass while tokens are being counted."""
 
     def tensor_parallel(self, group: Group, style: str | None) -> None:
-        """Take this rank's part of the rows of given routes: its tokens are a part already."""
+        """Take this rank's part of the rows of given routes and padding: its tokens are a part already."""
         self._tensor_group = group
 
-    def forward(self, x: Tensor, given: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, given: Tensor | None = None, padding: Tensor | None = None) -> Tensor:
         """Map [B, S, dim] to [B, S, dim].
 
         Args:
             given: routes to replay, [B, S, top_k] integers; see `Router.forward`.
+            padding: [B, S] bool; these tokens visit experts, but count neither for balancing nor in the
+                losses of the router. None: there are none.
         """
         tokens = x.flatten(0, -2)
-        if given is not None:
-            if self._tensor_group is not None:
-                given = given.chunk(self._tensor_group.size, 1)[self._tensor_group.rank]
-            given = given.flatten(0, -2)
-        routes = self.router(tokens, self.expert_bias, given)
+        given, padding = (one if one is None else self._my_part(one) for one in (given, padding))
+        routes = self.router(tokens, self.expert_bias, None if given is None else given.flatten(0, -2))
+        real = None if padding is None else ~padding.flatten()
+        counts = routes.counts if real is None else visits(routes.experts, len(routes.counts), real)
         if self.counting is not None:
-            self.counting += routes.counts
+            self.counting += counts
         if routes.probabilities is not None or routes.logits is not None:
-            parts = (routes.scores, routes.probabilities, routes.logits, routes.counts)
+            parts = (routes.scores, routes.probabilities, routes.logits, counts, real)
             routes = routes._replace(scores=_RouterLosses.apply(*parts, self))
-        self._count(routes)
+        self._count(routes.scores, counts)
         out = self._routed(tokens, routes).view_as(x)
         if self.shared_experts is None:
             return out
         shared = self.shared_experts(x)
         return out + (shared if self.shared_gate is None else self.shared_gate(x).sigmoid() * shared)
+
+    def _my_part(self, rows: Tensor) -> Tensor:
+        group = self._tensor_group
+        return rows if group is None else rows.chunk(group.size, 1)[group.rank]
 
     def _routed(self, tokens: Tensor, routes: Routes) -> Tensor:
         before, dealt = self.config.score_before_experts, self.experts.force_load_balance
@@ -186,14 +191,11 @@ class MoE(nn.Module):
 
     # ---------------------------------------------------------------------------------------- balancing
 
-    def _count(self, routes: Routes) -> None:
+    def _count(self, scores: Tensor, counts: Tensor) -> None:
         """Count tokens when their gradient arrives: once even if forward is recomputed, and never in an
         evaluation."""
-        counts = (
-            routes.counts
-        )  # not routes: a hook that held the scores would keep them and their graph alive
-        if routes.scores.requires_grad:
-            routes.scores.register_hook(lambda _: self._add(counts))
+        if scores.requires_grad:
+            scores.register_hook(lambda _: self._add(counts))
 
     def _add(self, counts: Tensor) -> None:
         self.counted = counts.clone() if self.counted is None else self.counted.add_(counts)
@@ -253,7 +255,7 @@ class MoE(nn.Module):
 class _RouterLosses(torch.autograd.Function):
     """Passes scores through, and in backward adds the gradients of two losses: the load-balancing loss, via
     the probabilities, coeff · E · Σ f_e p_e over all tokens, where f_e is the share of them that visit an
-    expert; and the z-loss, via the logits, coeff · Σ logsumexp².
+    expert; and the z-loss, via the logits, coeff · Σ logsumexp². Padding is none of the tokens.
 
     Both are sums over tokens, as every loss here: they do not depend on which ranks and micro-batches tokens
     are on, nor on recomputation. The shares, and the factor that turns sums into means, are read in backward,
@@ -268,25 +270,30 @@ class _RouterLosses(torch.autograd.Function):
         probabilities: Tensor | None,
         logits: Tensor | None,
         counts: Tensor,
+        real: Tensor | None,
         layer: MoE,
     ) -> Tensor:
-        ctx.save_for_backward(logits, counts)
+        ctx.save_for_backward(logits, counts, real)
         ctx.layer, ctx.shape = layer, None if probabilities is None else probabilities.shape
         return scores.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        logits, counts = ctx.saved_tensors
+        logits, counts, real = ctx.saved_tensors
         layer, config = ctx.layer, ctx.layer.config
         for_probabilities, for_logits = None, None
         if ctx.shape is not None:
             load = layer.share_of(counts) if layer.load is None else layer.load
             for_probabilities = layer.mean_of(config.aux_loss_coeff * config.num_experts * load)
             for_probabilities = for_probabilities.expand(ctx.shape)
+            if real is not None:
+                for_probabilities = for_probabilities * real[:, None]
         if logits is not None:
             slope = layer.mean_of(2 * config.z_loss_coeff * logits.logsumexp(-1, keepdim=True))
+            if real is not None:
+                slope = slope * real[:, None]
             for_logits = slope * logits.softmax(-1)
-        return grad, for_probabilities, for_logits, None, None
+        return grad, for_probabilities, for_logits, None, None, None
 
 
 class Rearrange(torch.autograd.Function):

@@ -35,20 +35,40 @@ class MTPBlock(Block):
         self.head_norm = norm_of(spec.norm, dim)
 
     def forward(  # type: ignore[override]
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, *, embedded: Tensor
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Tensor | None,
+        *,
+        embedded: Tensor,
+        padding: Tensor | None = None,
     ) -> Tensor:
         """Map normalized hidden states [B, S, dim] to normalized ones that predict one token further ahead.
 
         Args:
             embedded: [B, S, dim], embedding of the token that the hidden states predict.
+            padding: [B, S] bool, see `MoE.forward`.
         """
         x = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(x)), -1))
-        return self.head_norm(super().forward(x, cos, sin, mask))
+        return self.head_norm(super().forward(x, cos, sin, mask, padding=padding))
 
 
 def further(x: Tensor, steps: int, fill: int) -> Tensor:
     """Return rows [B, S] shifted `steps` positions to the left, padded with `fill` at the end."""
     return pad(x, (0, steps), value=fill)[:, steps:]
+
+
+def padding_ahead(batch: Batch, steps: int) -> Tensor:
+    """Return the positions that the block reading the token `steps` positions ahead does not count, [B, S]
+    bool: padding, and those whose token ahead is padding, of another document, or past the row."""
+    tokens = batch["tokens"]
+    own = batch["padding"] if "padding" in batch else torch.zeros_like(tokens, dtype=torch.bool)
+    unread = own | further(own, steps, True)
+    if "document_ids" in batch:
+        ids = batch["document_ids"]
+        unread = unread | (further(ids, steps, -1) != ids)
+    return unread
 
 
 def targets_ahead(batch: Batch, steps: int) -> Tensor:

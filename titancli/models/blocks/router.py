@@ -22,7 +22,7 @@ class Routes(NamedTuple):
     scores: Tensor
     """[N, top_k] fp32."""
     counts: Tensor
-    """[E] int64: tokens per expert."""
+    """[E] int64: tokens per expert, padding included."""
     probabilities: Tensor | None = None
     """[N, E] fp32, rows that add up to 1: input of the load-balancing loss; None without it."""
     logits: Tensor | None = None
@@ -58,9 +58,7 @@ class Router(nn.Module):
         chosen = scores.gather(1, experts)
         if config.route_norm:
             chosen = chosen / chosen.sum(-1, keepdim=True).clamp(min=1e-20)
-        flat = experts.flatten()
-        # Not bincount: its shape is unknown before it runs.
-        counts = flat.new_zeros(config.num_experts).scatter_add(0, flat, torch.ones_like(flat))
+        counts = visits(experts, config.num_experts)
         shares = scores / scores.sum(-1, keepdim=True).clamp(min=1e-20) if config.aux_loss_coeff else None
         kept = logits if config.z_loss_coeff else None
         return Routes(experts, chosen * config.route_scale, counts, shares, kept)
@@ -79,6 +77,19 @@ class Router(nn.Module):
             closed = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter(1, best, False)
             scores = grouped.masked_fill(closed[..., None], float("-inf")).flatten(1)
         return scores.topk(config.top_k, dim=-1).indices
+
+
+def visits(experts: Tensor, num_experts: int, real: Tensor | None = None) -> Tensor:
+    """Return the visits of each expert, [E] int64.
+
+    Args:
+        experts: [N, top_k] int64.
+        real: [N] bool, the tokens that count; None: all.
+    """
+    flat = experts.flatten()
+    ones = torch.ones_like(flat) if real is None else real.long()[:, None].expand_as(experts).flatten()
+    # Not bincount: its shape is unknown before it runs.
+    return flat.new_zeros(num_experts).scatter_add(0, flat, ones)
 
 
 class Gate(nn.Linear):
