@@ -71,6 +71,17 @@ def test_nothing_is_read_from_the_device_between_readings(monkeypatch: pytest.Mo
     assert recorder.steps[10]["custom"] == 2.0
 
 
+def test_padding_is_no_throughput() -> None:
+    recorder = Recorder()
+    watching = observers(recorder, log_freq=1)
+    watching.step_end(1, {"tokens": 30, "targets": 20, "padding": 10})
+    found = recorder.steps[1]
+    assert found["tokens_per_second"] * found["step_seconds"] == pytest.approx(30)
+    assert found["targets_per_second"] * found["step_seconds"] == pytest.approx(20)
+    assert found["padding_share"] == 0.25
+    assert not {"tokens", "targets", "padding"} & found.keys()
+
+
 def test_one_transfer_reads_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     transfers = []
     tolist = torch.Tensor.tolist

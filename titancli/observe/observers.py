@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SUMMED = ("tokens", "data_wait")
+SUMMED = ("tokens", "targets", "padding", "data_wait")
 """Metrics of a step that are added up between two readings; of the others the last one counts."""
 
 
@@ -94,7 +94,8 @@ class Observers:
     def step_end(self, step: int, metrics: Mapping[str, Tensor | float]) -> None:
         """Record a step. Values are global already; 0-dim tensors are read only if the step is logged.
 
-        `tokens` (of this step, over all ranks) gives the throughput; `data_wait` (seconds this step waited
+        `tokens`, `targets` and `padding` (of this step, over all ranks; `titancli.protocols.batch.Counts`)
+        give the throughput, and the padding's share of all positions; `data_wait` (seconds this step waited
         for data) its share of the time.
         """
         self.step = step
@@ -212,6 +213,10 @@ class Observers:
     def _speed(self, step: int, elapsed: float, steps: int) -> dict[str, float]:
         """Return throughput, utilisation and remaining time, from the time since the last reading."""
         speed = {"step_seconds": elapsed / max(steps, 1)}
+        if targets := self._summed.get("targets"):
+            speed["targets_per_second"] = targets / elapsed
+            padding = self._summed.get("padding", 0)
+            speed["padding_share"] = padding / (self._summed["tokens"] + padding)
         if "tokens" in self._summed:
             rate = self._summed["tokens"] / elapsed
             speed["tokens_per_second"] = rate

@@ -23,6 +23,8 @@ CURVES = {
     "grad_norm": "Gradient norm",
     "lr": "Learning rate",
     "tokens_per_second": "Tokens per second",
+    "targets_per_second": "Targets per second",
+    "padding_share": "Share of padding",
     "mfu": "Model FLOPs utilization",
     "memory_gib": "Memory, GiB",
     "skipped_steps": "Skipped steps",
