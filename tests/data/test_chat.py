@@ -12,7 +12,7 @@ import pytest
 
 from tests.data.helpers import global_rows, make, same
 from titancli.data import ByteTokenizer, Chat, HFTokenizer
-from titancli.data.chat_template import MARKERS, assistant_spans
+from titancli.data.chat_template import MARKERS, ChatRefused
 from titancli.data.fitting import best_fit
 from titancli.errors import EnvironmentProblem, RecipeError
 from titancli.observe.metrics import collector
@@ -36,6 +36,10 @@ THINKING = (
 )
 PROMPTED = PLAIN.replace("<|assistant|>{% endif %}", "<|assistant|><think>{% endif %}")
 NUMBERED = "{% for m in messages %}{{ messages | length }}" + TURN + "{% endfor %}" + PROMPT
+
+RENAMED = PLAIN.replace(
+    "m['role'] }}|>", "m['role'] if loop.last or m['role'] != 'assistant' else 'bot' }}|>"
+)
 
 
 def said(role: str, content: str) -> dict[str, Any]:
@@ -106,24 +110,21 @@ def test_a_turn_begins_where_it_diverges_from_the_prompt_to_generate_it(tokenize
     assert trained(tokenizer, TALK) == ["return it<|end|>", "the end<|end|>"]
 
 
-def test_a_template_that_renders_turns_in_another_way_is_refused(tokenizer_with: Any, tmp_path: Path) -> None:
-    template = NUMBERED
-    with pytest.raises(RecipeError, match=r"no \{% generation %\} markers and renders turn 3") as caught:
-        tokenizer_with(template).chat_with_mask(TALK)
+def test_context_may_change_when_others_follow(tokenizer_with: Any) -> None:
+    assert trained(tokenizer_with(NUMBERED), TALK) == ["return it<|end|>", "the end<|end|>"]
+
+
+def test_unclear_turn_is_refused(tokenizer_with: Any, tmp_path: Path) -> None:
+    """An earlier turn has another header than the generation prompt."""
+    with pytest.raises(
+        ChatRefused, match=r"no \{% generation %\} markers, and the tokens of turn 3"
+    ) as caught:
+        tokenizer_with(RENAMED).chat_with_mask(TALK)
     assert "train_on" in str(caught.value.hint)
-    lines(tmp_path / "rows.jsonl", [{"messages": TALK}])
-    with pytest.raises(RecipeError, match=r"no \{% generation %\} markers"):  # no bad row: all are alike
-        next(iter(make(Chat(path=str(tmp_path / "rows.jsonl")), tokenizer=tokenizer_with(template + " "))))
-
-
-def test_a_turn_that_only_seems_to_begin_alike_is_not_taken() -> None:
-    # The whole has another content where the turn's should begin.
-    def render(messages: Any, prompt: bool) -> str:
-        text = "".join(f"[{m['role']}]{m['content'] if len(messages) < 5 else 'x'};" for m in messages)
-        return text + "[assistant]" * prompt
-
-    with pytest.raises(RecipeError, match="differently"):
-        assistant_spans(render, TALK, 0, "here")
+    path = lines(tmp_path / "rows.jsonl", [{"messages": TALK}] * 3)
+    with pytest.raises(EnvironmentProblem, match="has no rows to train on"):
+        next(iter(make(Chat(path=path), tokenizer=tokenizer_with(RENAMED + " "))))
+    assert next(iter(make(Chat(path=path, train_on="all"), tokenizer=tokenizer_with(RENAMED + "  "))))
 
 
 CHATML = (

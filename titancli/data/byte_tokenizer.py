@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import numpy as np
 
 from titancli import data
 from titancli.data.chat_template import ChatRefused
+from titancli.data.forms import text_of
 from titancli.protocols import TokenizerDefaults
 
 
@@ -52,25 +53,25 @@ class ByteTokenizer(TokenizerDefaults):
         return ids + list(b"assistant\n") * add_generation_prompt
 
     def chat_with_mask(
-        self, messages: list[dict[str, Any]], *, first: int = 0
+        self, messages: list[dict[str, Any]], *, first: int = 0, untrained: Collection[int] = ()
     ) -> tuple[list[int], list[bool]]:
-        """Return the ids, and which of them belong to assistant turns among `messages[first:]`: content
-        and end marker."""
+        """Return the ids, and which of them belong to assistant turns among `messages[first:]`, except the
+        messages with the numbers in `untrained`: content and end marker."""
         ids: list[int] = []
         mask: list[bool] = []
         for number, message in enumerate(messages):
             head, said = _parts(message)
             ids += head + said
-            trained = number >= first and message["role"] == "assistant"
+            trained = number >= first and message["role"] == "assistant" and number not in untrained
             mask += [False] * len(head) + [trained] * len(said)
         return ids, mask
 
 
 def _parts(message: dict[str, Any]) -> tuple[list[int], list[int]]:
     """Return the ids before a message's content, and the ids of the content with its end marker."""
-    content = message.get("content")
-    if not isinstance(content, str) or "tool_calls" in message:
+    if "content" not in message or "tool_calls" in message:
         raise ChatRefused("the byte tokenizer's chat template supports only text, no tool calls")
+    content = text_of(message["content"])
     return list(_utf8(f"{message['role']}\n")), [*_utf8(content), ByteTokenizer.eos_id]
 
 

@@ -1,8 +1,8 @@
 """Conversations under a Hugging Face chat template: their ids, and which of them are the assistant's.
 
-A template may mark assistant turns with `{% generation %}`. Without markers, turns are located in the
-rendered text: the rendering of the messages before a turn, with the generation prompt, must be a prefix of
-the whole. Templates without that property are rejected; nothing is guessed.
+A template may mark assistant turns with `{% generation %}`; otherwise `titancli.data.turns` locates them. A
+turn that cannot be located, or a template that leaves out what a message says, makes a bad row; nothing is
+guessed.
 
 A turn ends with its end marker. The line break that many templates put after it (ChatML: `<|im_end|>\\n`) is
 not part of the turn unless requested: sampling stops at the marker.
@@ -11,13 +11,16 @@ not part of the turn unless requested: sampling stops at the marker.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from itertools import groupby
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from titancli.errors import RecipeError
+from titancli.data.forms import Forms, printed_by_python
+from titancli.data.marks import ChatRefused, Leaf, Messages, Trace
+from titancli.data.turns import Turns, spans_of_tokens
+from titancli.errors import EnvironmentProblem, RecipeError
+
+__all__ = ["MARKERS", "ChatRefused", "ChatTemplate"]
 
 MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 REMEDY = (
@@ -25,12 +28,9 @@ REMEDY = (
     'or train on all tokens (dataset.train_on = "all")'
 )
 
-Messages = Sequence[dict[str, Any]]
 Options = Mapping[str, Any] | None
-
-
-class ChatRefused(RecipeError):
-    """A chat template rejects a conversation; it may accept others."""
+Span = tuple[int, int]
+"""First character, and the one after the last."""
 
 
 class ChatTemplate:
@@ -50,8 +50,10 @@ class ChatTemplate:
         self._tokenizer, self._folder = tokenizer, folder
         self.text = str(tokenizer.chat_template)
         self.has_markers = MARKERS.search(self.text) is not None
-        added = {token: i for token, i in tokenizer.get_added_vocab().items() if token.strip()}
-        self._ends, self._end_ids = tuple(added), frozenset(added.values())
+        added = [token for token in tokenizer.added_tokens_decoder.values() if token.content.strip()]
+        self._tokens = tuple(token.content for token in added)
+        self._special = tuple(token.content for token in added if token.special)
+        self._forms = Forms()
 
     def ids(
         self, messages: Messages, options: Options = None, *, add_generation_prompt: bool = False
@@ -59,10 +61,10 @@ class ChatTemplate:
         """Return the ids of a conversation; `options` are other arguments of the template, such as `tools`.
 
         Raises:
-            ChatRefused: the template rejects these messages.
+            ChatRefused: the template rejects these messages, or leaves out what one of them says.
         """
-        asked = {"add_generation_prompt": add_generation_prompt, **(options or {})}
-        return list(self._apply(messages, tokenize=True, return_dict=False, **asked))
+        trace = self._traced(messages, options, prompt=add_generation_prompt)
+        return list(self._encoded(trace.text)["input_ids"])
 
     def ids_and_mask(
         self,
@@ -71,6 +73,7 @@ class ChatTemplate:
         options: Options = None,
         *,
         trailing_newline: bool = False,
+        untrained: Collection[int] = (),
     ) -> tuple[list[int], list[bool]]:
         """Return the ids, and which of them belong to assistant turns among `messages[first:]`.
 
@@ -80,172 +83,159 @@ class ChatTemplate:
         Args:
             options: other arguments of the template, such as `tools`.
             trailing_newline: include the line break after the end marker.
+            untrained: numbers of messages whose turns are left out.
 
         Raises:
-            ChatRefused: the template rejects these messages.
-            RecipeError: the template has no markers, and renders a turn differently when others follow.
+            ChatRefused: the template rejects these messages or leaves out what one of them says, or the
+                tokens of a turn cannot be identified.
         """
+        trace = self._traced(messages, options)
+        encoded = self._encoded(trace.text)
+        spoken = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        wanted = [number for number in spoken if number >= first and number not in untrained]
         if self.has_markers:
-            return self._marked(messages, first, options, trailing_newline)
-        render = partial(self._render, options=options)
-        text = render(messages)
-        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        begin = partial(self._divergence, encoded)
-        spans = assistant_spans(render, messages, first, str(self._folder), begin)
-        if not trailing_newline:
-            turns = [message for message in messages[first:] if message["role"] == "assistant"]
-            spans = [
-                (start, self._marker_end(text[start:end], message, start))
-                for (start, end), message in zip(spans, turns, strict=True)
-            ]
-        mask = [  # a token that begins before the turn was not generated
-            any(start <= at < end for start, end in spans) and after > at
-            for at, after in encoded["offset_mapping"]
-        ]
-        return list(encoded["input_ids"]), mask
+            spans = self._marked(trace, options, spoken, wanted, trailing_newline)
+        else:
+            spans = self._located(trace, options, encoded, wanted, trailing_newline)
+        return list(encoded["input_ids"]), spans_of_tokens(encoded["offset_mapping"], spans)
 
-    def _divergence(self, encoded: Any, before: str) -> int:
-        """Return where the first token begins that a text does not have in common with the conversation."""
-        ids = self._tokenizer(before, add_special_tokens=False)["input_ids"]
-        pairs = zip(encoded["input_ids"], ids, encoded["offset_mapping"], strict=False)
-        return next((start for one, other, (start, _) in pairs if one != other), len(before))
+    # ------------------------------------------------------------------------------------- the rendering
 
-    def _marker_end(self, turn: str, message: dict[str, Any], start: int) -> int:
-        """Return the end of a turn that begins at `start`, without the whitespace after its end marker.
+    def _traced(self, messages: Messages, options: Options, *, prompt: bool = False) -> Trace:
+        """Render messages in the form that the template reads, and check that nothing is left out."""
 
-        The marker is an added token of the vocabulary, or whatever else follows the content. In a turn
-        without one, the whitespace is its only end and is kept.
-        """
-        bare = turn.rstrip()
-        said = (message.get("content") or "").strip()
-        indent = len(bare) - len(bare.lstrip())
-        at = indent if bare.startswith(said, indent) else bare.rfind(said)
-        marked = bare.endswith(self._ends) or (
-            "tool_calls" not in message and 0 <= at < len(bare) - len(said)
-        )
-        return start + len(bare if marked else turn)
+        def attempt(formed: Messages) -> Trace:
+            trace = Trace(self._renderer(options), formed, prompt=prompt)
+            if printed_by_python(trace.text, formed):
+                raise self._refused("prints a content or the arguments of a call as Python does")
+            if lost := [leaf for leaf in trace.left_out() if leaf.kind != "thought"]:
+                raise self._left_out(formed, lost[0])
+            return trace
 
-    def _marked(
-        self, messages: Messages, first: int, options: Options, trailing_newline: bool
-    ) -> tuple[list[int], list[bool]]:
-        asked = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
-        found = self._apply(messages, **asked, **(options or {}))
-        mask = [bool(flag) for flag in found["assistant_masks"]]
-        turns = sum(message["role"] == "assistant" for message in messages)
-        earlier = sum(message["role"] == "assistant" for message in messages[:first])
-        if earlier:
-            runs = [(flag, len(list(run))) for flag, run in groupby(mask)]
-            if sum(flag for flag, _ in runs) != turns:
-                raise ChatRefused(
-                    f"the chat template in {self._folder} marks {sum(flag for flag, _ in runs)} spans "
-                    f"in a conversation with {turns} assistant turns"
-                )
-            mask, seen = [], 0
-            for flag, length in runs:
-                seen += flag
-                mask += [flag and seen > earlier] * length
-        ids = list(found["input_ids"])
-        return ids, mask if trailing_newline else self._without_newlines(ids, mask)
+        found: Trace = self._forms.first(messages, attempt)
+        return found
 
-    def _without_newlines(self, ids: list[int], mask: list[bool]) -> list[bool]:
-        """Return the mask without whitespace tokens between an end marker and the end of a masked span."""
-        result, at = list(mask), 0
-        for flag, run in groupby(mask):
-            start, at = at, at + len(list(run))
-            last = at
-            while flag and last > start and not self._tokenizer.decode([ids[last - 1]]).strip():
-                if ids[last - 1] in self._end_ids:
-                    break
-                last -= 1
-            if flag and start < last < at and ids[last - 1] in self._end_ids:
-                result[last:at] = [False] * (at - last)
-        return result
+    def _left_out(self, messages: Messages, leaf: Leaf) -> ChatRefused:
+        role = messages[leaf.message]["role"]
+        text = leaf.text.strip()
+        said = repr(text if len(text) <= 40 else f"{text[:39]}…")
+        if leaf.kind in ("call", "argument"):
+            remedy = "use the chat template of a model that calls tools, or remove the row"
+        elif role in ("developer", "system"):
+            other = "system" if role == "developer" else "user"
+            remedy = f'if the template knows {other!r}, set dataset.roles = {{ "{role}" = "{other}" }}'
+        else:
+            remedy = f"the template does not know the role {role!r} here, or shortens what it says"
+        return self._refused(f"leaves out {leaf.name} of {role!r}, {said}: {remedy}", remedy)
 
-    def _render(
-        self, messages: Messages, add_generation_prompt: bool = False, options: Options = None
-    ) -> str:
-        asked = {"add_generation_prompt": add_generation_prompt, **(options or {})}
-        return str(self._apply(messages, tokenize=False, **asked))
+    def _refused(self, what: str, hint: str = REMEDY) -> ChatRefused:
+        return ChatRefused(f"the chat template in {self._folder} {what}", hint=hint)
 
-    def _apply(self, messages: Messages, **options: Any) -> Any:
+    def _renderer(self, options: Options) -> Any:
+        def render(messages: Messages, prompt: bool) -> str:
+            return self._render(messages, options, prompt)
+
+        return render
+
+    def _render(self, messages: Messages, options: Options, prompt: bool) -> str:
+        import jinja2
+
+        asked = {**(options or {}), "tokenize": False, "add_generation_prompt": prompt}
         try:
-            return self._tokenizer.apply_chat_template(list(messages), **options)
+            text = str(self._tokenizer.apply_chat_template(list(messages), **asked))
+            text.encode()  # half a surrogate pair is not a character
+        except ImportError as error:
+            raise EnvironmentProblem(
+                f"a chat template needs another version of a package: {error}",
+                hint="pip install -U jinja2 transformers",
+            ) from error
+        except jinja2.TemplateSyntaxError as error:
+            raise RecipeError(
+                f"the chat template in {self._folder} is not a template of Jinja: line {error.lineno}: "
+                f"{error.message}",
+                hint="download it again, or correct chat_template.jinja",
+            ) from error
         except Exception as error:  # templates raise jinja exceptions of any class
             raise ChatRefused(
                 f"the chat template in {self._folder} rejects a conversation: {error}",
                 hint="check which roles the template allows, and in which order",
             ) from error
+        return text
 
+    def _encoded(self, text: str) -> Any:
+        return self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
 
-def assistant_spans(
-    render: Callable[..., str],
-    messages: Messages,
-    first: int,
-    folder: str,
-    divergence: Callable[[str], int] = len,
-) -> list[tuple[int, int]]:
-    """Return the spans of the assistant turns among `messages[first:]` in the rendered text, in characters.
+    # ------------------------------------------------------------------------------------------ the turns
 
-    A turn begins after its generation prompt, and ends with whatever the template puts after it. Where the
-    prompt ends differently than a turn begins (`<think>`), the turn begins where they diverge.
+    def _located(
+        self, trace: Trace, options: Options, encoded: Any, wanted: list[int], trailing_newline: bool
+    ) -> list[Span]:
+        """Return the spans of turns, found by the marks in their texts."""
 
-    Args:
-        render: `render(messages, add_generation_prompt)`.
-        divergence: returns where a text diverges from the whole conversation.
+        def divergence(before: str) -> int:
+            ids = self._encoded(before)["input_ids"]
+            pairs = zip(encoded["input_ids"], ids, encoded["offset_mapping"], strict=False)
+            return next((start for one, other, (start, _) in pairs if one != other), len(before))
 
-    Raises:
-        RecipeError: the template renders a turn, or the text before it, differently when others follow.
-    """
-    whole = render(messages, False)
-    spans = []
-    for number, message in enumerate(messages):
-        if number < first or message["role"] != "assistant":
-            continue
-        before = render(messages[:number], True)
-        start = len(before)
-        if not whole.startswith(before) and whole.startswith(context := render(messages[:number], False)):
-            start = max(len(context), divergence(before))
-        end = _end(render(messages[: number + 1], False), whole, start, _said(message))
-        if not whole.startswith(before[:start]) or end is None:
-            raise RecipeError(
-                f"the chat template in {folder} has no {{% generation %}} markers and renders turn "
-                f"{number + 1} of a conversation differently when it is the last one, so the tokens of "
-                f"the assistant cannot be identified",
-                hint=REMEDY,
-            )
-        spans.append((start, end))
-    return spans
+        if not trace.followed:
+            raise self._refused("renders a conversation in another way if a word of it changes")
+        turns = Turns(trace, self._renderer(options), self._tokens, self._special, divergence)
+        spans = []
+        for number in wanted:
+            try:
+                turn = turns.of(number)
+            except ChatRefused as error:
+                raise self._refused(f"has no {{% generation %}} markers, and {error.message}") from error
+            end = turn.end
+            if not trailing_newline:
+                marker = trace.text[turn.content_end : turn.end]
+                called = "tool_calls" in trace.messages[number]
+                end = self._marker_end(trace.text, turn.start, end, bool(marker.strip()) and not called)
+            spans.append((turn.start, end))
+        return spans
 
+    def _marker_end(self, text: str, start: int, end: int, marked: bool = False) -> int:
+        """Return the end of a turn without the whitespace after its end marker.
 
-def _said(message: Mapping[str, Any]) -> str:
-    """Return what a turn is recognized by: its content, or the first tool that it calls."""
-    if said := message.get("content"):
-        return str(said)
-    call: dict[str, Any] = next(iter(message.get("tool_calls") or ()), {})
-    return str(call.get("function", call).get("name", ""))
+        The marker is an added token of the vocabulary, or whatever else follows the content (`marked`). In a
+        turn without one, the whitespace is its only end and is kept.
+        """
+        bare = text[start:end].rstrip()
+        return start + len(bare) if marked or bare.endswith(self._tokens) else end
 
+    def _marked(
+        self, trace: Trace, options: Options, spoken: list[int], wanted: list[int], trailing_newline: bool
+    ) -> list[Span]:
+        """Return the spans of turns that the template marks."""
+        spans = self._generated(trace, options)
+        if wanted != spoken:
+            if len(spans) != len(spoken):
+                raise self._refused(
+                    f"marks {len(spans)} spans in a conversation with {len(spoken)} assistant turns"
+                )
+            spans = [span for span, number in zip(spans, spoken, strict=True) if number in wanted]
+        if trailing_newline:
+            return spans
+        return [(start, self._marker_end(trace.text, start, end)) for start, end in spans]
 
-def _end(until: str, whole: str, start: int, content: str) -> int | None:
-    """Return the end of the turn that begins at `start`; None if it cannot be located.
+    def _generated(self, trace: Trace, options: Options) -> list[Span]:
+        """Return the spans between `{% generation %}` and `{% endgeneration %}`, joined if they touch."""
+        from transformers.utils.chat_template_utils import render_jinja_template
 
-    Args:
-        until: the rendered conversation up to and including the turn.
-    """
-    if whole.startswith(until) and len(until) > start:
-        return len(until)
-    # Some templates (Qwen 3) put more into the last turn than into others; content and end are the same.
-    first = start if until.startswith(whole[:start]) else 0
-    for said in (content, content.strip(), content.rpartition("</think>")[2].strip()):
-        at = until.find(said, first) if said else -1
-        while at >= 0:
-            begin = at if whole.startswith(until[at:], start) else _earliest(until, whole, first, at, start)
-            if begin is not None:
-                return start + len(until) - begin
-            at = until.find(said, at + 1)
-    return None
-
-
-def _earliest(until: str, whole: str, first: int, last: int, start: int) -> int | None:
-    """Return where, from `first` to `last`, the rest of the turn is what `whole` has at `start`: what stands
-    before a call of a tool (`<tool_call>`) belongs to the turn."""
-    return next((at for at in range(first, last) if whole.startswith(until[at:], start)), None)
+        given = {**self._tokenizer.special_tokens_map, **(options or {})}
+        template = self._tokenizer.get_chat_template(tools=given.get("tools"))
+        [text], [found] = render_jinja_template(
+            conversations=[list(trace.messages)],
+            chat_template=template,
+            return_assistant_tokens_mask=True,
+            **given,
+        )
+        if text != trace.text:
+            raise self._refused("renders a conversation differently each time")
+        spans: list[Span] = []
+        for start, end in sorted(found):
+            if spans and start <= spans[-1][1]:
+                spans[-1] = spans[-1][0], max(end, spans[-1][1])
+            elif start < end:
+                spans.append((start, end))
+        return spans

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -119,11 +119,14 @@ class HFTokenizer:
         *,
         first: int = 0,
         trailing_newline: bool = False,
+        untrained: Collection[int] = (),
         options: Mapping[str, Any] | None = None,
     ) -> tuple[list[int], list[bool]]:
-        """Return the ids, and which belong to assistant turns among `messages[first:]`, their ends included;
-        see `ChatTemplate` and `TurnEnds`."""
-        found = self._template().ids_and_mask(messages, first, options, trailing_newline=trailing_newline)
+        """Return the ids, and which belong to assistant turns among `messages[first:]`, their ends included,
+        except the messages with the numbers in `untrained`; see `ChatTemplate` and `TurnEnds`."""
+        found = self._template().ids_and_mask(
+            messages, first, options, trailing_newline=trailing_newline, untrained=untrained
+        )
         return self._ends.closed(*found, messages)
 
     @property

@@ -37,8 +37,9 @@ class TokenizerDefaults(Protocol):
     """Needed to train on assistant messages: `chat_with_mask(messages, *, first=0) -> (ids, mask)`, the
     ids of `chat`, and which of them belong to assistant turns among `messages[first:]`, including the end
     marker. With an additional argument `trailing_newline: bool = False` it can include the line break
-    that the template adds after the marker; with `options: Mapping[str, Any] | None = None`, as `chat` may
-    have too, it is given other arguments of the template: `tools`, for example."""
+    that the template adds after the marker; with `untrained: Collection[int] = ()` it can leave out messages
+    by their numbers; with `options: Mapping[str, Any] | None = None`, as `chat` may have too, it is given
+    other arguments of the template: `tools`, for example."""
 
     def token_id(self, token: str) -> int | None:
         """Return the id of a token by its name, special ones included; None: there is none."""
