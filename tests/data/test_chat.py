@@ -342,10 +342,38 @@ BAD: dict[str, tuple[Any, str]] = {
     "no role": ({"messages": [{"content": "x"}]}, "messages[0] has no 'role', only 'content'"),
     "no content": ({"messages": [{"role": "user", "content": None}]}, "messages[0] has no 'content'"),
     "parts": (
-        {"messages": [said("user", "q"), {"role": "assistant", "content": [{"text": "a"}]}]},
-        "messages[1]: 'content' is list, not a string",
+        {"messages": [said("user", "q"), {"role": "assistant", "content": [{"type": "image", "url": "a"}]}]},
+        "messages[1].content[0] is of type 'image', which is not supported: only text is trained on",
     ),
-    "weight": ({"messages": [{**said("assistant", "a"), "weight": 0}]}, "messages[0] has a 'weight'"),
+    "weight": (
+        {"messages": [{**said("assistant", "a"), "weight": 0.5}]},
+        "messages[0]: the weight 0.5 is not supported: use 0 or 1",
+    ),
+    "no weight": (
+        {"messages": [said("user", "q"), {**said("assistant", "a"), "weight": 0}]},
+        "none of its first 65 tokens is trained on",
+    ),
+    "no call": (
+        {"messages": [said("user", "q"), {"role": "assistant", "tool_calls": [{"function": "f"}]}]},
+        "messages[1].tool_calls[0] is not a call of a tool",
+    ),
+    "no arguments": (
+        {"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "[1]"}]}]},
+        "messages[0].tool_calls[0]: 'arguments' is list, not an object",
+    ),
+    "half a call": (
+        {"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}]},
+        "'messages[0].tool_calls[0].arguments' is not JSON",
+    ),
+    "a thought": (
+        {"messages": [{**said("assistant", "a"), "reasoning_content": ["x"]}]},
+        "messages[0]: 'reasoning_content' is list, not a string",
+    ),
+    "an argument": (
+        {**GOOD, "chat_template_kwargs": {"tokenize": False}},
+        "'chat_template_kwargs' has 'tokenize', which is no argument of a chat template",
+    ),
+    "tools of numbers": ({**GOOD, "tools": [1]}, "'tools' is not a list of tools"),
     "half a pair": (
         '{"messages": [{"role": "assistant", "content": "\\ud83d"}]}',
         r"'messages[0].content' contains \ud83d",
@@ -356,7 +384,7 @@ BAD: dict[str, tuple[Any, str]] = {
         "none of its first 65 tokens is trained on",
     ),
     "tools": (
-        {"messages": [said("user", "q"), {"role": "assistant", "tool_calls": [{}]}]},
+        {"messages": [said("user", "q"), {"role": "assistant", "tool_calls": [{"name": "f"}]}]},
         "the byte tokenizer's chat template supports only text",
     ),
 }

@@ -124,6 +124,7 @@ BAD = {
         {"conversations": [{"from": "function_call", "value": "f()"}]},
         "'conversations[0].value' is not JSON",
     ),
+    "a speaker": ({"conversations": [{"from": ["gpt"], "value": "x"}]}, "conversations[0].from is list"),
     "tools": ({**SHAREGPT, "tools": "["}, "'tools' is not JSON"),
     "tools for bytes": ({**SHAREGPT, "tools": [{}]}, "the tokenizer's chat template takes no 'tools'"),
 }

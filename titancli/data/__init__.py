@@ -391,6 +391,10 @@ class Chat(RowsOfExamples):
     rows are."""
     train_on: Literal["assistant", "all"] = "assistant"
     """Train on the assistant's messages, including their end markers, or on every token."""
+    markers: Literal["auto", "read", "turns", "plain"] = "auto"
+    """Special tokens that are written in the text of rows (`<|im_start|>`, in text that was rendered with a
+    chat template). `"read"`: encode them as these tokens. `"turns"`: do so, and train on turns of the
+    assistant only. `"plain"`: encode them as characters. `"auto"`: as `"read"`, with a warning."""
     pack: bool = True
     """Pack several whole conversations into a row, with separate attention; false: one conversation per
     row."""
@@ -401,6 +405,8 @@ class Chat(RowsOfExamples):
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield from super().check(recipe)
+        if self.markers == "turns" and self.train_on == "all":
+            yield "markers", 'every token is a target with train_on = "all": use "read"'
         if self.trailing_newline and self.train_on == "all":
             yield "trailing_newline", 'every token is a target with train_on = "all": remove it'
         if self.pack and self.padding != "seq_len":

@@ -15,12 +15,14 @@ from typing import Any
 import numpy as np
 
 from titancli.data import Chat
-from titancli.data.chat_source import Rows, dataset_of, rows_of
+from titancli.data.chat_source import CUT, Rows, dataset_of, rows_of
 from titancli.data.fitting import Conversation, PackedRows
 from titancli.data.jsonl import BadRow
-from titancli.data.prompt import begun, templated
+from titancli.data.prompt import templated
+from titancli.data.remarks import remark
 from titancli.data.row_formats import SAMPLED, Names, Talk, detected, talk_of, words
 from titancli.data.rows import RowDataset
+from titancli.data.texts import Texts, has_chat_template
 from titancli.errors import RecipeError
 from titancli.observe.metrics import collector, report
 from titancli.protocols import Tokenizer
@@ -31,10 +33,14 @@ Row = dict[str, Any]
 
 
 class Masked:
-    """Encodes conversations and masks the assistant's tokens."""
+    """Encodes conversations and masks the assistant's tokens; for a tokenizer without a chat template, a
+    prompt and its answer as plain text."""
 
-    def __init__(self, tokenizer: Any, *, trailing_newline: bool = False) -> None:
+    def __init__(self, tokenizer: Any, *, trailing_newline: bool = False, texts: Texts | None = None) -> None:
         """Check that the tokenizer can mask assistant turns.
+
+        Args:
+            texts: encodes plain texts; None: one that reads the special tokens in them.
 
         Raises:
             RecipeError: the tokenizer cannot tell which tokens are the assistant's, or whether they include a
@@ -46,7 +52,11 @@ class Masked:
                 hint="use a tokenizer with chat_with_mask, such as hf",
             )
         self._tokenizer = tokenizer
-        knows = "trailing_newline" in inspect.signature(tokenizer.chat_with_mask).parameters
+        self.texts = texts or Texts(tokenizer)
+        self._templated = has_chat_template(tokenizer)
+        parameters = inspect.signature(tokenizer.chat_with_mask).parameters
+        self._chooses = "untrained" in parameters
+        knows = "trailing_newline" in parameters
         if trailing_newline and not knows:
             raise RecipeError(
                 f"dataset.trailing_newline: the chat template of {type(tokenizer).__name__} is not "
@@ -56,7 +66,14 @@ class Masked:
         self._options = {"trailing_newline": trailing_newline} if knows else {}
 
     def __call__(self, talk: Talk) -> tuple[list[int], list[bool]]:
+        if talk.plain is not None and not self._templated:
+            prompt, answer = talk.plain
+            return self.texts(answer, prompt)
         options = {**self._options, **templated(self._tokenizer.chat_with_mask, talk.options)}
+        if talk.untrained:
+            if not self._chooses:
+                raise BadRow("a message has weight 0, but the tokenizer cannot leave out single messages")
+            options["untrained"] = talk.untrained
         return self._tokenizer.chat_with_mask(talk.messages, first=talk.first, **options)
 
 
@@ -69,6 +86,8 @@ class ConversationReader:
         """Create the reader; `masked` is None if every token is trained on."""
         self._config, self._tokenizer, self._seq_len = config, tokenizer, seq_len
         self._masked, self._read = masked, read
+        self._texts = Texts(tokenizer, config.markers)
+        self._templated = has_chat_template(tokenizer)
         self._cut = 0
 
     def __call__(self, row: Row) -> Conversation:
@@ -87,26 +106,28 @@ class ConversationReader:
             raise BadRow(f"none of its first {longest} tokens is trained on")
         if len(ids) > longest:
             self._cut += 1
+            remark(CUT, f"it has {len(ids)} tokens, and a row holds {longest} (training.seq_len)")
             report("cut_rows", self._cut, reduce="max")
         return found
 
     def _encoded(self, talk: Talk) -> tuple[list[int], list[bool]]:
-        tokenizer = self._tokenizer
         if talk.text is not None:
-            ids = [*begun(tokenizer, tokenizer.encode(talk.text)), tokenizer.eos_id]
-        elif self._masked is None:
-            ids = tokenizer.chat(talk.messages, **templated(tokenizer.chat, talk.options))
-        else:
-            speakers = [message["role"] for message in talk.messages]
-            if "assistant" not in speakers[talk.first :]:
-                raise BadRow("it has no assistant message")
-            if speakers[-1] != "assistant":
-                raise BadRow(
-                    f"its last message is of {speakers[-1]!r}, with no answer to learn: remove the message, "
-                    f'or train on all tokens (dataset.train_on = "all")'
-                )
-            return self._masked(talk)
-        return ids, [True] * len(ids)
+            return self._texts(talk.text)
+        if self._masked is None:
+            if talk.plain is not None and not self._templated:
+                return self._texts("".join(talk.plain))
+            chat = self._tokenizer.chat
+            ids = chat(talk.messages, **templated(chat, talk.options))
+            return ids, [True] * len(ids)
+        speakers = [message["role"] for message in talk.messages]
+        if "assistant" not in speakers[talk.first :]:
+            raise BadRow("it has no assistant message")
+        if speakers[-1] != "assistant":
+            raise BadRow(
+                f"its last message is of {speakers[-1]!r}, with no answer to learn: remove the message, "
+                f'or train on all tokens (dataset.train_on = "all")'
+            )
+        return self._masked(talk)
 
 
 def reader_of(config: Chat, rows: Rows, *, say: bool) -> tuple[str, Callable[[Row], Talk]]:
@@ -134,17 +155,22 @@ def build(
         EnvironmentProblem: there is nothing to read.
         RecipeError: the tokenizer has no chat template.
     """
-    masked = Masked(tokenizer, trailing_newline=config.trailing_newline) if config.train_on != "all" else None
+    masked = None
+    if config.train_on != "all":
+        texts = Texts(tokenizer, config.markers)
+        masked = Masked(tokenizer, trailing_newline=config.trailing_newline, texts=texts)
     rows = rows_of(config, "chat", seed=seed, dp_rank=dp_rank)
     chosen, talk = reader_of(config, rows, say=dp_rank == 0 and not collector.is_muted)
     names = ("train_on", "too_long", "pack", *(["trailing_newline"] if masked else []))
+    others = {"markers": config.markers} if config.markers != "auto" else {}
     return dataset_of(
         config,
         "chat",
         ConversationReader(config, tokenizer, seq_len, masked, talk),
         PackedRows(seq_len, tokenizer.eos_id, pack=config.pack),
-        {"format": chosen, **{name: getattr(config, name) for name in names}},
+        {"format": chosen, **{name: getattr(config, name) for name in names}, **others},
         rows_read=rows,
+        templated=chosen not in ("text", "prompt_completion") or has_chat_template(tokenizer),
         tokenizer=tokenizer,
         seq_len=seq_len,
         seed=seed,

@@ -3,6 +3,7 @@ rejected."""
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import sys
@@ -27,6 +28,7 @@ from titancli.data.hf_datasets import (
     refuse_hub_keys,
 )
 from titancli.data.jsonl import BadRow, BadRows, LineReader, Row, parse
+from titancli.data.remarks import remarks
 from titancli.data.rows import RowDataset, RowMaker
 from titancli.data.source import document_order
 from titancli.data.tables import without_nulls
@@ -34,11 +36,15 @@ from titancli.errors import EnvironmentProblem, TitanError
 from titancli.observe.metrics import collector
 from titancli.protocols import Tokenizer
 
+logger = logging.getLogger(__name__)
+
 SPLIT = re.compile(
     r"(?<![a-z])(train|training|test|testing|valid|validation|val|dev|eval|evaluation)(?![a-z])"
 )
 BUNDLED = "titan:"
 """Prefix of the names of titan's bundled data."""
+CUT = "cut"
+"""The remark on a row that is truncated."""
 
 
 class Rows(Protocol):
@@ -233,6 +239,7 @@ class ChatExamples:
     def __init__(self, rows: Rows, make: Callable[[dict[str, Any]], Any], config: RowsOfExamples) -> None:
         """Create the examples; `make` turns a row into an example, or raises BadRow or ChatRefused."""
         self._rows, self._make, self._bad = rows, make, BadRows(strict=config.strict)
+        self._remarked: set[str] = {CUT}  # the metric cut_rows counts them
         self.limits = {"strict": config.strict, "max_bytes": config.max_bytes}
         self.label, self.identity = rows.label, rows.identity
         self.order, self.mark, self.place = rows.order, rows.mark, rows.place
@@ -247,7 +254,7 @@ class ChatExamples:
         where, found = self._rows.row(row)
         try:
             with collector.muted():  # each is made twice: to be measured and to be used
-                return self._made(found)
+                return self._made(where, found)
         except BadRow as reason:
             self._bad.log(where, reason)
             return None
@@ -257,7 +264,21 @@ class ChatExamples:
         self._bad.skipped += count
         self._bad.count()
 
-    def _made(self, row: dict[str, Any] | BadRow) -> Any:
+    def _made(self, where: str, row: dict[str, Any] | BadRow) -> Any:
+        """Return the example of a row; log the first remark of each kind.
+
+        Raises:
+            BadRow: the row has none.
+        """
+        with remarks() as found:
+            example = self._example(row)
+        for kind, text in found.items():
+            if kind not in self._remarked:
+                self._remarked.add(kind)
+                logger.warning("%s: %s; further such rows are not named", where, text)
+        return example
+
+    def _example(self, row: dict[str, Any] | BadRow) -> Any:
         """Return the example of a row.
 
         Raises:
@@ -273,7 +294,7 @@ class ChatExamples:
     def read(self, epoch: int, mark: dict[str, Any] | None) -> Iterator[tuple[Any, dict[str, Any]]]:
         for where, row, place in self._rows.read(epoch, mark):
             try:
-                example = self._made(row)
+                example = self._made(where, row)
             except BadRow as reason:
                 self._bad.skip(where, reason)
                 continue

@@ -11,13 +11,15 @@ not part of the turn unless requested: sampling stops at the marker.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from titancli.data.forms import Forms, printed_by_python
 from titancli.data.marks import ChatRefused, Leaf, Messages, Trace
-from titancli.data.turns import Turns, spans_of_tokens
+from titancli.data.remarks import remark
+from titancli.data.turns import Turns, common, spans_of_tokens
 from titancli.errors import EnvironmentProblem, RecipeError
 
 __all__ = ["MARKERS", "ChatRefused", "ChatTemplate"]
@@ -99,6 +101,46 @@ class ChatTemplate:
             spans = self._located(trace, options, encoded, wanted, trailing_newline)
         return list(encoded["input_ids"]), spans_of_tokens(encoded["offset_mapping"], spans)
 
+    def text_and_mask(self, text: str) -> tuple[list[int], list[bool]]:
+        """Return the ids of a conversation that is rendered already, and which of them belong to turns of the
+        assistant: from the generation prompt to the next end marker.
+
+        Raises:
+            RecipeError: the template writes nothing before an answer, or no special token after it.
+        """
+        before, after = self._around_answers
+        spans, at = [], 0
+        while (found := text.find(before, at)) >= 0:
+            start = found + len(before)
+            end = re.compile(after).search(text, start)
+            at = end.end() if end else len(text)
+            spans.append((start, at))
+        encoded = self._encoded(text)
+        return list(encoded["input_ids"]), spans_of_tokens(encoded["offset_mapping"], spans)
+
+    @cached_property
+    def _around_answers(self) -> tuple[str, str]:
+        """Return what the template writes before an answer, and the special tokens that may follow one, as a
+        pattern."""
+        talk = [{"role": role, "content": f"{role} {n}"} for n in "01" for role in ("user", "assistant")]
+        trace = self._traced(talk, None)
+        turns = self._turns(trace, None, self._encoded(trace.text))
+        prompt, before, after = turns.prompt, turns.prompt, set()
+        role = prompt[: turns.role_end(prompt)]
+        for n in "01":
+            asked, said = (trace.text.index(f"{one} {n}") + len(one) + 2 for one in ("user", "assistant"))
+            between = trace.text[asked : said - len("assistant 0")]
+            at = between.find(role) if role.strip() else -1
+            before = common(before, between[at:]) if at >= 0 else ""
+            after |= {one for one in self._special if trace.text.startswith(one, said)}
+        if not before or not after:
+            raise RecipeError(
+                f"the chat template in {self._folder} writes nothing before an answer, or no special token "
+                f"after it, by which turns can be found in a text",
+                hint='set dataset.markers = "read" to train on all of the text, or give the messages',
+            )
+        return before, "|".join(map(re.escape, sorted(after)))
+
     # ------------------------------------------------------------------------------------- the rendering
 
     def _traced(self, messages: Messages, options: Options, *, prompt: bool = False) -> Trace:
@@ -108,12 +150,39 @@ class ChatTemplate:
             trace = Trace(self._renderer(options), formed, prompt=prompt)
             if printed_by_python(trace.text, formed):
                 raise self._refused("prints a content or the arguments of a call as Python does")
-            if lost := [leaf for leaf in trace.left_out() if leaf.kind != "thought"]:
-                raise self._left_out(formed, lost[0])
+            lost = trace.left_out()
+            if said := [leaf for leaf in lost if leaf.kind != "thought"]:
+                raise self._left_out(formed, said[0])
+            self._remark(trace, lost, options)
             return trace
 
         found: Trace = self._forms.first(messages, attempt)
         return found
+
+    def _remark(self, trace: Trace, lost: Sequence[Leaf], options: Options) -> None:
+        """Remark on what a rendering lacks, or has too much, without being wrong."""
+        asked = [number for number, message in enumerate(trace.messages) if message["role"] == "user"]
+        if last := [leaf for leaf in lost if leaf.message > max(asked, default=-1)]:
+            remark(
+                "thoughts",
+                f"the chat template leaves out {last[0].name}, so it is not learned: use the template of a "
+                f"model that thinks, or remove it from the rows",
+            )
+        for tool in (options or {}).get("tools") or ():
+            name = tool.get("function", tool).get("name")
+            if isinstance(name, str) and name not in trace.text:
+                remark(
+                    "tools",
+                    f"the chat template leaves out the row's tools ({name}): use the template of a model "
+                    f"that calls tools, or remove them from the rows",
+                )
+        for leaf in trace.leaves:
+            if token := next((token for token in self._special if token in leaf.text), None):
+                remark(
+                    "forged",
+                    f"{leaf.name} has {token!r}, which the model reads as the special token, not as text: "
+                    f"remove it from the rows",
+                )
 
     def _left_out(self, messages: Messages, leaf: Leaf) -> ChatRefused:
         role = messages[leaf.message]["role"]
@@ -171,15 +240,9 @@ class ChatTemplate:
         self, trace: Trace, options: Options, encoded: Any, wanted: list[int], trailing_newline: bool
     ) -> list[Span]:
         """Return the spans of turns, found by the marks in their texts."""
-
-        def divergence(before: str) -> int:
-            ids = self._encoded(before)["input_ids"]
-            pairs = zip(encoded["input_ids"], ids, encoded["offset_mapping"], strict=False)
-            return next((start for one, other, (start, _) in pairs if one != other), len(before))
-
         if not trace.followed:
             raise self._refused("renders a conversation in another way if a word of it changes")
-        turns = Turns(trace, self._renderer(options), self._tokens, self._special, divergence)
+        turns = self._turns(trace, options, encoded)
         spans = []
         for number in wanted:
             try:
@@ -193,6 +256,14 @@ class ChatTemplate:
                 end = self._marker_end(trace.text, turn.start, end, bool(marker.strip()) and not called)
             spans.append((turn.start, end))
         return spans
+
+    def _turns(self, trace: Trace, options: Options, encoded: Any) -> Turns:
+        def divergence(before: str) -> int:
+            ids = self._encoded(before)["input_ids"]
+            pairs = zip(encoded["input_ids"], ids, encoded["offset_mapping"], strict=False)
+            return next((start for one, other, (start, _) in pairs if one != other), len(before))
+
+        return Turns(trace, self._renderer(options), self._tokens, self._special, divergence)
 
     def _marker_end(self, text: str, start: int, end: int, marked: bool = False) -> int:
         """Return the end of a turn without the whitespace after its end marker.

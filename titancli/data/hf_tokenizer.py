@@ -37,7 +37,6 @@ class HFTokenizer:
         self._folder = folder
         self._tokenizer = _load(folder)
         self._templated: ChatTemplate | None = None
-        self._of_special: Any = None
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         if not ids:
             raise EnvironmentProblem(
@@ -62,15 +61,6 @@ class HFTokenizer:
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
-    def encode_special(self, text: str) -> list[int]:
-        """Return the ids of a text in which the names of special tokens are these tokens, such as one that a
-        chat template has written."""
-        if self._of_special is None:
-            self._of_special = _load(self._folder)
-            self._of_special.encode_special_tokens = False
-        found: list[int] = self._of_special.encode(text, add_special_tokens=False).ids
-        return found
-
     def decode(self, ids: list[int]) -> str:
         """Return the text without special tokens."""
         return self._tokenizer.decode(ids, skip_special_tokens=True)
@@ -83,6 +73,27 @@ class HFTokenizer:
         """Return the id of a token by its name, including special ones; None if there is none."""
         found: int | None = self._tokenizer.token_to_id(token)
         return found
+
+    @cached_property
+    def special_tokens(self) -> dict[str, int]:
+        """Return the special tokens, ids by name."""
+        added = self._tokenizer.get_added_tokens_decoder().items()
+        return {token.content: number for number, token in added if token.special and token.content.strip()}
+
+    def encode_special(self, text: str) -> list[int]:
+        """Return the ids of a text in which the names of special tokens are these tokens."""
+        return self._reading.encode(text, add_special_tokens=False).ids
+
+    @cached_property
+    def _reading(self) -> Any:
+        tokenizer = _load(self._folder)
+        tokenizer.encode_special_tokens = False
+        return tokenizer
+
+    def text_with_mask(self, text: str) -> tuple[list[int], list[bool]]:
+        """Return the ids of a conversation that was rendered with the folder's chat template, and which of
+        them belong to turns of the assistant; see `ChatTemplate.text_and_mask`."""
+        return self._template().text_and_mask(text)
 
     def chat(
         self,

@@ -194,7 +194,7 @@ class Trace:
     def left_out(self) -> list[Leaf]:
         """Return the texts that the rendering does not contain, or contains only in part.
 
-        The part of an assistant's content before `</think>` may be left out: it is a thought.
+        If the part of an assistant's content before `</think>` is left out, a thought is.
         """
         there = {(mark.leaf, mark.offset) for mark in self.marks}
         found = []
@@ -202,9 +202,10 @@ class Trace:
             if not (said := leaf.text.strip()):
                 continue
             if places := self._places[number] if self.followed else ():
-                last = (number, places[-1]) in there
+                whole = all((number, place) in there for place in places)
                 thought = "</think>" in said and self.messages[leaf.message]["role"] == "assistant"
-                whole = last and (thought or all((number, place) in there for place in places))
+                if thought and (number, places[-1]) in there:
+                    leaf = leaf._replace(kind="thought")
             else:
                 whole = said in self.text or json.dumps(said, ensure_ascii=False)[1:-1] in self.text
             found += [] if whole else [leaf]

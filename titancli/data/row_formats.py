@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from titancli.data import RowsOfExamples
 from titancli.data.jsonl import BadRow, check_characters, value_of
+from titancli.data.marks import THOUGHTS
 from titancli.errors import EnvironmentProblem
 
 SAMPLED = 16
@@ -27,6 +28,12 @@ SPEAKERS = {
     **dict.fromkeys(("function_call", "function-call", "tool_call"), "function_call"),
 }
 """Roles by their names in ShareGPT; a `function_call` is a message of the assistant that calls tools."""
+NOT_OF_TEMPLATES = {
+    *("conversation", "messages", "chat_template", "add_generation_prompt", "continue_final_message"),
+    *("tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
+    *("return_assistant_tokens_mask", "tokenizer_kwargs", "sanitize_control_tokens"),
+}
+"""Arguments of `apply_chat_template` that are none of the template, which a row may therefore not set."""
 
 
 class Names(NamedTuple):
@@ -55,6 +62,10 @@ class Talk(NamedTuple):
     """Other arguments of the template, such as `tools`."""
     text: str | None = None
     """Plain text, in place of messages; every token of it is trained on."""
+    untrained: tuple[int, ...] = ()
+    """Numbers of the assistant's messages whose `weight` is 0."""
+    plain: tuple[str, str] | None = None
+    """The same prompt and answer as texts, for a tokenizer without a chat template."""
 
 
 class Format(NamedTuple):
@@ -104,14 +115,52 @@ def _message(where: str, message: Any, names: Names) -> dict[str, Any]:
             f"{where}: the role {role!r} is unknown; if it is right, say which one it is, for example "
             f'dataset.roles = {{ "{role}" = "assistant" }}'
         )
-    if not isinstance(found.get("content", ""), str):
-        raise BadRow(f"{where}: 'content' is {type(found['content']).__name__}, not a string")
-    if "weight" in found:
-        raise BadRow(f"{where} has a 'weight', which is not supported: remove it")
-    for name in ("role", "content", "reasoning_content"):
-        if isinstance(text := found.get(name, ""), str):
-            check_characters(f"{where}.{name}", text)
+    if "content" in found:
+        _check_content(where, found["content"])
+    if (weight := found.get("weight", 1)) not in (0, 1):
+        raise BadRow(f"{where}: the weight {weight!r} is not supported: use 0 or 1")
+    if "function_call" in found:  # what OpenAI's messages had before `tool_calls`
+        found["tool_calls"] = [{"type": "function", "function": found.pop("function_call")}]
+    if not found.get("tool_calls", True):
+        del found["tool_calls"]  # an empty list
+    _check_calls(where, found.get("tool_calls", []))
+    for name in ("role", *THOUGHTS):
+        if not isinstance(text := found.get(name, ""), str):
+            raise BadRow(f"{where}: {name!r} is {type(text).__name__}, not a string")
+        check_characters(f"{where}.{name}", text)
     return {**found, "role": role}
+
+
+def _check_content(where: str, content: Any) -> None:
+    """Check that a content is text, or a list of parts that are text."""
+    for place, part in enumerate(content) if isinstance(content, list) else ():
+        here = f"{where}.content[{place}]"
+        kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
+        if kind != "text":
+            raise BadRow(f"{here} is of type {kind!r}, which is not supported: only text is trained on")
+        if not isinstance(text := part.get("text"), str):
+            raise BadRow(f"{here} has no text")
+        check_characters(here, text)
+    if isinstance(content, str):
+        check_characters(f"{where}.content", content)
+    elif not isinstance(content, list):
+        raise BadRow(f"{where}: 'content' is {type(content).__name__}, not a string or a list of parts")
+
+
+def _check_calls(where: str, calls: Any) -> None:
+    """Check that calls of tools have names, and objects, or their JSON, as arguments."""
+    if not isinstance(calls, list):
+        raise BadRow(f"{where}: 'tool_calls' is {type(calls).__name__}, not a list")
+    for number, call in enumerate(calls):
+        here = f"{where}.tool_calls[{number}]"
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise BadRow(f'{here} is not a call of a tool: {{"function": {{"name": …, "arguments": …}}}}')
+        arguments = function.get("arguments", {})
+        if isinstance(arguments, str):
+            arguments = _json(f"{here}.arguments", arguments) if arguments.strip() else {}
+        if not isinstance(arguments, dict):
+            raise BadRow(f"{here}: 'arguments' is {type(arguments).__name__}, not an object")
 
 
 def _spoken(where: str, turn: dict[str, Any], names: Names) -> dict[str, Any]:
@@ -119,8 +168,10 @@ def _spoken(where: str, turn: dict[str, Any], names: Names) -> dict[str, Any]:
     speaker, key = turn.pop(names.field("from")), names.field("value")
     if key not in turn:
         raise BadRow(f"{where} has no {key!r}, only {', '.join(map(repr, turn)) or 'no other keys'}"[:200])
+    if not isinstance(speaker, str):
+        raise BadRow(f"{where}.{names.field('from')} is {type(speaker).__name__}, not a string")
     said = turn.pop(key)
-    role = SPEAKERS.get(str(speaker).lower(), speaker)
+    role = SPEAKERS.get(speaker.lower(), speaker)
     if speaker in names.roles or role != "function_call":
         return {**turn, "role": speaker if speaker in names.roles else role, "content": said}
     calls = _json(f"{where}.{key}", said)
@@ -136,10 +187,12 @@ def options_of(row: dict[str, Any], names: Names) -> dict[str, Any]:
     tools, more = row.get(names.field("tools")), row.get("chat_template_kwargs")
     if tools:
         found["tools"] = _json(names.field("tools"), tools) if isinstance(tools, str) else tools
-        if not isinstance(found["tools"], list):
+        if not isinstance(found["tools"], list) or not all(isinstance(one, dict) for one in found["tools"]):
             raise BadRow(f"{names.field('tools')!r} is not a list of tools")
     if more is not None and not isinstance(more, dict):
         raise BadRow(f"'chat_template_kwargs' is {type(more).__name__}, not an object")
+    if wrong := NOT_OF_TEMPLATES & set(more or ()):
+        raise BadRow(f"'chat_template_kwargs' has {min(wrong)!r}, which is no argument of a chat template")
     return {**found, **(more or {})}
 
 
@@ -210,14 +263,33 @@ def answered(row: dict[str, Any], name: str, names: Names) -> Talk:
     answer = said_by("assistant", key, value_of(row, key), names)
     if answer[0]["role"] != "assistant":
         whole = system_of(row, names, answer)
-        return Talk(whole, len(whole) - 1, options)
+        return weighed(Talk(whole, len(whole) - 1, options))
     asked = [names.field(one) for one in ("prompt", "messages", "conversations")]
+    plain = None
     if not any(one in row for one in asked) and names.field("instruction") in row:
         prompt = alpaca_prompt(row, names)
     else:
         key = next((one for one in asked if one in row), asked[0])
         prompt = system_of(row, names, said_by("user", key, value_of(row, key), names))
-    return Talk(prompt + answer, len(prompt), options)
+        plain = _plain(row[key], row[names.field(name)], prompt)
+    return weighed(Talk(prompt + answer, len(prompt), options, plain=plain))
+
+
+def _plain(prompt: Any, answer: Any, messages: list[dict[str, Any]]) -> tuple[str, str] | None:
+    """Return a prompt and its answer if both are texts, and no system message comes before them."""
+    texts = isinstance(prompt, str) and isinstance(answer, str) and len(messages) == 1
+    return (prompt, answer) if texts else None
+
+
+def weighed(talk: Talk) -> Talk:
+    """Return a conversation without the weights of its messages, as the numbers of those with weight 0."""
+    untrained = tuple(
+        number
+        for number, message in enumerate(talk.messages)
+        if message["role"] == "assistant" and message.get("weight", 1) == 0
+    )
+    plain = [{key: one for key, one in message.items() if key != "weight"} for message in talk.messages]
+    return talk._replace(messages=plain, untrained=untrained)
 
 
 def _alpaca(row: dict[str, Any], names: Names) -> Talk:
@@ -233,7 +305,8 @@ def _completion(row: dict[str, Any], names: Names) -> Talk:
     if not (completion := value_of(row, given)):
         raise BadRow(f"{given!r} is empty")
     answer = said_by("assistant", given, completion, names)
-    return Talk(prompt + answer, len(prompt), options_of(row, names))
+    plain = _plain(row[asked], completion, prompt)
+    return Talk(prompt + answer, len(prompt), options_of(row, names), plain=plain)
 
 
 def _text(row: dict[str, Any], names: Names) -> Talk:
@@ -317,4 +390,4 @@ def talk_of(row: dict[str, Any], name: str, names: Names) -> Talk:
                 f"it is {FORMATS[other].title}, but the first rows are {one.title} "
                 f"({', '.join(names.field(key) for key in one.needs)}): move it to a file of its own"
             )
-    return one.read(row, names)
+    return weighed(one.read(row, names))

@@ -26,6 +26,9 @@ from titancli.protocols.batch import IGNORE, Batch
 GROUP = 128
 """Examples that may share rows."""
 
+LENGTHS_VERSION = 2
+"""Changes when rows that were bad become good, or become longer or shorter: cached lengths are void."""
+
 STEP = 64
 """Rows that are padded to the longest of a batch are as long as a multiple of this."""
 
@@ -280,7 +283,7 @@ class RowDataset:
     @property
     def _unordered(self) -> dict[str, Any]:
         """Return the facts that lengths depend on."""
-        limits = cast(IndexedExamples, self._examples).limits
+        limits = {**cast(IndexedExamples, self._examples).limits, "version": LENGTHS_VERSION}
         return {name: value for name, value in (self._identity | limits).items() if name != "order"}
 
     def _measured(self, rows: Sequence[int]) -> list[int]:

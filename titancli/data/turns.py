@@ -90,32 +90,32 @@ class Turns:
                 start = base + len(prompted[1])
                 after_tool = number > 0 and trace.messages[number - 1]["role"] not in ("user", "assistant")
                 # after results of tools, a template may put a prompt into history that it does not ask with
-                again = after_tool and region.startswith(self._prompt, start - base)
-                return start + len(self._prompt) * again
+                again = after_tool and region.startswith(self.prompt, start - base)
+                return start + len(self.prompt) * again
             plain = trace.tail(number, False)
             context = plain[1] if plain is not None and _same(plain[0], before) else None
             known = context is not None and region.startswith(context) and prompted[1].startswith(context)
             if context is not None and known and self._is_prompt(region, prompted[1], len(context)):
                 return max(base + len(context), self._divergence(trace.text[:base] + prompted[1]))
         # Nothing comes before the turn that the template accepts by itself: look for its prompt elsewhere.
-        prompt = self._prompt
+        prompt = self.prompt
         if not prompt.strip() and first == 0 and said:
             return limit
-        for length in range(len(prompt), self._role_end(prompt) - 1, -1):
+        for length in range(len(prompt), self.role_end(prompt) - 1, -1):
             if (at := region.find(prompt[:length])) >= 0:
                 place = base + at
                 whole = length == len(prompt)
                 return place + length if whole else self._divergence(trace.text[:place] + prompt)
         raise self._unclear(number, "no generation prompt stands before it")
 
-    def _role_end(self, prompt: str, start: int = 0) -> int:
+    def role_end(self, prompt: str, start: int = 0) -> int:
         """Return where the role ends in a generation prompt: less is no prompt (`<|assistant|>`)."""
         found = self._tokens.match(prompt, start) or re.compile(r"\W*\w+").match(prompt, start)
         return found.end() if found else max(len(prompt), start + 1)
 
     def _is_prompt(self, region: str, prompted: str, start: int) -> bool:
         """Return whether a region has the role of a generation prompt, which begins at `start`."""
-        return region[: (end := self._role_end(prompted, start))] == prompted[:end]
+        return region[: (end := self.role_end(prompted, start))] == prompted[:end]
 
     def _end(self, number: int, anchor: Mark | None, rest: str) -> int:
         """Return how many characters of `rest`, which follows the anchor, belong to the turn."""
@@ -137,7 +137,7 @@ class Turns:
         prompted = self._trace.tail(number + 1, True)
         if prompted is None or not _same(prompted[0], anchor):
             return None
-        found, prompt = prompted[1], self._prompt
+        found, prompt = prompted[1], self.prompt
         if prompt and found.endswith(prompt):
             end = found[: -len(prompt)]
         elif alone is not None and _same(alone[0], anchor):
@@ -155,7 +155,7 @@ class Turns:
         return following.end() - len(end) if self._answer_end == "" else 0
 
     @cached_property
-    def _prompt(self) -> str:
+    def prompt(self) -> str:
         """Return the generation prompt after a user's message; "" if there is none."""
         plain, prompted = (self._neutral(1, prompt) for prompt in (False, True))
         if plain is None or prompted is None:
@@ -166,10 +166,8 @@ class Turns:
 
     def _common_tokens(self, text: str, other: str) -> int:
         """Return the length of what two texts begin with, up to the last added token in it."""
-        common = len(_common(text, other))
-        return max(
-            (end for token in self._tokens.finditer(text) if (end := token.end()) <= common), default=0
-        )
+        both = len(common(text, other))
+        return max((end for token in self._tokens.finditer(text) if (end := token.end()) <= both), default=0)
 
     @cached_property
     def _answer_end(self) -> str | None:
@@ -194,7 +192,7 @@ def _same(one: Mark | None, other: Mark | None) -> bool:
     return (one and one[:2]) == (other and other[:2])
 
 
-def _common(one: str, other: str) -> str:
+def common(one: str, other: str) -> str:
     """Return what both texts begin with."""
     length = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
     return min(one, other, key=len) if length is None else one[:length]

@@ -17,6 +17,7 @@ from titancli.data.fitting import Conversation, row_of
 from titancli.data.jsonl import BadRow, value_of
 from titancli.data.row_formats import Names, Talk, answered
 from titancli.data.rows import Row, RowDataset
+from titancli.data.texts import has_chat_template
 from titancli.errors import RecipeError
 from titancli.protocols import Tokenizer
 
@@ -134,6 +135,7 @@ def build(config: Preference, *, tokenizer: Tokenizer, seq_len: int, rows: int, 
         PairReader(masked, seq_len, Names.of(config), reference=config.reference_logps),
         PairRows(seq_len, tokenizer.eos_id, reference=config.reference_logps),
         {"pairs": True, **{name: getattr(config, name) for name in names}},
+        templated=has_chat_template(tokenizer),
         tokenizer=tokenizer,
         seq_len=seq_len,
         rows=rows,

@@ -13,6 +13,7 @@ from titancli.data.chat_source import dataset_of
 from titancli.data.fitting import Conversation, row_of
 from titancli.data.jsonl import BadRow, value_of
 from titancli.data.row_formats import Names, answered
+from titancli.data.texts import has_chat_template
 
 if TYPE_CHECKING:
     from titan_preference import Unpaired
@@ -85,6 +86,7 @@ def build(config: Unpaired, *, tokenizer: Tokenizer, seq_len: int, **runtime: An
         (of_pair if config.pairs else of_answer)(masked, seq_len, Names.of(config)),
         AnswerRows(seq_len, tokenizer.eos_id, answers=2 if config.pairs else 1),
         {"unpaired": True, "pairs": config.pairs, "trailing_newline": config.trailing_newline},
+        templated=has_chat_template(tokenizer),
         tokenizer=tokenizer,
         seq_len=seq_len,
         **runtime,
