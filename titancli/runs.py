@@ -1,6 +1,8 @@
 """A run folder: what lies in it, who holds it, and how its files are written.
 
     recipe.lock.toml    the resolved recipe; recipe.lock.1.toml, .2, … are the ones it had before
+    recipe.next.toml    the one that a resume with changes loads; it replaces recipe.lock.toml when all ranks
+                        have loaded
     run.json            who, when, where, with what; one entry an attempt, and its outcome
     events.jsonl        what happened, one JSON object a line
     run.lock            held while a command works in the folder; says which host and process
@@ -31,18 +33,16 @@ from typing import IO, Any
 from titancli.errors import EXIT_ENVIRONMENT, EnvironmentProblem, TitanError
 from titancli.files import denied, parse_json, read_bytes
 from titancli.locks import IN_USE, Hold, holder, is_locked, locked
-from titancli.seal import Seal
+from titancli.seal import RECORD_SEAL, changed_lock
 
 LOCK_NAME = "recipe.lock.toml"
+NEXT_NAME = "recipe.next.toml"
 RECORD_NAME = "run.json"
 STEP_NAME = re.compile(r"step-(\d{1,18})\Z")
 """The folder of a checkpoint, in `checkpoints`."""
 PROFILE_REQUEST = "profile.request"
 """The request of `titan profile` to a run under way."""
 RECORD_FORMAT = 1
-LOCK_SEAL = Seal("\n# xxh3_64 of what follows: ", "\n")
-RECORD_SEAL = Seal('{\n  "xxh3_64": "', '",\n')
-"""Files without one are taken as they are: of an earlier version of titan, or made by hand."""
 ATTEMPT = "TITAN_ATTEMPT"
 """The environment variable with the token of the attempt, for its ranks."""
 
@@ -87,6 +87,7 @@ _TYPES: dict[str, dict[str, type | tuple[type, ...]]] = {
         **dict.fromkeys(("started", "ended", "token", "host", "platform", "device"), str),
         **dict.fromkeys(("recipe", "checkpoint"), str),
         **dict.fromkeys(("world", "serial", "step", "restarts"), int),
+        "loaded": bool,
         **dict.fromkeys(("mesh", "versions", "git", "outcome", "origins", "env"), dict),
         **dict.fromkeys(("argv", "drift", "code_drift", "plugin_files"), list),
     },
@@ -112,17 +113,6 @@ def _other_types(record: dict[str, Any]) -> str | None:
             if table.get(name) is not None and not isinstance(table[name], expected):
                 return f"{name} ({kind})"
     return None
-
-
-def changed_lock(path: Path, data: bytes) -> EnvironmentProblem | None:
-    """Return the reason why a resolved recipe is not as titan has written it; None if it is."""
-    if LOCK_SEAL.holds(data.replace(b"\r\n", b"\n")) is not False:
-        return None
-    return EnvironmentProblem(
-        f"{path} is damaged, or was edited: its checksum does not match",
-        hint="give changes as KEY=VALUE on the command line, and restore the file (each checkpoint of a run "
-        "has a copy); to edit it as a recipe, copy it to a file of another name",
-    )
 
 
 def read_lock(path: Path) -> str:
@@ -217,6 +207,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.recipe_lock = path / LOCK_NAME
+        self._next_lock = path / NEXT_NAME
         self.record_file = path / RECORD_NAME
         self.events = path / "events.jsonl"
         self.logs = path / "logs"
@@ -393,6 +384,29 @@ class RunFolder:
 
     # ------------------------------------------------------------------------------------- recipe.lock.toml
 
+    @property
+    def lock_to_start(self) -> Path:
+        """Return the file of the recipe that ranks are to load."""
+        return self._next_lock if self._next_lock.is_file() else self.recipe_lock
+
+    def propose_recipe_lock(self, text: str) -> None:
+        """Let the ranks that start load a recipe. That of a new run is its lock; one that changes a run stays
+        beside the lock until `adopt_recipe_lock`, so that a start that fails changes nothing."""
+        self.withdraw_recipe_lock()
+        if not self.recipe_lock.is_file():
+            self.write_recipe_lock(text)
+        elif self.recipe_lock.read_text(encoding="utf-8") != text:
+            write_atomically(self._next_lock, text)
+
+    def withdraw_recipe_lock(self) -> None:
+        """Remove a proposed recipe, if there is one."""
+        self._next_lock.unlink(missing_ok=True)
+
+    def adopt_recipe_lock(self, text: str) -> None:
+        """Make a recipe that all ranks have loaded the run's own."""
+        self.write_recipe_lock(text)
+        self.withdraw_recipe_lock()
+
     def write_recipe_lock(self, text: str) -> None:
         """Write the resolved recipe; a different existing one is kept under the next free number."""
         if self.recipe_lock.is_file():
@@ -457,6 +471,11 @@ class RunFolder:
                 hint="if it was moved, stop this command and resume the run in its new place",
             )
         return record
+
+    def last_loaded(self) -> dict[str, Any]:
+        """Return the newest attempt whose ranks have loaded the run; empty if there is none."""
+        attempts = self.record().get("attempts") or []
+        return next((attempt for attempt in reversed(attempts) if attempt.get("loaded", True)), {})
 
     def update_attempt(self, **values: Any) -> None:
         """Add to the newest entry of `attempts`.

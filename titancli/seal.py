@@ -6,8 +6,11 @@ It detects damage and edits by hand; a forger can forge the checksum as well.
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import xxhash
+
+from titancli.errors import EnvironmentProblem
 
 WITHIN = 1 << 10
 """Number of bytes at the beginning that are searched for it."""
@@ -31,3 +34,19 @@ class Seal:
             return None
         found = self._pattern.match(data, place)
         return found is not None and xxhash.xxh3_64(data[found.end() :]).hexdigest().encode() == found[1]
+
+
+LOCK_SEAL = Seal("\n# xxh3_64 of what follows: ", "\n")
+RECORD_SEAL = Seal('{\n  "xxh3_64": "', '",\n')
+"""Files without one are taken as they are: of an earlier version of titan, or made by hand."""
+
+
+def changed_lock(path: Path, data: bytes) -> EnvironmentProblem | None:
+    """Return the reason why a resolved recipe is not as titan has written it; None if it is."""
+    if LOCK_SEAL.holds(data.replace(b"\r\n", b"\n")) is not False:
+        return None
+    return EnvironmentProblem(
+        f"{path} is damaged, or was edited: its checksum does not match",
+        hint="give changes as KEY=VALUE on the command line, and restore the file (each checkpoint of a run "
+        "has a copy); to edit it as a recipe, copy it to a file of another name",
+    )

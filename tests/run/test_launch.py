@@ -91,9 +91,9 @@ def test_a_launcher_of_a_plugin_gets_the_request(strict: Callable[..., Finished]
         "env": {"NCCL_DEBUG": "INFO"},
         "min_nodes": None,
     }
-    assert list(told["attempt"].items())[-6:] == [
+    assert list(told["attempt"].items())[-7:] == [
         *(("nproc", 2), ("nnodes", 1), ("rdzv", None), ("world", 2)),
-        *(("env", {"NCCL_DEBUG": "INFO"}), ("outcome", None)),
+        *(("env", {"NCCL_DEBUG": "INFO"}), ("loaded", False), ("outcome", None)),
     ]
 
 

@@ -44,7 +44,7 @@ DOORS = [
         " titan_report.page titan_sweep.sweep runs titan_trackio.logger titan_ft.replicas",
         f"{SEC}test_seals.py::test_a_resume_does_not_go_on_with_another_rate_than_it_had",
         f"{SEC}test_seals.py::test_each_bit_of_a_lock_file",
-        "recipe.lock.toml recipe.lock.*.toml",
+        "recipe.lock.toml recipe.lock.*.toml recipe.next.toml",
     ),
     Door(
         "run.json",

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from titancli.errors import EnvironmentProblem, UsageError
 from titancli.files import parse_json, read_bytes
-from titancli.runs import RECORD_SEAL, timestamp, write_atomically
+from titancli.runs import timestamp, write_atomically
+from titancli.seal import RECORD_SEAL
 
 FILE = "note.json"
 FORMAT = 1

@@ -27,7 +27,7 @@ from titancli.registry.component import is_config
 from titancli.registry.fields import fields_of
 from titancli.registry.first_party import install_command
 from titancli.registry.kinds import BUILTIN
-from titancli.runs import LOCK_SEAL
+from titancli.seal import LOCK_SEAL
 from titancli.version import __version__
 
 if TYPE_CHECKING:

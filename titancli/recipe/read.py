@@ -13,7 +13,8 @@ from titancli.errors import Location, Problem, RecipeError
 from titancli.files import denied
 from titancli.recipe.problems import Problems
 from titancli.recipe.toml import KeyPath, Node, Origin, Positions, Source, scan
-from titancli.runs import LOCK_NAME, changed_lock
+from titancli.runs import LOCK_NAME, NEXT_NAME
+from titancli.seal import changed_lock
 
 FORMAT = 1
 """The recipe format that this titan reads."""
@@ -39,7 +40,7 @@ def read_file(path: Path, problems: Problems, named_at: Location | None = None) 
         reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
         problems.add("unreadable", f"cannot read {shown}: {reason}", named_at, denied(error))
         return None
-    if path.name == LOCK_NAME and (changed := changed_lock(path, raw)) is not None:
+    if path.name in (LOCK_NAME, NEXT_NAME) and (changed := changed_lock(path, raw)) is not None:
         problems.add("changed-lock", changed.message, named_at, changed.hint)
         return None
     try:

@@ -163,8 +163,7 @@ def _pins(request: Request, recipe: Recipe, before: Recipe | None = None) -> lis
 
 
 def _recorded_plugin_files(folder: RunFolder) -> list[dict[str, str]]:
-    attempts = folder.record().get("attempts") or [{}]
-    return attempts[-1].get("plugin_files") or []
+    return folder.last_loaded().get("plugin_files") or []
 
 
 def _with_missing_plugins(error: TitanError, folder: RunFolder, given: Sequence[Path]) -> TitanError:

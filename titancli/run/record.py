@@ -46,11 +46,11 @@ def new_attempt(plan: Plan, request: LaunchRequest) -> dict[str, Any]:
     """Return the facts about an attempt that are known before it starts.
 
     `serial` is that of the newest checkpoint: those above it will be this attempt's own. `token` is unique,
-    see `titancli.runs.Claim`.
+    see `titancli.runs.Claim`. `loaded` becomes true when its recipe becomes that of the run.
     """
     made_by = provenance(request.plugin_files)
     # The planned folder of a new run may belong to another run by now.
-    before = [made_by] if plan.new else plan.folder.record().get("attempts") or [made_by]
+    before = (None if plan.new else plan.folder.last_loaded()) or made_by
     return {
         "started": timestamp(),
         "token": secrets.token_hex(8),
@@ -60,12 +60,13 @@ def new_attempt(plan: Plan, request: LaunchRequest) -> dict[str, Any]:
             key: str(origin) for key, origin in plan.loaded.origins.items() if origin.kind != "default"
         },
         "drift": [str(change) for change in plan.drift],
-        "code_drift": [str(change) for change in code_changes(plan.loaded.data, before[-1], made_by)],
+        "code_drift": [str(change) for change in code_changes(plan.loaded.data, before, made_by)],
         "allow_drift": plan.allow_drift,
         "from_scratch": plan.from_scratch,
         "serial": 0 if plan.from_scratch else last_serial(plan.folder.checkpoints),
         "checkpoint": str(plan.checkpoint) if plan.checkpoint else None,
         "step": plan.step,
         **request.recorded(),
+        "loaded": False,
         "outcome": None,
     }

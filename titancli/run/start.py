@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
-from titancli.errors import EnvironmentProblem
+from titancli.errors import EnvironmentProblem, TitanError
 from titancli.launch import LaunchRequest
 from titancli.launchers import Local
 from titancli.launchers.devices import visible_gpus
@@ -22,7 +22,7 @@ from titancli.run.fit import check_devices, check_world, check_worlds
 from titancli.run.prepare import Plan
 from titancli.run.record import write_attempt
 from titancli.run.request import Ranks, history
-from titancli.runs import ATTEMPT, LOCK_NAME, ChangedMeanwhile, RunFolder
+from titancli.runs import ATTEMPT, LOCK_NAME, ChangedMeanwhile, Claim, RunFolder
 from titancli.torch_version import check_torch
 
 
@@ -54,7 +54,7 @@ def other_batch(plan: Plan, world: int) -> str | None:
     """
     training = plan.loaded.recipe.training
     before = {change.key: change.before for change in plan.drift}
-    mesh = (plan.folder.record().get("attempts") or [{}])[-1].get("mesh")
+    mesh = plan.folder.last_loaded().get("mesh")
     if plan.new or not mesh or training.global_batch_size or "training.global_batch_size" in before:
         return None
     rows = training.local_batch_size * check_world(plan.loaded, world)[0].dp
@@ -147,17 +147,27 @@ def _own_files(plan: Plan, request: LaunchRequest) -> Iterator[tuple[RunFolder, 
 @contextmanager
 def _run_files(plan: Plan, request: LaunchRequest) -> Iterator[tuple[RunFolder, LaunchRequest]]:
     """Make the run folder, hold it, and write its files."""
-    folder = make_folder(plan)
+    folder, token = make_folder(plan), None
     hold = folder.hold()
     try:
         if plan.seen not in (None, history(folder)):
             raise ChangedMeanwhile(folder)
-        folder.write_recipe_lock(plan.lock_text)
+        folder.propose_recipe_lock(plan.lock_text)
         token = write_attempt(folder, plan, request)["token"]
         with environment({ATTEMPT: token}):
             yield folder, replace(request, run_folder=folder.path, lock_file=folder.recipe_lock)
     finally:
+        _withdraw(folder, token)
         hold.release()
+
+
+def _withdraw(folder: RunFolder, token: str | None) -> None:
+    """Remove the recipe of an attempt whose ranks have not loaded it, unless the folder is another attempt's
+    by now."""
+    if token is not None:
+        with suppress(TitanError, OSError):  # what made the run fail says more
+            Claim(folder, token).check()
+            folder.withdraw_recipe_lock()
 
 
 def make_folder(plan: Plan) -> RunFolder:

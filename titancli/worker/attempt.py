@@ -98,7 +98,7 @@ def _begin_or_continue(
             raise ChangedMeanwhile(folder)
         attempt["serial"] = serial
     planned = {**planned, **record, "attempts": [*record.get("attempts", []), attempt]}
-    folder.write_recipe_lock(lock_text)
+    folder.propose_recipe_lock(lock_text)
     folder.write_record(planned)
     _keep_sources(own / SOURCES, folder.path / SOURCES)
     return planned, stale

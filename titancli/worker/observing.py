@@ -1,4 +1,4 @@
-"""Open the loggers of a run, and announce its start to them."""
+"""Open the loggers of a run, and what passes its metrics to them."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def observe(
     *,
     restart: int,
 ) -> Observers:
-    """Make the observers that pass metrics to loggers, and announce the run. Collective.
+    """Make the observers that pass metrics to loggers, and record the layout of the run. Collective.
 
     Raises:
         TitanError: the ranks have different data.
@@ -89,7 +89,7 @@ def observe(
     known = {"attempt": len(attempts), "checkpoint": checkpoint, "steps": recipe.training.steps}
     # Peaks are those of bf16, so a run that computes in fp32 has no utilization.
     peak = device_peak(start.device) if recipe.training.mixed_precision_param == "bfloat16" else None
-    observers = Observers(
+    return Observers(
         loggers,
         device=start.device,
         log_freq=recipe.metrics.log_freq,
@@ -100,5 +100,3 @@ def observe(
         flops_per_token=engine.flops_per_token,
         peak_flops=peak,
     )
-    observers.run_start({"step": engine.step})
-    return observers

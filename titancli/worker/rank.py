@@ -134,7 +134,7 @@ class Rank:
         from titancli.worker.memory_advice import advised
         from titancli.worker.observing import open_loggers
 
-        source = lock_file or RunFolder.open(self.folder.path).recipe_lock
+        source = lock_file or RunFolder.open(self.folder.path).lock_to_start
         lock_text = source.read_text(encoding="utf-8")
         loaded = load_recipe(source)
         recipe = loaded.recipe
@@ -251,6 +251,7 @@ class Rank:
         Raises:
             TitanError: a component of the recipe is missing or does not fit.
         """
+        from titancli.distributed.together import Ranks
         from titancli.engine import Engine
         from titancli.worker.callbacks import open_run
         from titancli.worker.data import check_vocabulary, open_data, open_validation
@@ -298,11 +299,20 @@ class Rank:
             if recipe.checkpoint.create_seed_checkpoint and data is not None:
                 go = partial(run.save_seed, engine, data)
             with garbage_between_steps():
-                run.hooks.call("run_start", engine.step)
+                ranks = Ranks()
+                ranks.local("beginning the run", lambda: run.hooks.call("run_start", engine.step))
+                ranks.one("replacing the recipe of the run", lambda: self._adopt(start.lock_text))
+                observers.run_start({"step": engine.step})
                 go()
                 run.hooks.call("run_end", run.why)
         name = f"checkpoints/step-{run.saved_step}" if run.saved_step is not None else None
         return {"why": run.why, "signal": run.signal, "step": engine.step, "checkpoint": name}
+
+    def _adopt(self, lock_text: str) -> None:
+        """Make the recipe that all ranks have loaded that of the run: until here, a start that fails changes
+        nothing."""
+        self.folder.adopt_recipe_lock(lock_text)
+        self.folder.update_attempt(loaded=True)
 
     def record_leaving(self) -> None:
         """Write the outcome of a run that the user did not wait for."""

@@ -33,7 +33,11 @@ def origin_of(folder: RunFolder, number: int | None) -> Origin:
     """
     attempts = folder.record().get("attempts") or [{}]
     number = number or len(attempts)
-    changed = [n for n, attempt in enumerate(attempts, 1) if n > 1 and attempt.get("drift")]
+    changed = [
+        n
+        for n, attempt in enumerate(attempts, 1)
+        if n > 1 and attempt.get("drift") and attempt.get("loaded", True)
+    ]
     older = sorted(folder.path.glob("recipe.lock.*.toml"), key=lambda file: int(file.name.split(".")[2]))
     locks = [*older, folder.recipe_lock]
     known = len(locks) == len(changed) + 1
