@@ -18,6 +18,11 @@ PAGE = blocks(ROOT / "docs" / "your-own-model.md")
 FILES = {block.value: block for block in PAGE if block.mark == "file"}
 MODELS = {
     "arcee": ("-p", "./titan_arcee.py", 'model={type="arcee", flavor="tiny"}'),
+    "learned": (
+        "-p",
+        "./titan_learned.py",
+        "model={type='learned', dim=32, n_layers=2, n_heads=4, hidden_dim=64, vocab_size=288}",
+    ),
     "sharp": (
         "-p",
         "./titan_sharp.py",

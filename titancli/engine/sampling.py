@@ -102,8 +102,8 @@ def refuse_layout(model: Any, degrees: Degrees) -> None:
         )
     if model.new_cache is None:
         raise TitanError(
-            f"sampling: {type(model).__name__} cannot generate: it has no new_cache",
-            hint="titancli.protocols.Model describes what a model needs for that",
+            f"sampling: {type(model).__name__} cannot generate: {model.why_no_cache}",
+            hint="docs/your-own-model.md describes what a model needs for that",
         )
 
 

@@ -233,7 +233,7 @@ def _bare(config: Any, *, seq_len: int) -> Any:
         model = build(config, seq_len=seq_len)
     if model.new_cache is None:
         raise PluginError(
-            f"the model {component_info(config).name} cannot generate: it has no new_cache",
-            hint="titancli.protocols.Model describes what a model needs for that",
+            f"the model {component_info(config).name} cannot generate: {model.why_no_cache}",
+            hint="docs/your-own-model.md describes what a model needs for that",
         )
     return model

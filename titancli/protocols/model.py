@@ -59,6 +59,8 @@ class ModelDefaults(Protocol):
     counts, device))` appends tokens to these rows, and returns the logits of the last token of each, [R, V];
     tokens, [1, N], are those of the first row, then those of the second, …"""
 
+    why_no_cache: str = "it has no new_cache"
+    """The reason, if `new_cache` is None."""
     stage: Callable[..., Any] | None = None
     """For a model whose children are not its stages: `stage(names)` returns the part with these modules,
     named `layers.0` and so on, and as in `stage_ends`."""
@@ -139,6 +141,10 @@ class ModuleDefaults:
     reach: Any = None
     """For an attention: the distance that a token can look back, a `titancli.models.blocks.reach.Reach`;
     None: to the start of the row."""
+    keeps_cache: bool = False
+    """For the mixer of a block, or a block: whether `forward` continues rows by its argument `cache`, a
+    `titancli.models.blocks.cache.LayerStep`. Declared by the class that defines `forward`; without it the
+    model is trained, but not sampled from."""
     is_plain_softmax: bool = False
     """For an attention: whether `core_attention` is plain softmax attention, which a ring can compute."""
     loss_backend: str | None = None

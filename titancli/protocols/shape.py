@@ -12,6 +12,9 @@ from typing import Any, ClassVar, Literal
 
 from titancli.registry.component import load_target
 
+POSITIONS = "positions"
+"""`angles` of a mixer that is given positions, [B or 1, S] int64, in place of cosine and of sine."""
+
 
 def _need(holds: bool, rule: str) -> None:
     if not holds:

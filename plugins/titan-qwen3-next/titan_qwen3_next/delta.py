@@ -34,6 +34,7 @@ class GatedDeltaNet(nn.Module):
     row.
     """
 
+    keeps_cache = True
     takes_local_parameters = True
     styles: ClassVar = {
         **dict.fromkeys(("conv", "A_log", "dt_bias", "wqkvz", "wba"), "column"),

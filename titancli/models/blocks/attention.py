@@ -309,6 +309,7 @@ class Attention(nn.Module):
     A `mask` of None means causal over the whole row, within the reach.
     """
 
+    keeps_cache = True
     takes_local_parameters = True
     styles: ClassVar = {**dict.fromkeys(("sinks", "wq", "wk", "wv"), "column"), "wo": "row"}
 

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 class Block(nn.Module):
     """A decoder block, see `titancli.protocols.shape.Block`."""
 
+    keeps_cache = True
+
     def __init__(self, spec: Spec) -> None:
         """Create the block; `spec.attention` builds a module that is called like
         `titancli.models.blocks.attention.Attention`."""

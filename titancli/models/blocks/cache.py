@@ -26,6 +26,17 @@ FEW = 4
 """Rows of so many pages or fewer are read together; of more, those that have up to twice as many."""
 
 
+def keeps_cache(module: Any) -> bool:
+    """Return whether the class that defines a module's `forward`, or one derived from it, declares
+    `keeps_cache = True`: a declaration is not inherited by another forward."""
+    for kind in type(module).__mro__:
+        if "keeps_cache" in vars(kind):
+            return bool(vars(kind)["keeps_cache"])
+        if "forward" in vars(kind):
+            return False
+    return False
+
+
 class PageTable:
     """Which pages each row has. Rows that began as one share the pages that they had filled by then."""
 

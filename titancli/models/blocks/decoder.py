@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from titancli.models.blocks.cache import Extension, KVCache
+from titancli.models.blocks.cache import Extension, KVCache, keeps_cache
 from titancli.models.blocks.declared import declared
 from titancli.models.blocks.head import Output
 from titancli.models.blocks.init import normal_, ones_, trunc_normal_, zeros_
@@ -53,6 +53,8 @@ class Decoder(nn.Module):
         self.output.mtp_loss_weight = getattr(config, "mtp_loss_weight", 0.0)
         if config.tied:
             self.output.weight = self.tok_embeddings.weight
+        if lacking := self._without_cache():
+            self.new_cache, self.why_no_cache = None, lacking  # type: ignore[assignment, method-assign]
         self._frequencies: dict[shape.Rope, Tensor] = {}
         # Declared now: converters may add parameters later, and a pipeline stage has only some.
         self.tensor_plan, self.roles = declared(self, "styles"), declared(self, "roles")
@@ -158,6 +160,14 @@ class Decoder(nn.Module):
     def _my_part(self, rows: Tensor) -> Tensor:
         return rows if self.row_cut is None else self.row_cut.cut(rows, 1)
 
+    def _without_cache(self) -> str:
+        """Return which block or mixer does not continue rows; "" if each does."""
+        for name, block in self._main.items():
+            for path, module in ((f"layers.{name}", block), (f"layers.{name}.attention", block.attention)):
+                if not keeps_cache(module):
+                    return f"{path} ({type(module).__name__}) does not declare keeps_cache = True"
+        return ""
+
     def new_cache(self) -> KVCache:
         """Return an empty cache, whose rows `forward(tokens, cache=…)` extends; see `KVCache`."""
         return KVCache({name: block.attention for name, block in self._main.items()})
@@ -174,10 +184,11 @@ class Decoder(nn.Module):
     def angles(self, positions: Tensor) -> dict[Any, tuple[Tensor, Tensor]]:
         """Return the position encodings for positions [B or 1, S], by the keys that layers use: cosine and
         sine of a `titancli.protocols.shape.Rope`, [B or 1, S, 1, dim / 2] fp32; or the factor of queries,
-        [B or 1, S, 1, 1] fp32, twice."""
+        [B or 1, S, 1, 1] fp32, twice; or the positions themselves, twice."""
         layers: list[Any] = [block.attention for block in self.layers.values()]
-        found: dict[Any, Any] = {None: (None, None)}  # layers without position encodings
-        for one in dict.fromkeys(layer.angles for layer in layers if layer.angles is not None):
+        # Layers without position encodings, and with their own.
+        found: dict[Any, Any] = {None: (None, None), shape.POSITIONS: (positions, positions)}
+        for one in dict.fromkeys(layer.angles for layer in layers if layer.angles not in found):
             rope = isinstance(one, shape.Rope)
             found[one] = self._rotation(one, positions) if rope else _scale(one, positions)
         return found

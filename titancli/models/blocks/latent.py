@@ -28,6 +28,7 @@ class LatentAttention(nn.Module):
     memory, but a token then need not project the latents of its whole row again.
     """
 
+    keeps_cache = True
     reach = WHOLE
     styles: ClassVar = {
         **dict.fromkeys(("wq_a", "wkv_a"), "replicate"),
