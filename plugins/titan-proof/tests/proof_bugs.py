@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from titan_proof.prove.cases import GIVEN
 from titan_proof.prove.compare import adds_up, reference_of
 from titan_proof.prove.measure import Results, measure
 from titan_proof.prove.uses import exported, generated
 from titancli import LossResult
-from titancli.engine import Engine, grad_clip, pipelined, runners, sampling, training
+from titancli.engine import Engine, grad_clip, pipelined, runners, samples, sampling, training
 from titancli.engine.experts import Balancing, RouterLosses
 from titancli.engine.step import Step
 from titancli.models.blocks.cache import Group, KVCache
@@ -57,11 +58,12 @@ def seeded(
             return exported(recipe, sizes, Path(folder) / "export")
         if "generation" in more:
             return generated(recipe, sizes, None)
-        return measure(recipe, sizes, saved=Path(folder) / "step-1" if "resume" in more else None)
+        how = [name for name in more if name in GIVEN]
+        return measure(recipe, sizes, saved=Path(folder) / "step-1" if "resume" in more else None, how=how)
 
 
-def nudged(file: str, overrides: list[str], sizes: list[int]) -> Results:
-    return measure(load_recipe(Path(file), overrides).recipe, sizes, nudge=1e-6)
+def nudged(file: str, overrides: list[str], sizes: list[int], how: tuple[str, ...] = ()) -> Results:
+    return measure(load_recipe(Path(file), overrides).recipe, sizes, nudge=1e-6, how=how)
 
 
 def halves_add_up(file: str, base: str, overrides: list[str]) -> bool:
@@ -415,4 +417,44 @@ def filling_seen() -> Iterator[None]:
         return original(self, reach, device)._replace(mask=None)
 
     with wrapped(Group, "_find", find):
+        yield
+
+
+# ---------------------------------------------------------------------------------- samples, routes, epochs
+
+
+@bug
+def padding_counted_by_routers() -> Iterator[None]:
+    """Let rows without targets count for the losses of routers."""
+
+    def forward(original: Any, self: MoE, x: Tensor, given: Any = None, padding: Any = None) -> Tensor:
+        return original(self, x, given)
+
+    with wrapped(MoE, "forward", forward):
+        yield
+
+
+@bug
+def routes_of_the_first_rank() -> Iterator[None]:
+    """Replay on every rank of tensor parallel the routes of the first rank's tokens."""
+
+    def my_part(original: Any, self: MoE, rows: Tensor) -> Tensor:
+        group = self._tensor_group
+        return rows if group is None else rows.chunk(group.size, 1)[0]
+
+    with wrapped(MoE, "_my_part", my_part):
+        yield
+
+
+@bug
+def samples_see_each_other() -> Iterator[None]:
+    """Let samples that share a row attend to each other."""
+
+    def pack(original: Any, *given: Any) -> Any:
+        packed = original(*given)
+        for batch in packed.batches:
+            batch["document_ids"].fill_(1)
+        return packed
+
+    with wrapped(samples, "pack", pack):
         yield

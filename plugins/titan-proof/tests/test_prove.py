@@ -36,17 +36,18 @@ def plain(ranks, tmp_path_factory):
     known: dict[str, Reference] = {}
 
     def run(recipe: str, case: Case, bug: str | None = None, *keys: str) -> tuple[str, Reference]:
+        how = tuple(case.replayed)
         if bug is not None:
             given = (run(recipe, case, None, *keys)[0], Case().overrides + case.of_model, [case.rows])
-            one = ranks(1, bugs.seeded, bug, *given)[0]
+            one = ranks(1, bugs.seeded, bug, *given, "", how)[0]
             return given[0], reference_of(one, one)
-        name = " ".join([recipe, *keys, *case.of_model])
+        name = " ".join([recipe, *keys, *case.of_model, *how])
         if name not in files:
             folder = tmp_path_factory.mktemp(recipe)
             files[name] = str(shrink(load_recipe(recipe, keys), folder).file)
             given = (files[name], Case().overrides + case.of_model, [case.rows])
             known[name] = reference_of(
-                ranks(1, bugs.seeded, None, *given)[0], ranks(1, bugs.nudged, *given)[0]
+                ranks(1, bugs.seeded, None, *given, "", how)[0], ranks(1, bugs.nudged, *given, how)[0]
             )
         return files[name], known[name]
 
@@ -135,6 +136,19 @@ SEEDS = {
         case("generation"), "layers.0.attention.wo.weight", "the logits of token 5 differ"
     ),
     "filling_seen": Seed(case("generation"), None, "in rows of unequal length"),
+    "padding_counted_by_routers": Seed(
+        case("epoch"),
+        "tok_embeddings.weight",
+        "backward goes wrong at layers.1.moe.router.gate.weight",
+        "qwen3_moe_debug",
+        overrides=("model.moe.aux_loss_coeff=0.1",),
+    ),
+    "routes_of_the_first_rank": Seed(
+        case("routes", tp=2), "layers.0.attention_norm.weight", "layers.0", "qwen3_moe_debug"
+    ),
+    "samples_see_each_other": Seed(
+        case("samples"), "tok_embeddings.weight", "its gradient is wrong (step 1)"
+    ),
 }
 SLOW = SEEDS.keys() - {
     *("missing_reduction", "one_gradient_twice", "divided_again_by_micro_batches", "window_off_by_one"),
@@ -171,6 +185,8 @@ def test_a_seeded_fault_is_found_and_named(ranks, plain, tmp_path, name):
         (case("accumulation", dp_shard=2), ()),
         (case("generation", dp_shard=2), (Tilted(),)),
         (case("bf16", "resume"), ()),
+        (case("samples"), ()),
+        (case("epoch", dp_shard=2), ()),
     ],
     ids=lambda value: value.name if isinstance(value, Case) else "",
 )
@@ -232,7 +248,15 @@ def test_accumulation_that_is_wrong_shows_beside_converters(tmp_path):
 
 def test_a_rank_that_dies_or_hangs_is_named_and_the_next_case_has_new_ranks(tmp_path):
     small = shrink(load_recipe("llama3_debug"), tmp_path)
-    job = {"do": "reference", "file": str(small.file), "base": None, "overrides": [], "sizes": [8], "key": ""}
+    job = {
+        "do": "reference",
+        "file": str(small.file),
+        "base": None,
+        "overrides": [],
+        "sizes": [8],
+        "key": "",
+        "how": [],
+    }
     with Pool(tmp_path, seconds=60) as pool:
         assert pool.ask(1, job)["status"] == "right"
         pool.processes[0].kill()

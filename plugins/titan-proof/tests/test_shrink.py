@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.models.specs import size_of
-from titan_proof.prove.cases import Case, cases
+from titan_proof.prove.cases import GIVEN, Case, cases
 from titan_proof.prove.proof import Proof, sentence, title
 from titan_proof.prove.shrink import Small, shrink
 from titancli.recipe import load_recipe
@@ -47,8 +47,24 @@ def test_cases_of_few_techniques_come_first_and_ep_only_with_experts(tmp_path: P
 def test_what_rounds_by_the_rows_at_hand_is_accumulated_without_converters_too(tmp_path: Path) -> None:
     small = shrink(load_recipe("llama3_debug"), tmp_path).recipe
     more = {case.name for case in cases(small, 2, by_rows=True)} - {case.name for case in cases(small, 2)}
-    names = ("accumulation", "dp_shard 2, accumulation", "cp 2")
+    given = {
+        f"{mesh}{how}" for mesh in ("", "dp_shard 2, ", "tp 2, ", "cp 2, ", "pp 2, ") for how in GIVEN[::2]
+    }
+    names = given | {"accumulation", "dp_shard 2, accumulation", "cp 2"}
     assert more == {f"{name}, without converters" for name in names}
+
+
+def test_ways_of_giving_rows(tmp_path: Path) -> None:
+    """Routes are those of experts, and pairs of rows are no samples."""
+    for name, expected in {
+        "llama3_debug": {"samples", "epoch"},
+        "qwen3_moe_debug": {"samples", "epoch", "routes"},
+        "dpo_debug": {"epoch"},
+        "grpo_digit": {"samples", "epoch"},
+    }.items():
+        found = cases(shrink(load_recipe(name), tmp_path).recipe, 4)
+        assert {how for case in found for how in case.how} == expected
+        assert all(case.replayed == [how for how in case.how if how == "routes"] for case in found)
 
 
 def result(status: str, *techniques: str) -> dict[str, object]:

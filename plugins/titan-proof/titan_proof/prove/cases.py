@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from titan_proof.prove.shrink import ROWS
@@ -23,6 +24,9 @@ TITLES = {
     "recompute op": 'recomputation (activation_checkpoint.mode = "selective")',
     "compile": "compile (compile.enable)",
     "bf16": "bfloat16 (training.mixed_precision_param)",
+    "samples": "lists of samples (Engine.forward_backward)",
+    "routes": "replayed routes",
+    "epoch": "the last step of an epoch (training.epochs)",
     "resume": "resume from a checkpoint",
     "export": "export to Hugging Face and back",
     "generation": "generation",
@@ -31,6 +35,10 @@ TITLES = {
 MICRO_BATCHES = 3
 """Number of micro-batches for accumulation: one is neither the first nor the last, and the last has fewer
 rows."""
+
+
+GIVEN = ("samples", "routes", "epoch")
+"""Ways in which a step's rows are given, other than as batches; see `titan_proof.prove.given`."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +96,22 @@ class Case:
         return [size * self.unit for size in found]
 
     @property
+    def how(self) -> list[str]:
+        """Return how the rows are given, if not as batches."""
+        return [name for name in self.more if name in GIVEN]
+
+    @property
+    def in_other_rows(self) -> bool:
+        """Return whether the rows lie beside others than in the one process."""
+        return any(name != "routes" for name in self.how)
+
+    @property
+    def replayed(self) -> list[str]:
+        """Return how the rows are also given to the one process that this case is compared with: routes are a
+        part of the rows."""
+        return [name for name in self.how if name == "routes"]
+
+    @property
     def of_model(self) -> list[str]:
         """Return the overrides that also apply to the one process that this case is compared with."""
         found = [] if self.layers is None else [f"model.n_layers={self.layers}"]
@@ -119,7 +143,8 @@ def cases(recipe: Recipe, ranks: int, *, by_rows: bool = False) -> list[Case]:
 
     Args:
         by_rows: the recipe's converters compute values that depend on the rows of a call. Accumulation is
-            then also compared without them, to test it by itself, and context parallel only without them.
+            then also compared without them, to test it by itself; context parallel, samples and the end of
+            an epoch only without them.
     """
     # inductor compiles C++, which takes minutes: only if the recipe requests it and its programs are here.
     wanted = recipe.compile.enable and recipe.compile.backend == "inductor"
@@ -157,6 +182,8 @@ def cases(recipe: Recipe, ranks: int, *, by_rows: bool = False) -> list[Case]:
     ]
     if not pairs:
         found.append(case(dp_shard=3, rows=12))  # three do not divide rows evenly
+    if recipe.model.vocab_size is not None:  # rows are of tokens
+        found += _given_otherwise(case, pairs=pairs, experts=experts)
     names = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
     found += [case(dp_shard=4), case(tp=4), case(cp=4), replace(case(pp=4), layers=_layers(recipe, 4))]
     if recipe.converters:
@@ -186,8 +213,25 @@ def cases(recipe: Recipe, ranks: int, *, by_rows: bool = False) -> list[Case]:
         ]
     legal = [each for each in found if each.ranks <= ranks]
     if by_rows:  # no single process sees the part of a row that a rank has
-        legal = [replace(each, converters="cp" not in each.degrees and each.converters) for each in legal]
+        legal = [
+            replace(each, converters=each.converters and "cp" not in each.degrees and not each.in_other_rows)
+            for each in legal
+        ]
     return sorted(legal, key=lambda each: (each.ranks, len(each.techniques)))
+
+
+def _given_otherwise(case: Callable[..., Case], *, pairs: bool, experts: bool) -> list[Case]:
+    """Return the cases whose rows are not given as batches."""
+    degrees: list[dict[str, int]] = [{}, *({name: 2} for name in ("dp_shard", "tp", "cp", "pp"))]
+    if experts:
+        degrees.append({"dp_shard": 2, "ep": 2})
+    found = [case("epoch", **mesh) for mesh in degrees]
+    if not pairs:
+        found += [case("samples", **mesh) for mesh in degrees]
+    if experts:
+        found += [case("routes", **mesh) for mesh in degrees[1:]]
+        found += [] if pairs else [case("samples", "routes", **mesh) for mesh in ({}, degrees[-1])]
+    return found
 
 
 def _layers(recipe: Recipe, stages: int) -> int | None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from titan_proof.prove.given import samples_of, with_routes, without_targets
 from titancli import IGNORE, Batch, Engine, Recipe, build
 from titancli.distributed.local import offsets_of
 from titancli.distributed.together import Ranks
@@ -53,6 +54,7 @@ def measure(
     saved: Path | None = None,
     nudge: float = 0.0,
     draw: int = 1,
+    how: Sequence[str] = (),
 ) -> Results:
     """Do two steps. Collective; needs a process group.
 
@@ -61,11 +63,12 @@ def measure(
         saved: a folder to save to after the first step; a new engine then loads it for the second.
         nudge: the relative size of random changes to the initial weights.
         draw: seed of the random changes.
+        how: ways in which the rows are given, of `titan_proof.prove.cases.GIVEN`.
 
     Raises:
-        Refusal: the engine cannot be built on this layout.
+        Refusal: the engine cannot be built on this layout, or its rows be given in this way.
     """
-    record = Record(sizes, forward=not recipe.compile.enable)
+    record = Record(sizes, forward=not recipe.compile.enable, how=how)
     engine = engine_of(recipe)
     try:
         if nudge:
@@ -109,9 +112,10 @@ class Record:
         forward: also record outputs of modules; not of compiled ones, as hooks would change their graphs.
     """
 
-    def __init__(self, sizes: Sequence[int], *, forward: bool) -> None:
-        self._sizes = sizes
-        self._watch, self._forward = Watch(), forward
+    def __init__(self, sizes: Sequence[int], *, forward: bool, how: Sequence[str] = ()) -> None:
+        self._sizes, self._how = sizes, how
+        # Samples lie in other rows, with other padding.
+        self._watch, self._forward = Watch(), forward and not {"samples", "epoch"} & {*how}
         self._parts: dict[str, Part] = {}
         self._tensors: dict[str, Tensor] = {}
 
@@ -119,11 +123,25 @@ class Record:
         """Do a step on the rows of all ranks. Collective."""
         self._parts |= _weights(engine, f"{step} initial")
         with self._watch.on(engine, step, forward=self._forward):
-            metrics = engine.forward_backward(mine(engine, batch, self._sizes))
-            self._keep(f"{step} loss", metrics["loss"])
+            self._keep(f"{step} loss", self._forward_backward(engine, batch, step)["loss"])
             self._parts |= _gradients(engine, f"{step} gradient")
             self._keep(f"{step} norm", engine.optim_step()["grad_norm"])
         self._parts |= _weights(engine, f"{step} weight")
+
+    def _forward_backward(self, engine: Engine, batch: Batch, step: int) -> Any:
+        try:
+            batch = with_routes(batch, engine, step) if "routes" in self._how else batch
+            samples = samples_of(batch, engine.loss) if "samples" in self._how else None
+        except TitanError as error:
+            raise Refusal(error) from error
+        if samples is not None:
+            # Micro-batches as large as the samples need, then two rows and a half.
+            budget = None if step == 0 else 5 * engine.settings.seq_len // 2
+            return engine.forward_backward(samples, budget=budget).metrics
+        own = mine(engine, batch, self._sizes)
+        if "epoch" in self._how:
+            own.append(without_targets(own[0]))
+        return engine.forward_backward(own)
 
     def _keep(self, key: str, value: Any) -> None:
         self._tensors[key] = torch.as_tensor(value).detach().float().reshape(()).cpu().clone()
@@ -207,8 +225,11 @@ def _tokens(recipe: Recipe, engine: Engine, rows: int, step: int) -> Batch:
     generator = torch.Generator().manual_seed(1000 * recipe.training.seed + step)
     tokens = torch.randint(0, vocabulary, (rows, length + 1), generator=generator)
     targets = tokens[:, 1:].clone()
-    for row in range(rows):  # an average of averages would be wrong
-        targets[row, : length * (row % ROW_KINDS) // ROW_KINDS] = IGNORE
+    for row in range(rows):
+        begin, half = length * (row % ROW_KINDS) // ROW_KINDS, length // 2
+        targets[row, :begin] = IGNORE  # an average of averages would be wrong
+        if row % 4 in (1, 2) and begin < half:
+            targets[row, half:] = IGNORE  # padding
     places = torch.arange(length).expand(rows, length)
     batch = {"tokens": tokens[:, :-1].contiguous(), "targets": targets, "positions": places.contiguous()}
     if recipe.dataset is not None and recipe.dataset.document_mask:
@@ -220,6 +241,7 @@ def _tokens(recipe: Recipe, engine: Engine, rows: int, step: int) -> Batch:
     for name in sorted(set(needs) - set(batch)):
         dims = needs[name] if isinstance(needs, Mapping) else "BS"
         drawn = torch.randn((rows, length)[: len(dims)], generator=generator)
+        drawn = drawn.abs() if name == "weights" else drawn
         # Log-probabilities near those of the model: ratios to it must not overflow.
         batch[name] = -np.log(vocabulary) + 0.1 * drawn if "logprob" in name else drawn
     pairs = recipe.loss.learns_from_pairs

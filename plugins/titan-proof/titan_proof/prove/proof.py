@@ -162,8 +162,8 @@ class _Run:
             *case.of_model,
             *(f"training.{name}_batch_size={case.rows}" for name in ("local", "global")),
         ]
-        key = f"rows {sizes} {' '.join(case.of_model)}"
-        return self._job("reference", overrides, case, sizes) | {"key": key}
+        key = f"rows {sizes} {' '.join(case.of_model)} {' '.join(case.replayed)}"
+        return self._job("reference", overrides, case, sizes) | {"key": key, "how": case.replayed}
 
     def _job(self, do: str, overrides: list[str], case: Case, sizes: list[int]) -> dict[str, Any]:
         base = None
@@ -187,7 +187,7 @@ class _Run:
             return {"status": "not supported", "reason": problem.message}
         except TitanError as error:
             return {"status": "failed", "reason": error.message}
-        if random and (case.ranks > 1 or len(case.sizes) > 1):
+        if random and (case.ranks > 1 or len(case.sizes) > 1 or case.in_other_rows):
             why = "the model draws random numbers in forward (dropout), which differ between layouts"
             return {"status": "not supported", "reason": why}
         answer = reference = self.reference(case)
@@ -195,6 +195,7 @@ class _Run:
             job = self._job("case", case.overrides, case, case.sizes) | {
                 "seed": reference["seed"],
                 "more": list(case.more),
+                "how": case.how,
                 "reference": reference["job"],
                 "by_rows": case.converters and self.by_rows,
             }

@@ -90,18 +90,18 @@ class Rank:
         for seed in [job["seed"]] if "seed" in job else range(SEEDS):
             recipe = _recipe(job, seed)
             with _group(job, f"plain-{seed}"):
-                plain = measure(recipe, job["sizes"])
+                plain = measure(recipe, job["sizes"], how=job["how"])
             if (bad := not_finite(plain)) is not None:
                 return {"status": "failed", "reason": bad}
             with _group(job, f"nudged-{seed}"):
-                nudged = measure(recipe, job["sizes"], nudge=NUDGE)
+                nudged = measure(recipe, job["sizes"], nudge=NUDGE, how=job["how"])
             routes = [key for key in plain.tensors if " routes" in key]
             if all(torch.equal(plain.tensors[key], nudged.tensors[key]) for key in routes):
                 break
         is_bf16 = recipe.training.mixed_precision_param != "float32"
         more = range(2, NUDGES + 1) if recipe.converters or is_bf16 else ()
         with _group(job, "nudged-again"):
-            again = [measure(recipe, job["sizes"], nudge=NUDGE, draw=draw) for draw in more]
+            again = [measure(recipe, job["sizes"], nudge=NUDGE, draw=draw, how=job["how"]) for draw in more]
         reference = reference_of(plain, nudged, *again, floor=FLOOR_BF16 if is_bf16 else FLOOR)
         self.references[job["key"]] = reference
         by_rows = False
@@ -130,7 +130,7 @@ class Rank:
             if "export" in job["more"]:
                 return exported(recipe, job["sizes"], saved)
             resumed = saved / "step-1" if "resume" in job["more"] else None
-            results = measure(recipe, job["sizes"], saved=resumed)
+            results = measure(recipe, job["sizes"], saved=resumed, how=job["how"])
         if reference is None:
             return {"status": "right"}
         shutil.rmtree(saved, ignore_errors=True)
