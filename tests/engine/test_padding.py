@@ -158,3 +158,27 @@ def test_padding_on_one_rank_only(ranks: Ranks) -> None:
     assert ranks(2, on_one_rank_only, {"dp_shard": 2}) == [[ROWS * TAIL] * 2] * 2
     for found in ranks(2, on_one_rank_only, {"tp": 2}):
         assert all("the ranks call forward_backward differently" in one for one in found)
+
+
+def in_some_micro_batches() -> list[float]:
+    """The loss and the padding of a step whose rows have padding in the second half of them alone."""
+    layout = Layout({"pp": 2}, config=BOTH, pipeline={"microbatch_size": 2})
+    with Engine.build(recipe(layout)) as engine:
+        batch = whole_batch()
+        targets = batch["tokens"].clone()
+        targets[ROWS // 2 :, TAIL:] = IGNORE
+        halves = Batch({**batch, "targets": targets}).split(ROWS // 2)
+        found = []
+        for given in ([Batch({**batch, "targets": targets})], halves):
+            metrics = engine.forward_backward(given)
+            found += [float(metrics["loss"]), metrics["padding"]]
+            engine.clear_gradients()
+        return found
+
+
+@pytest.mark.ranks
+def test_padding_in_some_micro_batches(ranks: Ranks) -> None:
+    """A pipeline joins them."""
+    for loss, padding, again, same in ranks(2, in_some_micro_batches):
+        assert padding == same == ROWS // 2 * TAIL
+        assert again == pytest.approx(loss, rel=1e-6)

@@ -203,6 +203,8 @@ ROWS: dict[str, Callable[[Sequence[Text], str, int], list[Batch]]] = {
 OF_PAIRS = [name for name in ROWS if name not in ("padding = none", "packed, micro-batches")]
 BUDGETS: dict[str, int | None] = {"samples": None, "samples, budget 64": 64, "samples, budget 200": 200}
 ONE_HAS_ALL = "samples, a rank without any"
+SHARED_ROWS = {"padding = none", "packed, micro-batches", *BUDGETS, ONE_HAS_ALL}
+"""Rows of several documents."""
 
 
 def sample(one: Text, loss: str) -> Sample:
