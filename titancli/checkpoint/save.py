@@ -41,6 +41,7 @@ from titancli.checkpoint.format.metadata import METADATA, Group, index_bytes
 from titancli.checkpoint.format.plan import SavePlan
 from titancli.checkpoint.format.storage import Pieces, pieces_of, write_pieces
 from titancli.checkpoint.hf.kept import PREFIX
+from titancli.data.tokenizer_files import flat
 from titancli.distributed import shared_folder
 from titancli.distributed.together import Ranks
 from titancli.errors import EnvironmentProblem, TitanError
@@ -182,7 +183,7 @@ class Draft:
 
     def description(self, groups: Sequence[Group]) -> dict[str, bytes]:
         """Return the files that lie beside the data, except the manifest."""
-        files = {f"{PREFIX}{name}": data for name, data in self.kept.items()}
+        files = {f"{PREFIX}{flat(name)}": data for name, data in self.kept.items()}
         files[METADATA] = index_bytes(groups)
         return {**files, LOCK: self.lock_text.encode()} if self.lock_text else files
 

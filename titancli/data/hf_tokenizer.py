@@ -20,7 +20,8 @@ import xxhash
 
 from titancli.data import HFTokenizer as Config
 from titancli.data.chat_template import ChatTemplate
-from titancli.data.hub import TOKENIZER_FILES, local_folder
+from titancli.data.hub import local_folder
+from titancli.data.tokenizer_files import tokenizer_files
 from titancli.data.turn_ends import TurnEnds, ends_of_turns, rendering
 from titancli.errors import EnvironmentProblem, RecipeError
 
@@ -46,7 +47,7 @@ class HFTokenizer:
         self.eos_id: int = self._find("eos", eos, required=True)
         self.bos_id: int | None = self._find("bos", None, required=False)
         self.adds_bos: bool = self.bos_id is not None and self._tokenizer.encode("").ids[:1] == [self.bos_id]
-        self.files: dict[str, str | Path] = {n: folder / n for n in TOKENIZER_FILES if (folder / n).is_file()}
+        self.files: dict[str, str | Path] = {**tokenizer_files(folder)}
         digest = xxhash.xxh3_128_hexdigest((folder / "tokenizer.json").read_bytes())
         self.fingerprint = f"hf:{digest}:{self.eos_id}"
 

@@ -11,25 +11,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from titancli.data.tokenizer_files import TEMPLATES, TOKENIZER_FILES
 from titancli.errors import EnvironmentProblem
 from titancli.recipe.assets import REPOSITORY
 from titancli.recipe.find import url_of
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-)
-"""Tokenizer files; an export copies those that exist."""
 CONFIG = ("config.json", "generation_config.json")
 WEIGHTS = ("*.safetensors", "model.safetensors.index.json")
-NOT_NEEDED = ("*/*", "consolidated*")
-"""Folders (`original/`, `onnx/`), and weights in layouts other than the one transformers reads."""
+NOT_NEEDED = ("*/*.safetensors", "consolidated*")
+"""Weights in folders (`original/`, `onnx/`) and in layouts other than the one transformers reads."""
 SCHEME = "hf://"
 _COMMIT = re.compile(r"[0-9a-f]{40}\Z")
 
@@ -56,7 +46,7 @@ def _snapshot(repository: str, weights: bool, revision: str | None, hint: str, *
         found: str = snapshot_download(
             repository,
             revision=revision,
-            allow_patterns=[*TOKENIZER_FILES, *CONFIG, *(WEIGHTS if weights else ())],
+            allow_patterns=[*TOKENIZER_FILES, f"{TEMPLATES}/*.jinja", *CONFIG, *(WEIGHTS if weights else ())],
             ignore_patterns=list(NOT_NEEDED),
             **where,
         )

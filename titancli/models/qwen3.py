@@ -64,7 +64,8 @@ def _factor(there: ConfigJSON, ours: Ours) -> float:
 
 def _attention_factor(there: ConfigJSON, ours: Ours) -> float | None:
     """Read the factor of cosine and sine, which DeepSeek's scales may stand for; None: the usual one."""
-    value, scales = there.get("attention_factor"), (there.get("mscale"), there.get("mscale_all_dim"))
+    value: Any = there.get("attention_factor")
+    scales: list[Any] = [there.get("mscale"), there.get("mscale_all_dim")]
     usual = Yarn(factor=ours["rope_scaling.factor"]).length
     if value is None and all(scales):
         one, other = (1.0 + scale * (usual - 1.0) for scale in scales)

@@ -14,7 +14,7 @@ from titan_gguf.newfile import refuse_file
 from titan_gguf.tokens import APPROXIMATE, vocabulary
 from titancli.checkpoint import open_weights
 from titancli.checkpoint.hf.convert import Checksums
-from titancli.checkpoint.hf.kept import TOKENIZER, kept_of, texts
+from titancli.checkpoint.hf.kept import is_tokenizer_file, kept_of, texts
 from titancli.checkpoint.hf.which import check_parameters, find_checkpoint, hf_form, recipe_of
 from titancli.errors import EnvironmentProblem, UsageError
 from titancli.registry.component import build
@@ -58,7 +58,7 @@ def convert(
         say(note)
     built = build(tokenizer) if tokenizer is not None else None
     kept = kept_of(folder, tokenizer=built is None)
-    files = {name: data for name, data in kept.items() if name in TOKENIZER} | _files(built)
+    files = {name: data for name, data in kept.items() if is_tokenizer_file(name)} | _files(built)
     if "tokenizer.json" not in files and getattr(built, "fingerprint", None) != "byte":
         raise UsageError(
             f"{folder} has no tokenizer.json, and a GGUF file needs one",

@@ -14,7 +14,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from titancli.checkpoint.format.disk import write_file
+from titancli.checkpoint.format.disk import sync_folder, write_file
 from titancli.checkpoint.format.metadata import by_numbers
 from titancli.checkpoint.format.newfolder import new_folder
 from titancli.checkpoint.format.stream import Job, Progress, no_progress, write_files
@@ -25,12 +25,13 @@ from titancli.checkpoint.format.tensors import (
     Tensors,
     dtype_name,
 )
-from titancli.checkpoint.hf.kept import CONFIG, TOKENIZER, texts
+from titancli.checkpoint.hf.kept import CONFIG, texts
 from titancli.checkpoint.hf.libraries import Library, library_of
 from titancli.checkpoint.hf.quantise import Quantise
 from titancli.checkpoint.hf.stored import Place, Stored, as_bf16
 from titancli.checkpoint.hf.virtual import blocks, everything
 from titancli.checkpoint.load import name_lists
+from titancli.data.tokenizer_files import TEMPLATES, is_tokenizer_file
 from titancli.errors import EnvironmentProblem, TitanError
 from titancli.models.quantization import DEQUANTISE, KEY, quantization_of
 from titancli.protocols import HFForm
@@ -93,12 +94,15 @@ def export_hf(
         name: (json.dumps(text, indent=2) + "\n").encode()
         for name, text in _texts(form, jobs, kept or {}, eos_id, bos_id, quantise).items()
     }
-    small |= {name: data for name, data in (kept or {}).items() if name in TOKENIZER}
-    small |= {Path(name).name: _bytes_of(Path(path)) for name, path in tokenizer_files.items()}
+    small |= {name: data for name, data in (kept or {}).items() if is_tokenizer_file(name)}
+    small |= {_in_folder(name): _bytes_of(Path(path)) for name, path in tokenizer_files.items()}
     with new_folder(out, needed + sum(map(len, small.values())), say=say) as folder:
         _write_weights(folder, library_of(form), jobs, max_shard, progress)
         for name, text in small.items():
+            (folder / name).parent.mkdir(exist_ok=True)
             write_file(folder / name, text)
+        if (folder / TEMPLATES).is_dir():
+            sync_folder(folder / TEMPLATES)
         before_rename()
 
 
@@ -164,6 +168,11 @@ def _texts(
         most = TORCH_DTYPE[max(sizes, key=lambda name: sizes[name])]
         made[CONFIG]["dtype"] = str(most).removeprefix("torch.")
     return made
+
+
+def _in_folder(name: str) -> str:
+    """Return the name that a tokenizer's file gets: of a plugin's own path the last part."""
+    return name if is_tokenizer_file(name) else Path(name).name
 
 
 def _bytes_of(path: Path) -> bytes:

@@ -1,8 +1,8 @@
 """Files beside the weights of a Hugging Face folder, kept in checkpoints so that an export has them again.
 
-A checkpoint stores each such file as `hf-NAME`, listed in its manifest like any other: for a converted folder
-its configs and tokenizer, for a run the configs of the folder that it started from. (A run's tokenizer is its
-recipe's.)
+A checkpoint stores each such file as `hf-NAME`, listed in its manifest like any other (of one in a folder see
+`tokenizer_files.flat`): for a converted folder its configs and tokenizer, for a run the configs of the folder
+that it started from. (A run's tokenizer is its recipe's.)
 """
 
 from __future__ import annotations
@@ -13,17 +13,19 @@ from pathlib import Path
 from typing import Any
 
 from titancli.checkpoint.format.manifest import is_checkpoint
-from titancli.data.hub import TOKENIZER_FILES
+from titancli.data.tokenizer_files import TEMPLATES, TOKENIZER_FILES, flat_templates, tokenizer_files
+from titancli.data.tokenizer_files import is_tokenizer_file as is_tokenizer_file
 from titancli.errors import EnvironmentProblem
 from titancli.models.config_json import HARMLESS
 from titancli.models.quantization import KEY
 
 PREFIX = "hf-"
 CONFIG, GENERATION = "config.json", "generation_config.json"
-TOKENIZER = (*TOKENIZER_FILES, "chat_template.json", "spiece.model", "sentencepiece.bpe.model")
 OWN = {"architectures", "auto_map", "dtype", "model_type", KEY, "torch_dtype", "transformers_version"}
 """Harmless keys of config.json that an export sets itself."""
 WEIGHTS = (".safetensors", ".index.json", ".bin", ".pth", ".pt", ".gguf", ".onnx", ".h5", ".msgpack")
+MOST_BYTES = 1 << 28
+"""Size of a file, many times that of the largest vocabularies."""
 TALK = ("readme", "license", "notice", "use_policy", ".")
 """Prefixes of files that no program reads."""
 
@@ -39,10 +41,17 @@ def kept_of(folder: Path, *, tokenizer: bool = False) -> dict[str, bytes]:
         EnvironmentProblem: a file cannot be read, or is not JSON though it should be.
     """
     prefix = PREFIX if is_checkpoint(folder) else ""
+    paths = {name: folder / f"{prefix}{name}" for name in (CONFIG, GENERATION)}
+    if tokenizer and prefix:
+        paths |= {name: folder / f"{prefix}{name}" for name in TOKENIZER_FILES}
+        paths |= dict(flat_templates(folder, prefix))
+    elif tokenizer:
+        paths |= tokenizer_files(folder)
     found = {}
-    for name in (CONFIG, GENERATION, *(TOKENIZER if tokenizer else ())):
-        path = folder / f"{prefix}{name}"
+    for name, path in paths.items():
         try:
+            if path.stat().st_size > MOST_BYTES:
+                raise ValueError(f"it is larger than {MOST_BYTES:,} bytes")
             found[name] = path.read_bytes()
             if name in (CONFIG, GENERATION) and not isinstance(json.loads(found[name]), dict):
                 raise ValueError("no object")
@@ -57,7 +66,7 @@ def kept_of(folder: Path, *, tokenizer: bool = False) -> dict[str, bytes]:
 
 def not_kept(folder: Path) -> list[str]:
     """Return the names of a Hugging Face folder's other files, such as code."""
-    known = (CONFIG, GENERATION, *TOKENIZER)
+    known = (CONFIG, GENERATION, TEMPLATES, *TOKENIZER_FILES)
     return sorted(
         path.name
         for path in folder.iterdir()
