@@ -154,8 +154,8 @@ DOORS = [
     ),
     Door(
         "config.json, generation_config.json, adapters",
-        "titan_transformers.config_json cli.finetune recipe.load run.evaluate generate.source"
-        " checkpoint.hf.*",
+        "titan_transformers.config_json cli.finetune recipe.load recipe.peft_folder run.evaluate"
+        " generate.source checkpoint.hf.*",
         "plugins/titan-transformers/tests/test_hf_config.py::test_what_is_wrong_is_told_where_the_folder_is_named",
         "plugins/titan-transformers/tests/test_hf_config.py::test_a_config_that_is_no_object",
     ),

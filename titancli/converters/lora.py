@@ -206,6 +206,11 @@ class Adapters:
     def plain(self, name: str, tensor: Tensor) -> Tensor:
         return tensor
 
+    @property
+    def weights(self) -> frozenset[str]:
+        """The names of the weights that have adapters."""
+        return frozenset(self._adapted)
+
     def owns(self, name: str) -> bool:
         """Return whether a parameter belongs to an adapter."""
         return name.endswith(_ENDS)

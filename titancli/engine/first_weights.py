@@ -19,6 +19,7 @@ from titancli.checkpoint.format.manifest import is_checkpoint
 from titancli.checkpoint.hf.grown import Grown, grown_form
 from titancli.checkpoint.hf.kept import kept_of
 from titancli.checkpoint.hf.likeness import CONFIG, left_out, read_config, refuse_other_model
+from titancli.checkpoint.hf.peft_in import PeftFolder, fill_adapters, merged_form
 from titancli.checkpoint.start_from import StartFrom, start_from, still_needs_weights
 from titancli.distributed.process_group import patient_group
 from titancli.distributed.together import Ranks
@@ -29,12 +30,14 @@ from titancli.engine.weights import (
     adapter_facts,
     base_parameters,
     loss_parameters,
+    plain_parameters,
     tensor_infos,
 )
 from titancli.errors import EnvironmentProblem, RecipeError
 from titancli.models.loss import OPTIONAL, of_loss, without_loss
 from titancli.models.loss import initialise as initialise_loss
 from titancli.parallel.alone import as_stored
+from titancli.recipe.peft_folder import base_folder, is_peft
 from titancli.recipe.schema import Recipe
 from titancli.recipe.vocabulary import GROW
 
@@ -96,6 +99,12 @@ def first_weights(
         for part in parts:
             with as_stored(part):
                 adapters.base_loaded(part)
+    if adapters is not None and is_peft(start.folder):
+
+        def fill() -> None:
+            fill_adapters(PeftFolder(start.folder, recipe.model), dict(plain_parameters(parts, converters)))
+
+        Ranks(patient_group()).each(f"loading {start.folder}", fill)
     return found
 
 
@@ -169,17 +178,26 @@ def load_weights(
     def look() -> tuple[Path, dict[str, Any] | None, Path]:
         if not start.is_here:  # the run resumed without it, but its reference model needs it
             start.fetch(logger.info)
+        if is_peft(start.folder):
+            if adapters is not None:
+                PeftFolder(start.folder, recipe.model).require_same(adapters)
+            return start.folder, None, base_folder(start.folder)
         record = adapter_facts(adapters, folder := start.folder)
         return folder, record, folder if record is None else require_base(record, folder)
 
     ranks = Ranks(patient_group())
     folder, record, base = ranks.local(f"reading {start.source}", look)
-    kept = _load_base(recipe, replace(start, source=base), form, tensors, known)
+    source = replace(start, source=base)
+    if adapters is None and folder != base:
+        logger.info("merging the adapters in %s into their base %s", folder, base)
+        kept = _load_base(recipe, source, form, tensors, known, adapters_in=folder)
+    else:
+        kept = _load_base(recipe, source, form, tensors, known)
     first = FirstWeights(kept=kept, adapters_from=None if record is None else folder)
     if adapters is None:
         return first
     own = ranks.local(f"reading {base}", lambda: base_of(base))
-    return first._replace(base=own, begins_as_base=record is None)
+    return first._replace(base=own, begins_as_base=record is None and folder == base)
 
 
 def _load_base(
@@ -188,9 +206,14 @@ def _load_base(
     form: HFForm | None,
     tensors: dict[str, Tensor],
     known: Sequence[TensorInfo],
+    adapters_in: Path | None = None,
 ) -> dict[str, bytes]:
     """Load the plain model's parameters, and those of the loss that are there; return the other files of the
-    folder. Collective: an error on one rank is raised on all."""
+    folder. Collective: an error on one rank is raised on all.
+
+    Args:
+        adapters_in: a folder of peft's, whose adapters are merged into the parameters.
+    """
     from titancli.checkpoint import load_checkpoint
 
     ranks, folder = Ranks(patient_group()), start.folder
@@ -214,6 +237,8 @@ def _load_base(
 
     def read() -> HFForm:
         found = _readable(recipe, start, form)
+        if adapters_in is not None:
+            found = merged_form(found, PeftFolder(adapters_in, recipe.model))
         return recipe.loss.hf_form(found, shapes, read_config(folder / CONFIG))
 
     readable = ranks.local(f"reading {folder}", read)

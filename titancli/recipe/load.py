@@ -17,6 +17,7 @@ from titancli.recipe.check import check_recipe
 from titancli.recipe.find import LOCK_HEADER, beside, find_recipe, url_of
 from titancli.recipe.foreign import refuse_foreign
 from titancli.recipe.merge import merge, read_overrides, read_recipe, read_unset, without
+from titancli.recipe.peft_folder import base_folder
 from titancli.recipe.problems import Problems, nearest
 from titancli.recipe.read import refuse_values
 from titancli.recipe.resolve import resolve
@@ -404,7 +405,7 @@ def readers_of(model_type: str, registry: Registry) -> dict[str, Any]:
 
 
 def _model_table(weights: str, registry: Registry) -> dict[str, Any]:
-    path = Path(weights) / CONFIG
+    path = base_folder(Path(weights)) / CONFIG
     if any((path.parent / name).is_file() for name in OWN):
         raise EnvironmentProblem(
             f"{weights} is a titan run or checkpoint; only a Hugging Face folder can provide the model "

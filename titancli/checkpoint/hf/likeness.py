@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from titancli.checkpoint.format.manifest import LOCK, is_checkpoint, read_manifest
 from titancli.checkpoint.hf.libraries import type_in
 from titancli.errors import EnvironmentProblem
+from titancli.recipe.peft_folder import base_folder
 from titancli.recipe.toml import inline
 from titancli.recipe.vocabulary import GROW
 from titancli.registry.component import component_info, load_target
@@ -177,6 +178,7 @@ def _model_in(folder: Path, like: Any) -> Any:
     """Return the config of the model in a folder, or an `_Other`; None if it is unknown."""
     if is_checkpoint(folder) or (folder / LOCK).is_file():
         return _in_checkpoint(folder, like)
+    folder = base_folder(folder)
     return _in_hf(folder / CONFIG, like) if (folder / CONFIG).is_file() else None
 
 

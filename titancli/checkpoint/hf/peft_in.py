@@ -1,0 +1,217 @@
+"""Reading a folder that `peft` has saved: its adapters go on beside their base, or are merged into it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titancli.checkpoint.format.tensorfile import read_header
+from titancli.checkpoint.format.tensors import read_tensor
+from titancli.checkpoint.hf.peft_names import Adapter, placed
+from titancli.checkpoint.hf.virtual import Virtual, put
+from titancli.checkpoint.hf.which import hf_form, parameter_shapes
+from titancli.checkpoint.load import name_lists
+from titancli.converters.lora import adapter_names, magnitude_name, merge, scale_of
+from titancli.errors import EnvironmentProblem, TitanError
+from titancli.protocols import HFForm
+from titancli.recipe.peft_folder import CONFIG, PICKLED, WEIGHTS, config_of
+
+FACTS = {"rank": "r", "alpha": "lora_alpha", "rslora": "use_rslora", "dora": "use_dora"}
+"""Our facts of adapters, and their keys in adapter_config.json."""
+HARMLESS = {
+    *FACTS.values(),
+    *("auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "eva_config", "exclude_modules"),
+    *("inference_mode", "layers_pattern", "layers_to_transform", "lora_dropout", "megatron_core"),
+    *("peft_type", "peft_version", "qalora_group_size", "revision", "target_modules", "task_type"),
+    *("bias", "init_lora_weights"),
+}
+"""Keys that do not change what the stored adapters compute, or that are checked one by one."""
+HARMLESS_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
+STEM = "base_model.model."
+
+
+class PeftFolder:
+    """The adapters of a folder, by our names: `layers.0.attention.wq.lora_a` and so on.
+
+    Raises:
+        EnvironmentProblem: the folder is damaged, or titan has no such adapters; names everything.
+    """
+
+    def __init__(self, folder: Path, model: Any) -> None:
+        self.folder = folder
+        config = config_of(folder)
+        self._refuse_foreign(config)
+        self.facts = {ours: config.get(theirs) or False for ours, theirs in FACTS.items()}
+        self.scale = scale_of(self.facts)
+        self._header = read_header(folder / WEIGHTS)
+        self._adapters = self._placed(model)
+        self._shapes = parameter_shapes(model)
+
+    @property
+    def weights(self) -> list[str]:
+        """The names of the weights that have adapters."""
+        return list(self._adapters)
+
+    def read(self, weight: str) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return A [rank, in], B [out, rank] and the magnitudes, if any, of a weight [out, in]."""
+        several = self._adapters[weight]
+        if several[0].expert is None:
+            [one] = several
+            a, b = (self._read(key) for key in one.keys[:2])
+            if one.embedding:
+                return b.mT, a.mT, None
+            magnitude = self._read(one.keys[2]) if self.facts["dora"] else None
+            return a, self._in_rows(one, b), None if magnitude is None else self._in_rows(one, magnitude)
+        ordered = sorted(several, key=lambda one: one.expert or 0)
+        a = torch.stack([self._read(one.keys[0]) for one in ordered])
+        b = torch.stack([self._in_rows(one, self._read(one.keys[1])) for one in ordered])
+        return (b.mT, a.mT, None) if ordered[0].transposed else (a, b, None)
+
+    def _in_rows(self, one: Adapter, values: Tensor) -> Tensor:
+        """Return rows in our order."""
+        return values if one.rows is None else torch.empty_like(values).index_copy_(0, one.rows, values)
+
+    def _read(self, key: str) -> Tensor:
+        return read_tensor(self.folder / WEIGHTS, self._header[key])
+
+    def _refuse_foreign(self, config: Mapping[str, Any]) -> None:
+        if not (self.folder / WEIGHTS).is_file():
+            pickled = (self.folder / PICKLED).is_file()
+            why = (
+                f"holds pickled adapters ({PICKLED}), which can run code" if pickled else f"has no {WEIGHTS}"
+            )
+            raise EnvironmentProblem(f"{self.folder} {why}", hint="save it again with a newer peft")
+        wrong = [
+            f"{key} = {value!r}"
+            for key, value in config.items()
+            if (key not in HARMLESS and value)
+            or (key == "peft_type" and value != "LORA")
+            or (key == "bias" and value not in (None, "none"))
+            # these change the base that is beside the adapters
+            or (key == "init_lora_weights" and value not in HARMLESS_STARTS)
+        ]
+        rank, alpha = config.get("r"), config.get("lora_alpha")
+        if type(rank) is not int or rank < 1 or not isinstance(alpha, int | float) or not alpha > 0:
+            wrong.append(f"r = {rank!r}, lora_alpha = {alpha!r}")
+        if wrong:
+            raise EnvironmentProblem(
+                f"{self.folder / CONFIG} has {', '.join(wrong)}, which titan's adapters do not have",
+                hint="merge the adapters with peft (merge_and_unload), and use the merged folder as weights",
+            )
+
+    def _placed(self, model: Any) -> dict[str, list[Adapter]]:
+        """Return the adapters of each weight, after a check that every tensor of the file is one of them."""
+        form = hf_form(model)
+        owners = {source: name for name in parameter_shapes(model) for source in form.sources(name)}
+        modules = {key.removeprefix(STEM).rpartition(".lora_")[0] for key in self._header}
+        found = [owners[f"{module}.weight"] for module in sorted(modules) if f"{module}.weight" in owners]
+        adapters = placed(model, dict.fromkeys(found))
+        known: dict[str, str] = {}
+        for weight, several in adapters.items():
+            for one in several:
+                known |= dict.fromkeys(one.keys[: 2 + (self.facts["dora"] is True)], weight)
+            if len(several) > 1 and several[0].expert is None:
+                # each has an A of its own
+                known = {key: owner for key, owner in known.items() if owner != weight}
+        self._rename_magnitudes()
+        lists = name_lists(
+            {
+                "titan has no such adapters": sorted(self._header.keys() - known.keys()),
+                "it lacks": sorted(known.keys() - self._header.keys()),
+            }
+        )
+        if lists or not known:
+            raise EnvironmentProblem(
+                f"the adapters in {self.folder} do not fit this model: {lists or 'there are none'}",
+                hint="merge the adapters with peft (merge_and_unload), and use the merged folder as weights",
+            )
+        return adapters
+
+    def _rename_magnitudes(self) -> None:
+        end = ".lora_magnitude_vector"
+        self._header = {
+            key.removesuffix(".weight") if key.endswith(f"{end}.weight") else key: entry
+            for key, entry in self._header.items()
+        }
+
+    def tensors(self) -> Iterable[tuple[str, Tensor]]:
+        """Yield the adapters' parameters by our names."""
+        for weight in self.weights:
+            a, b, magnitude = self.read(weight)
+            yield from zip(adapter_names(weight), (a, b), strict=True)
+            if magnitude is not None:
+                yield magnitude_name(weight), magnitude
+
+    def require_same(self, adapters: Any) -> None:
+        """Check that a recipe's adapters are of the same kind, and of the same layers.
+
+        Args:
+            adapters: the recipe's converter, see `titancli.converters.lora.Adapters`.
+
+        Raises:
+            TitanError: they differ; names how.
+        """
+        facts = adapters.facts
+        if facts["form"] != "lora":
+            raise TitanError(
+                f"{self.folder} holds LoRA adapters, but this recipe has those of the form {facts['form']}",
+                hint="use the converter lora, or none to merge them",
+            )
+        for name, theirs in self.facts.items():
+            if facts[name] != theirs:
+                raise TitanError(
+                    f"{self.folder} holds adapters with {name} = {theirs}, but this recipe has {facts[name]}",
+                    hint=f"set {name} of the converter to {str(theirs).lower()}",
+                )
+        ours, own = set(adapters.weights), set(self.weights)
+        if ours != own:
+            lists = name_lists({"only there": sorted(own - ours), "only here": sorted(ours - own)})
+            ends = sorted({weight.removesuffix(".weight").rpartition(".")[2] for weight in own})
+            raise TitanError(
+                f"{self.folder} holds adapters of other layers than this recipe: {lists}",
+                hint=f"set targets of the converter to {ends}",
+            )
+
+
+class Merged:
+    """A form that reads a base with adapters merged into it, in fp32."""
+
+    def __init__(self, form: HFForm, adapters: PeftFolder) -> None:
+        self._form, self._adapters = form, adapters
+        self._weights = frozenset(adapters.weights)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._form, name)
+
+    def from_hf(self, name: str, tensors: list[Tensor]) -> Tensor:
+        """Build a parameter, see `titancli.protocols.HFForm`."""
+        made = self._form.from_hf(name, tensors)
+        if name not in self._weights or made.is_meta:
+            return made
+        whole = made.whole() if isinstance(made, Virtual) else made
+        a, b, magnitude = self._adapters.read(name)
+        return merge(whole, a, b, self._adapters.scale, magnitude)
+
+
+@torch.no_grad()
+def fill_adapters(adapters: PeftFolder, parameters: Mapping[str, Tensor]) -> None:
+    """Fill the adapters' parameters, or this rank's parts of them, with those of a folder."""
+    for name, tensor in adapters.tensors():
+        if name in parameters:
+            if tensor.shape != parameters[name].shape:
+                raise EnvironmentProblem(
+                    f"{adapters.folder}: {name} is {list(tensor.shape)}, but the model has "
+                    f"{list(parameters[name].shape)}",
+                    hint="use the base that the adapters were trained on",
+                )
+            put(parameters[name], tensor.contiguous())
+
+
+def merged_form(form: HFForm, adapters: PeftFolder) -> HFForm:
+    """Return the form that reads a base with adapters merged into it."""
+    made: Any = Merged(form, adapters)
+    return made
