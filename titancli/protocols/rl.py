@@ -87,7 +87,8 @@ class Reward(Protocol):
     """Rates one completion with a number; higher is better.
 
     A reward that raises, takes too long, or returns anything but a number counts as failed. Its weight is in
-    its config, see `titancli.registry.defaults`.
+    its config, see `titancli.registry.defaults`. It may have a method `refuses(prompt) -> str | None`, which
+    says why it cannot rate completions of a prompt, the same on every rank: such prompts are skipped.
     """
 
     def __call__(self, prompt: Prompt, completion: Completion) -> float: ...

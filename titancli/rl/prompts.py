@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from titancli.data.chat_template import ChatRefused
@@ -27,8 +28,8 @@ class TokenizedPrompt(NamedTuple):
 
 
 class PromptSource:
-    """The tokenized prompts of a task, without those that are too long for a row or that the chat template
-    rejects."""
+    """The tokenized prompts of a task, without those that are too long for a row, or that the chat template
+    or a reward rejects."""
 
     def __init__(self, task: Task, tokenizer: Any, *, longest: int) -> None:
         """Prepare the prompts of at most `longest` tokens."""
@@ -38,7 +39,13 @@ class PromptSource:
         self.too_long = 0
         """Number of prompts skipped as too long since this process began."""
         self.rejected = 0
-        """Number of prompts that the chat template rejected since this process began."""
+        """Number of prompts that the chat template, or a reward, rejected since this process began."""
+        self._refuses: Callable[[Prompt], str | None] = lambda prompt: None
+        self._strict = False
+
+    def require(self, refuses: Callable[[Prompt], str | None], *, strict: bool) -> None:
+        """Skip prompts for which a function returns a reason, or raise at the first if `strict`."""
+        self._refuses, self._strict = refuses, strict
 
     @property
     def are_messages(self) -> bool:
@@ -82,9 +89,16 @@ class PromptSource:
                     hint='it must return a titancli.protocols.samples.Prompt: Prompt("3+9=", answer="2")',
                 )
             try:
+                if (reason := self._refuses(prompt)) is not None:
+                    raise BadRow(reason)
                 tokens = self._tokens(prompt)
             except (ChatRefused, BadRow) as error:
                 why = str(error.message if isinstance(error, TitanError) else error)
+                if self._strict:
+                    raise TitanError(
+                        f"prompt {tried}: {why}",
+                        hint="fix its row, or set loop.task.strict = false to skip it",
+                    ) from error
                 self.rejected += 1
                 self._skipped(tried, why, first=self.rejected == 1)
                 continue
@@ -100,7 +114,7 @@ class PromptSource:
             self._skipped(tried, why, first=self.too_long == 1)
         raise TitanError(
             f"{TRIES} prompts in a row were skipped; of the last one: {why}",
-            hint="use a larger training.seq_len, or shorter prompts that the chat template accepts",
+            hint="use a larger training.seq_len, or other prompts",
         )
 
     def _skipped(self, number: int, why: str, *, first: bool) -> None:

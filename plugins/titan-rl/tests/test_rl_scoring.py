@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import signal
 import time
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from titan_rl import PATIENCE, ExactMatch, JsonSchema, Length, Numeric, Regex
+from titan_rl import PATIENCE, ExactMatch, JsonSchema, Length, Numeric, Prompts, Regex
+from titan_rl.numbers import last_number
 from titan_rl.scoring import Scorer
-from titancli.errors import RecipeError
+from titancli.data import ByteTokenizer
+from titancli.errors import RecipeError, TitanError
 from titancli.protocols.samples import Completion, Prompt
 from titancli.registry.component import build
+from titancli.rl.prompts import PromptSource
 
 HANGS = 60
 
@@ -47,6 +52,13 @@ SCHEMA = {"type": "object", "required": ["age"], "properties": {"age": {"type": 
         (Numeric(after="####"), "7", "8 #### 7", 1),
         (Numeric(after="####"), "7", "7", 0),
         (Numeric(tolerance=0.1), "100", "109.9", 1),
+        (Numeric(), "3/4", "It is 0.75.", 1),
+        (Numeric(), "3/4", "It is 4.", 0),
+        (Numeric(), r"\frac{3}{4}", r"so $\boxed{\dfrac34}$.", 1),
+        (Numeric(), r"\boxed{\frac{3}{4}}", "4", 0),
+        (Numeric(), "1/3", "0.3333", 0),
+        (Numeric(tolerance=1e-3), "1/3", "0.3333", 1),
+        (Numeric(), "12/4 of them", "12/4 = 3", 1),
         (JsonSchema(schema=SCHEMA), None, '{"age": 3}', 1),
         (JsonSchema(schema=SCHEMA), None, '```json\n{"age": 3}\n```', 1),
         (JsonSchema(schema=SCHEMA), None, '{"age": "3"}', 0),
@@ -55,6 +67,98 @@ SCHEMA = {"type": "object", "required": ["age"], "properties": {"age": {"type": 
 )
 def test_a_reward(config: Any, answer: str | None, text: str, reward: float) -> None:
     assert build(config)(Prompt("?", answer), said(text)) == reward
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    {
+        "3/4": "3/4",
+        "-3/4": "-3/4",
+        "\u22123 / 4": "-3/4",
+        "3\u20444": "3/4",
+        "1 1/2": "3/2",
+        "-1 1/2": "-3/2",
+        "step 2 5/3": "5/3",
+        r"\frac{3}{4}": "3/4",
+        r"-\frac{3}{4}": "-3/4",
+        r"\frac{-3}{4}": "-3/4",
+        r"\dfrac34": "3/4",
+        r"\tfrac { 1.5 } { 2 }": "3/4",
+        r"2\frac{1}{2}": "5/2",
+        r"\frac{1,000}{3}": "1000/3",
+        "1\u00bd cups": "3/2",
+        "\u2153": "1/3",
+        "1,234.50": "1234.5",
+        "12{,}345": "12345",
+        r"12\,345": "12345",
+        "1.5e3": "1500",
+        ".5": "1/2",
+        "75%": "75",
+        r"75\%": "75",
+        "$5": "5",
+        "5 km/h": "5",
+        r"90^\circ": "90",
+        r"\boxed{72}": "72",
+        r"5\text{ cm}": "5",
+        "48/2 = <<48/2=24>>24 clips\n#### 72": "72",
+        "**Answer: 5**": "5",
+        "- 5": "5",
+        "x = -5": "-5",
+        "1/2 and then 7": "7",
+    }.items(),
+)
+def test_numbers_are_exact(text: str, value: str) -> None:
+    assert last_number(text) == Fraction(value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            r"\sqrt{2}",
+            r"2\sqrt{3}",
+            r"\frac{\pi}{4}",
+            r"\frac{x}{2}",
+            "10^5",
+            "2^{10}",
+            r"5\pi",
+            "3x",
+            "2x+3",
+        ),
+        *("5 + 7", "x - 7", r"\frac{1}{0}", "1/0", "3/4/2024", "1e999999999", "9" * 5000, "none", "", "3/x"),
+        *("\u221a2", r"3 \times 10^5", r"\sqrt[3]{7}", "a_1"),
+    ],
+)
+def test_expressions_are_no_numbers(text: str) -> None:
+    reward = build(Numeric())
+    assert last_number(text) is None and reward(Prompt("?", "2"), said(text)) == 0.0
+    assert "does not end with a number" in reward.refuses(Prompt("?", text))
+    with pytest.raises(ValueError, match="does not end with a number"):
+        reward(Prompt("?", text), said("2"))
+
+
+def test_rows_without_a_value_are_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """They are named and counted, and end a run only if the task is strict, or nothing is left."""
+    answers = ["3/4", r"\sqrt{2}", "7", r"\pi"]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": "a", "answer": one}) + "\n" for one in answers))
+    task = build(Prompts(path=str(path), shuffle=False), seed=0)
+    scorer = Scorer([Numeric(), Length(free=1, limit=2)], 1.0)
+
+    def source(strict: bool = False) -> PromptSource:
+        found = PromptSource(task, build(ByteTokenizer()), longest=9)
+        found.require(scorer.refuses, strict=strict)
+        return found
+
+    prompts = source()
+    assert [one.prompt.answer for one in prompts.take(3)] == ["3/4", "7", "3/4"] and prompts.rejected == 2
+    assert caplog.text.count("skipped prompt 1: the reward numeric cannot rate it: the prompt's answer") == 1
+    with pytest.raises(TitanError, match="prompt 1: the reward numeric cannot rate it"):
+        source(strict=True).take(3)
+    path.write_text(json.dumps({"prompt": "a"}) + "\n")
+    task = build(Prompts(path=str(path)), seed=0)
+    with pytest.raises(TitanError, match=r"were skipped; of the last one: the reward numeric .* no answer"):
+        source().take(1)
 
 
 def test_length_costs_more_and_more() -> None:

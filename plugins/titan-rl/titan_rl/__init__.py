@@ -136,7 +136,10 @@ class Regex:
 
 @component("reward", "numeric", target="titan_rl.rewards:Numeric")
 class Numeric:
-    """1 if the completion's last number equals the answer's last number."""
+    """1 if the completion's last number equals the answer's; fractions are numbers (3/4, \\frac{3}{4}).
+
+    A row whose answer is another expression is skipped and counted.
+    """
 
     weight: float = 1.0
     """Factor of this reward."""

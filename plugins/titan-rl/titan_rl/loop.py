@@ -38,6 +38,7 @@ def build(
     if config.moe_replay != "none":
         record_routes(generator)
     scorer = Scorer(config.rewards, config.reward_timeout, config.reward_concurrency)
+    data.require(scorer.refuses, strict=getattr(config.task, "strict", False))
     advantage = build_component(config.advantage)
     learner = Learner(config, engine, run, advantage)
     evaluation = Evaluation(config, engine, data, tokenizer, generator, scorer, run.batch_shape[1])

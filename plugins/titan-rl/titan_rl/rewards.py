@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+from fractions import Fraction
 from typing import TYPE_CHECKING
 
+from titan_rl.numbers import last_number
 from titancli.errors import RecipeError
 from titancli.protocols.samples import Completion, Prompt
 
 if TYPE_CHECKING:
     import titan_rl as rl
 
-NUMBER = re.compile(r"[-+\u2212]?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+\u2212]?\d+)?")
-"""A comma is part of a number only between thousands: `(3,4)` ends with 4. U+2212 is also a minus."""
 FENCED = re.compile(r"\s*```(?:json)?\s*\n(.*?)\n?\s*```\s*\Z", re.DOTALL)
 
 
@@ -51,19 +51,27 @@ class Numeric:
     """1 if the last number of the completion equals that of the answer."""
 
     def __init__(self, config: rl.Numeric) -> None:
-        self._tolerance, self._after = config.tolerance, config.after
+        self._tolerance, self._after = Fraction(config.tolerance), config.after
+
+    def refuses(self, prompt: Prompt) -> str | None:
+        """Return why a prompt's answer cannot be compared with numbers; None if it can."""
+        if prompt.answer is None:
+            return "the prompt has no answer to compare to"
+        if last_number(prompt.answer) is None:
+            return f"the prompt's answer {prompt.answer[-80:]!r} does not end with a number or a fraction"
+        return None
 
     def __call__(self, prompt: Prompt, completion: Completion) -> float:
-        right = _last_number(_answer(prompt))
+        right = last_number(_answer(prompt))
         if right is None:
-            raise ValueError(f"the prompt's answer {prompt.answer!r} contains no number")
+            raise ValueError(self.refuses(prompt))
         text = completion.text
         if self._after is not None:
             _, marker, text = text.rpartition(self._after)
             if not marker:
                 return 0.0
-        said = _last_number(text)
-        return float(said is not None and abs(said - right) <= self._tolerance * max(1.0, abs(right)))
+        said = last_number(text)
+        return float(said is not None and abs(said - right) <= self._tolerance * max(Fraction(1), abs(right)))
 
 
 class JsonSchema:
@@ -109,8 +117,3 @@ def _answer(prompt: Prompt) -> str:
     if prompt.answer is None:
         raise ValueError("the prompt has no answer to compare to")
     return prompt.answer
-
-
-def _last_number(text: str) -> float | None:
-    found = NUMBER.findall(text)
-    return float(found[-1].replace(",", "").replace("\u2212", "-")) if found else None

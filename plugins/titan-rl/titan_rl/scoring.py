@@ -90,6 +90,14 @@ class Scorer:
         """The names of the rewards; repeated names are numbered."""
         return [reward.name for reward in self._rewards]
 
+    def refuses(self, prompt: Prompt) -> str | None:
+        """Return why some reward cannot rate completions of a prompt; None if all can."""
+        for name, _, reward in self._rewards:
+            refuses = getattr(reward, "refuses", None)  # bound methods and the like take no defaults
+            if refuses is not None and (why := refuses(prompt)) is not None:
+                return f"the reward {name} cannot rate it: {why}"
+        return None
+
     def score(self, asked: Sequence[tuple[Prompt, Sequence[Completion]]]) -> list[list[Score]]:
         """Return the scores of each prompt's completions."""
         late: Counter[str] = Counter()

@@ -147,6 +147,7 @@ class Evaluation:
             if config.eval_task is not None:
                 task = build(config.eval_task, seed=engine.settings.seed)
                 data = PromptSource(task, tokenizer, longest=seq_len)
+                data.require(scorer.refuses, strict=getattr(config.eval_task, "strict", False))
             every = data.first(config.eval_prompts)
             self._asked = every[engine.mesh.dp_rank :: engine.mesh.degrees.dp]
 
