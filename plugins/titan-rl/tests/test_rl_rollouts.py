@@ -12,9 +12,11 @@ import torch.distributed as dist
 
 from tests.ranks import Ranks
 from titan_rl.recorded import Recorder, read, recorded
-from titan_rl.rollouts import Rollouts, Sampled, sample
+from titan_rl.rollouts import Rollouts
+from titan_rl.sampled import Sampled, sample
 from titan_rl.scoring import Score
 from titan_rl.steps import Learner
+from titancli.distributed.together import Ranks as Together
 from titancli.errors import EnvironmentProblem, TitanError
 from titancli.protocols.samples import Completion, Prompt, Sample
 from titancli.rl.prompts import TokenizedPrompt
@@ -126,10 +128,13 @@ def test_prompts_that_teach_nothing_are_replaced_by_others_that_do() -> None:
         made = [[MADE] * 2] * len(totals)
         return Rollouts(Sampled(asked, made), [[Score(total=x) for x in row] for row in totals], config)
 
-    kept = of("a", (1, 1), (0, 1), (0, 0)).filled_up(of("b", (0, 0), (1, 0), (0, 0)))
+    def filled(kept: Rollouts, more: Rollouts) -> Rollouts:
+        return kept.filled_up(more, more._sampled.asked, Together())
+
+    kept = filled(of("a", (1, 1), (0, 1), (0, 0)), of("b", (0, 0), (1, 0), (0, 0)))
     assert [asked.prompt.text for asked in kept._sampled.asked] == ["b1", "a1", "a2"]
     assert kept.alike.tolist() == [False, False, True] and kept.resampled == 1
-    again = kept.filled_up(of("c", (0, 0), (1, 0), (0, 3)))
+    again = filled(kept, of("c", (0, 0), (1, 0), (0, 3)))
     assert [asked.prompt.text for asked in again._sampled.asked] == ["b1", "a1", "c1"]
     assert not again.alike.any() and again.resampled == 2
 

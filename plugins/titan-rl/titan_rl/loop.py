@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from titan_rl.failures import Failures
 from titan_rl.recorded import Recorder
-from titan_rl.rollouts import Stopwatch, collect, record_routes
+from titan_rl.rollouts import Stopwatch, collect
+from titan_rl.sampled import record_routes
 from titan_rl.scoring import Scorer
 from titan_rl.steps import Evaluation, Learner, check_fits
 from titancli.registry.component import build as build_component

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_rl.recorded import packed_routes
+from titan_rl.sampled import Sampled, check_routes, sample
 from titancli import phase
 from titancli.distributed.together import Ranks
-from titancli.engine.rng import derive
 from titancli.errors import TitanError
 from titancli.protocols.samples import Completion, Sample
 from titancli.rl.prompts import PromptSource, TokenizedPrompt
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from titan_rl.scoring import Score, Scorer
     from titancli.engine import Engine
     from titancli.protocols import Advantage, Generator
-    from titancli.protocols.samples import Prompt
 
 REASONS = {
     "masked": "ran out of room (loop.mask_truncated = true)",
@@ -58,23 +56,6 @@ class Stopwatch:
         self.seconds[name], self._since = before + now - self._since, now
 
 
-# ------------------------------------------------------------------------------------------------ sampling
-
-
-@dataclass(frozen=True)
-class Sampled:
-    """This rank's prompts of a step, and their completions."""
-
-    asked: list[TokenizedPrompt]
-    completions: list[list[Completion]]
-    version: int = 0
-    """Optimizer steps of the weights that sampled."""
-
-    @property
-    def pairs(self) -> list[tuple[Prompt, Sequence[Completion]]]:
-        return [(asked.prompt, made) for asked, made in zip(self.asked, self.completions, strict=True)]
-
-
 def collect(
     config: GrpoLoop,
     engine: Engine,
@@ -87,135 +68,24 @@ def collect(
     """Sample completions of a step's prompts and score them; with `resample_zero_std` do so again for those
     whose completions all have the same reward. Collective."""
 
-    def collected(times: int) -> Rollouts:
-        asked = data.take(config.prompts)
+    def collected(asked: list[TokenizedPrompt], times: int) -> Rollouts:
         with phase("sample"):
             sampled = sample(generator, engine, asked, config.samples, seq_len, times * config.prompts)
         if config.moe_replay != "none":
-            _check_routes(sampled, type(generator).__name__)
+            check_routes(sampled, type(generator).__name__)
         clock.lap("sample_seconds", more=True)
         with phase("reward"):
             found = Rollouts(sampled, scorer.score(sampled.pairs), config)
         clock.lap("reward_seconds", more=True)
         return found
 
-    kept = collected(0)
+    kept, ranks = collected(data.take(config.prompts), 0), Ranks(engine.mesh.dp_group)
     for times in range(1, 1 + config.resample_zero_std):
         if not summed({"alike": float(kept.alike.any())}, engine)["alike"]:
             break
-        kept = kept.filled_up(collected(times))
+        asked = data.take(config.prompts)
+        kept = kept.filled_up(collected(asked, times), asked, ranks)
     return kept
-
-
-def sample(
-    generator: Generator,
-    engine: Engine,
-    asked: Sequence[TokenizedPrompt],
-    samples: int,
-    seq_len: int,
-    number: int = 0,
-) -> Sampled:
-    """Continue this rank's share of a step's prompts, which are numbered from `number` on; seeds are of
-    (seed, step, prompt, sample)."""
-    share = len(asked) // engine.mesh.degrees.dp
-    first = engine.mesh.dp_rank * share
-    seeds = [
-        [derive(engine.settings.seed, "sample", engine.step, number + prompt, one) for one in range(samples)]
-        for prompt in range(first, first + share)
-    ]
-    made = continued(generator, asked[first : first + share], seeds, seq_len)
-    return replace(made, version=engine.version)
-
-
-def continued(
-    generator: Generator,
-    asked: Sequence[TokenizedPrompt],
-    seeds: list[list[int]],
-    seq_len: int,
-    *,
-    greedy: bool = False,
-) -> Sampled:
-    limits = [seq_len + 1 - len(one.tokens) for one in asked]
-    made = generator.sample([one.tokens for one in asked], seeds, limits, greedy=greedy)
-    _check_made(made, [len(row) for row in seeds], type(generator).__name__)
-    return Sampled(list(asked), made)
-
-
-def _check_made(made: Any, wanted: list[int], name: str) -> None:
-    """
-    Raises:
-        TitanError: what a generator returned is not each prompt's completions, one for each seed.
-    """
-    if not isinstance(made, Sequence) or not all(isinstance(row, Sequence) for row in made):
-        raise TitanError(
-            f"the generator {name} returned a {type(made).__name__} that is not a list of lists",
-            hint="sample(...) returns for each prompt a list of its completions, one for each seed",
-        )
-    if (found := [len(row) for row in made]) != wanted:
-        raise TitanError(
-            f"the generator {name} returned {found} completions for the prompts of this rank, which have "
-            f"{wanted} seeds"
-        )
-    if wrong := [type(one).__name__ for row in made for one in row if not isinstance(one, Completion)]:
-        raise TitanError(
-            f"the generator {name} returned a {wrong[0]} as a completion",
-            hint="it must be a titancli.protocols.samples.Completion",
-        )
-    for one in (one for row in made for one in row):
-        _check_log_probs(one, name)
-
-
-def _check_log_probs(made: Completion, name: str) -> None:
-    """
-    Raises:
-        TitanError: there is not one finite number for each token.
-    """
-    found = [] if made.logprobs is None else made.logprobs
-    if len(found) != len(made.tokens):
-        raise TitanError(
-            f"the generator {name} returned a completion of {len(made.tokens)} tokens with {len(found)} "
-            f"log-probabilities",
-            hint="it must return one for each sampled token",
-        )
-    if wrong := [value for value in found if not math.isfinite(value)]:
-        raise TitanError(
-            f"the generator {name} returned a log-probability of {float(wrong[0])}",
-            hint="it must return those of the model at its temperature, without top-k or top-p",
-        )
-
-
-def record_routes(generator: Generator) -> None:
-    """Have a generator record the experts that tokens visit.
-
-    Raises:
-        TitanError: it cannot.
-    """
-    if generator.record_routes is None:
-        raise TitanError(
-            f"loop.moe_replay: the generator {type(generator).__name__} cannot record which experts tokens "
-            "visit: it has no record_routes",
-            hint='set loop.moe_replay = "none", or loop.generator = "local"',
-        )
-    generator.record_routes()
-
-
-def _check_routes(sampled: Sampled, name: str) -> None:
-    """
-    Raises:
-        TitanError: a completion does not have the routes of its prompt and its tokens.
-    """
-    for asked, made in zip(sampled.asked, sampled.completions, strict=True):
-        for one in made:
-            tokens = len(asked.tokens) + len(one.tokens)
-            if one.routes is None or len(one.routes) not in (tokens - 1, tokens):
-                what = "no routes" if one.routes is None else f"routes of {len(one.routes)}"
-                raise TitanError(
-                    f"the generator {name} returned {what} for a prompt and a completion of {tokens} tokens",
-                    hint="with loop.moe_replay it must return those of all tokens; the last may be missing",
-                )
-
-
-# ------------------------------------------------------------------------------------------------ rollouts
 
 
 class Rollouts:
@@ -245,18 +115,35 @@ class Rollouts:
         self.flat = False
         """True if the rewards of all ranks leave nothing to learn; `rate` compares them."""
 
-    def filled_up(self, more: Rollouts) -> Rollouts:
-        """Return these with prompts of `more` that can be learned from in place of those that cannot."""
+    def filled_up(self, more: Rollouts, prompts: Sequence[TokenizedPrompt], ranks: Ranks) -> Rollouts:
+        """Return these with prompts of `more` that can be learned from in place of those that cannot.
+        Collective.
+
+        Both are numbered over all ranks, so that the result does not depend on how many there are.
+
+        Args:
+            prompts: those of `more` on all ranks.
+        """
+        share = len(self.alike)
+        alike, others = zip(*ranks.gather((self.alike.tolist(), more.alike.tolist())), strict=True)
+        places = [number for number, flag in enumerate(chain(*alike)) if flag]
+        better = [number for number, flag in enumerate(chain(*others)) if not flag]
+        moves = dict(zip(places, better, strict=False))
+        first = ranks.rank * share
+        own = {
+            first + at: (more._sampled.completions[at], more._scores[at])
+            for at in range(share)
+            if first + at in moves.values()
+        }
+        given = {number: row for rows in ranks.gather(own) for number, row in rows.items()}
         sampled, scores = self._sampled, list(self._scores)
         asked, completions = list(sampled.asked), list(sampled.completions)
-        places = self.alike.nonzero().flatten().tolist()
-        better = (~more.alike).nonzero().flatten().tolist()
-        for place, other in zip(places, better, strict=False):
-            asked[place] = more._sampled.asked[other]
-            completions[place] = more._sampled.completions[other]
-            scores[place] = more._scores[other]
+        mine = {place - first: other for place, other in moves.items() if 0 <= place - first < share}
+        for place, other in mine.items():
+            asked[place] = prompts[other]
+            completions[place], scores[place] = given[other]
         kept = Rollouts(Sampled(asked, completions, sampled.version), scores, self._config)
-        kept.resampled = self.resampled + min(len(places), len(better))
+        kept.resampled = self.resampled + len(mine)
         return kept
 
     def rate(self, advantage: Advantage, engine: Engine) -> None:
@@ -288,9 +175,9 @@ class Rollouts:
         found = []
         for number in range(first, first + count):
             asked, made = self._sampled.asked[number], self._sampled.completions[number]
-            for sample, completion in enumerate(made):
-                if self.counted[number, sample] and not self._masks(completion):
-                    advantage = float(self.advantages[number, sample])
+            for place, completion in enumerate(made):
+                if self.counted[number, place] and not self._masks(completion):
+                    advantage = float(self.advantages[number, place])
                     found.append(Sample.of(asked.tokens, completion, advantage))
         return found
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from titan_rl.rollouts import ROUNDING, Rollouts, continued, counts, summed
+from titan_rl.rollouts import ROUNDING, Rollouts, counts, summed
+from titan_rl.sampled import continued
 from titancli import phase
 from titancli.errors import RecipeError, TitanError
 from titancli.loops.reference import Reference
