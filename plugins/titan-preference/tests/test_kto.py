@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from test_trl_pairs import ASK, CHATML, said, tokenizer_folder
 
 from tests.data.helpers import global_rows, make
 from titan_preference import ApoZeroUnpaired, Kto, Unpaired
-from titan_preference.kto import another, answers_of, mismatched
+from titan_preference.kto import Compared, another, answers_of, mismatched
 from titan_testing import check_plugin
 from titancli import IGNORE, Batch, build
 from titancli.data import HFTokenizer
@@ -241,6 +242,44 @@ def test_an_answer_that_does_not_fit_behind_another_prompt_is_cut(tmp_path: Path
     alone = Batch({name: tensor[:1] for name, tensor in batch.items()})
     [nothing] = mismatched([alone], Ranks(), 0, 29)
     assert (nothing["targets"] == IGNORE).all()
+
+
+class Told:
+    """An engine, or a reference, that gives each row's targets the same log-probability, by the row's
+    number."""
+
+    def __init__(self, *sums: float) -> None:
+        self._sums, self.device = torch.tensor(sums, dtype=torch.float64), torch.device("cpu")
+        self.mesh = SimpleNamespace(dp_group=None, dp_rank=0)
+        self.loss = build(CASES["kto"])
+
+    def call(self, verb: str) -> Any:
+        return SimpleNamespace(agreed=nullcontext, given=lambda words: None)
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        there = (batch["targets"] != IGNORE).double()
+        shares = self._sums[: len(there), None] / there.sum(1, keepdim=True).clamp(min=1)
+        return there * shares
+
+    log_probs = forward
+
+
+@pytest.mark.parametrize("shift", [-2.0, -0.01, 0.8])
+def test_the_divergence_is_never_negative(tmp_path: Path, shift: float) -> None:
+    """The estimate is a mean of log-ratios, which may be below 0; TRL's, as the paper's, is 0 then."""
+    config = Unpaired(path=write(tmp_path, ROWS), repeat=False, shuffle=False)
+    [batch] = list(make(config, seq_len=64, rows=len(ROWS) + 1))  # the last row is empty
+    assert not (batch["targets"][-1] != IGNORE).any()
+    spread = torch.tensor([1.0, -1.0, 2.0, -2.0, 0.0, 9.0], dtype=torch.float64)
+    engine, reference = Told(*(spread + shift).tolist()), Told(*[0.0] * 6)
+    [found] = Compared(engine, reference, 64)([batch])  # type: ignore[arg-type]
+    assert found["kl"].tolist() == pytest.approx([max(0.0, shift)] * 6, abs=1e-6)
+    # The same number in TRL's trainer: its own clamp is applied to what `trls` gives it.
+    out, given = problem(shift)
+    expected = trls("kto", CASES["kto"], out, given)
+    kl = torch.full_like(given["kl"], found["kl"][0].item())
+    result = engine.loss(out, Batch({**given, "kl": kl}))
+    assert (result.sum / result.weight).item() == pytest.approx(expected.item(), rel=1e-6)
 
 
 # -------------------------------------------------------------------------------------------------- the data
