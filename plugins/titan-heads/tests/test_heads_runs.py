@@ -26,6 +26,7 @@ from titan_heads.model import outputs
 from titan_proof.digests import read_digests
 from titan_testing import run_cli
 from titancli import Batch, Engine, Sample, TitanError, build
+from titancli.data.jsonl import BadRow
 from titancli.observe.events import read_events
 from titancli.protocols.samples import Completion, Prompt
 
@@ -139,6 +140,8 @@ def test_a_reward_model_with_adapters_exports_whole_and_rates_completions(
         assert score == pytest.approx(outputs(engine, [engine.tokenizer.chat(talk)]).item(), abs=1e-6)
     with pytest.raises(TitanError, match="more than 64 of the reward model's rows"):
         rate(Prompt("x" * 80), answer)
+    with pytest.raises(BadRow, match="chat template takes no 'tools'"):  # a prompt's own are not dropped
+        rate(Prompt("q", options={"tools": [{"type": "function"}]}), answer)
     assert train(*OF_REWARD, "training.steps=1", "checkpoint.enable=false", "--run-dir", "kept").code == 0
     for checkpoint, why in (
         ("plain", "is not of a reward model"),

@@ -16,6 +16,7 @@ from titan_heads.hf import SCORE
 from titan_heads.losses import Embedding, Scores
 from titancli import IGNORE, Batch, Engine, Sample, build
 from titancli.checkpoint import LOCK, newest_good, open_weights
+from titancli.data.prompt import prompt_ids
 from titancli.errors import RecipeError, TitanError
 from titancli.models.blocks.state import named_state
 from titancli.recipe import load_recipe
@@ -125,7 +126,8 @@ class RewardModel:
             TitanError: the conversation is longer than the reward model's rows.
         """
         asked = [*prompt.messages] or [{"role": "user", "content": prompt.text}]
-        ids = self._tokenizer.chat([*asked, {"role": "assistant", "content": completion.text}])
+        talk = [*asked, {"role": "assistant", "content": completion.text}]
+        ids = prompt_ids(self._tokenizer, talk, options=prompt.options, add_generation_prompt=False)
         if len(ids) > self._longest:
             raise TitanError(
                 f"it has {len(ids)} tokens, more than {self._longest} of the reward model's rows"
