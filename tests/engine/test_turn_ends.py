@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from tests.ranks import Ranks
 from tests.run.conftest import Finished, here, train
 from titancli import Engine, Sample, SamplingParams
 from titancli.checkpoint.hf.kept import end_ids, kept_of, with_ends
+from titancli.cli import main
 from titancli.errors import EnvironmentProblem
 from titancli.generate.source import find_source
 
@@ -63,7 +65,9 @@ def continued(engine: Engine) -> list[int]:
     return made.tokens
 
 
-def test_the_end_of_turns_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_end_of_turns_is_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A base model that ends at <|endoftext|> is trained on ChatML: its export ends at <|im_end|>."""
     from transformers import AutoModelForCausalLM
 
@@ -82,6 +86,15 @@ def test_the_end_of_turns_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     made = theirs.generate(torch.tensor([asked]), max_new_tokens=8, do_sample=False)
     assert made[0].tolist() == asked + said
+    # An export of an earlier version knows the base's end alone: answers to messages end all the same.
+    old = tmp_path / "old"
+    shutil.copytree(tmp_path / "out", old)
+    (old / "generation_config.json").write_text(json.dumps({"eos_token_id": EOS}))
+    capsys.readouterr()
+    settings = ("--chat", "--temperature", "0", "--max-new-tokens", "8", "--json")
+    assert main(["generate", str(old), TALK[0]["content"], *settings]) == 0
+    [[told]] = [row["completions"] for row in json.loads(capsys.readouterr().out)["prompts"]]
+    assert (told["finish_reason"], told["text"]) == ("eos", "bc")
     for src in ("step-1", "out"):
         source = find_source(tmp_path / src, tokenizer=None, component=None, say=print)
         assert source.end_ids == {EOS, END}

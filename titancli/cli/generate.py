@@ -143,13 +143,14 @@ def _generate(
     import torch
 
     from titancli.generate.complete import complete
-    from titancli.generate.source import choose_device, encode, encode_chat, find_source, load_model
+    from titancli.generate.source import choose_device, encode, encode_chat, find_source, load_model, of_turns
     from titancli.protocols.samples import SamplingParams
 
     place = choose_device(device)
     dtype = dtype or ("float32" if place.type == "cpu" else "bfloat16")
     started = time.monotonic()
     source = find_source(src, tokenizer=tokenizer, component=model_component, say=note)
+    source = of_turns(source) if chat else source
     prompts = encode_chat(source, texts, system=system) if chat else encode(source, texts, bos=bos)
     params = SamplingParams(
         max_tokens=rest["max_new_tokens"],

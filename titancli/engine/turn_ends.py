@@ -30,7 +30,7 @@ def trains_on_turns(recipe: Recipe) -> bool:
     dataset, task = recipe.dataset, recipe.loop.task
     if dataset is not None:
         return bool(dataset.of_conversations and dataset.predicts_tokens)
-    return task is not None and bool(task.of_conversations)
+    return bool(getattr(task, "of_conversations", False))  # a loop may call something else its task
 
 
 def stop_at_turns(engine: EngineCore) -> None:

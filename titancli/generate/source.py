@@ -59,6 +59,12 @@ class Source:
         return component_info(self.config).name
 
 
+def of_turns(source: Source) -> Source:
+    """Return a source that also ends where its chat template ends turns, for answers to messages."""
+    ends = frozenset(source.tokenizer.turn_ends or ())
+    return dataclasses.replace(source, end_ids=source.end_ids | ends)
+
+
 def find_source(src: Path, *, tokenizer: str | None, component: str | None, say: Say) -> Source:
     """Find what SRC names, and check everything but the weights' values.
 
