@@ -138,3 +138,32 @@ def test_middles_are_filled_in_as_in_training(tmp_path: Path) -> None:
 def test_special_tokens_have_names() -> None:
     tokenizer = ByteTokenizer()
     assert tokenizer.decode_special([104, 256, 256, 105, 300]) == "h<256><256>i<300>"
+
+
+def test_check_all_rows(titan: Titan, chats: str) -> None:
+    done = titan("data", "show", chats, "--recipe", "sft_debug", "--check", "--strict")
+    assert done.code == 0, done.err
+    assert done.out.splitlines() == [f"checked 2 rows of {chats}: no findings"]
+    with open(chats, "a") as file:
+        file.write('{"messages": [{"role": "user", "content": "a"}]}\n' * 3)
+        file.write(json.dumps({"messages": [{"role": "assistant", "content": "a" * 300}]}) + "\n")
+    lines = [
+        f"checked 6 rows of {chats}:",
+        f"3 of 6 rows: {Path(chats).absolute()}, line 3: it is skipped: it has no assistant message",
+        f"1 of 6 rows: {Path(chats).absolute()}, line 6: it is truncated: it has 311 tokens, and a row holds "
+        "257 (training.seq_len)",
+    ]
+    for more, code in ((), 0), (("--strict",), 5):
+        done = titan("data", "show", chats, "--recipe", "sft_debug", "--check", *more)
+        assert (done.code, done.out.splitlines()) == (code, lines)
+
+
+def test_check_needs_conversations(titan: Titan, chats: str) -> None:
+    dataset = "[dataset]\ntype = 'jsonl'\npaths = ['c.jsonl']\ntext = 'messages'\n"
+    Path("text.toml").write_text(f"extends = 'titan:llama3_debug'\n{dataset}")
+    done = titan("data", "show", chats, "--recipe", "text.toml", "--check")
+    assert done.code == 2 and "does not read conversations or pairs" in done.err
+    done = titan("data", "show", chats, "--recipe", "sft_debug", "--strict")
+    assert done.code == 2 and "--strict goes with --check" in done.err
+    done = titan("data", "show", chats, "--check")
+    assert done.code == 2 and "--recipe RECIPE --check" in done.err

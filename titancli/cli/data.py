@@ -35,6 +35,8 @@ NOTE_SECONDS = 30.0
 )
 @click.option("-n", "count", type=click.IntRange(1), default=3, show_default=True, help="Rows of FILE.")
 @click.option("--ids", is_flag=True, help="Print the ids of the tokens of FILE too.")
+@click.option("--check", is_flag=True, help="Check all rows of FILE instead of printing the first.")
+@click.option("--strict", is_flag=True, help="With --check, exit with 5 if anything is found.")
 @JSON
 def show(
     out: Path,
@@ -43,25 +45,36 @@ def show(
     recipe: str | None,
     count: int,
     ids: bool,
+    check: bool,
+    strict: bool,
     as_json: bool,
-) -> None:
+) -> int:
     """Show the token shards in OUT: their tokenizer, sources, counts and a histogram of document lengths.
 
     With --document, print one document instead, counted from 0: its text, if its tokenizer is given, else its
     ids.
 
     For any other FILE or folder, with --recipe: its first rows, as the recipe's dataset makes them and the
-    model sees them: where each document ends, the roles of messages, and which tokens are targets.
+    model sees them: where each document ends, the roles of messages, and which tokens are targets. With
+    --check, all rows of conversations or pairs are checked as a run checks the first 100 at its start: rows
+    that are skipped or truncated, contents that the chat template leaves out, turns that do not end, BOS
+    twice, special tokens in texts.
     """
     from titancli.data.shards import INDEX, read_index
 
     if recipe is not None and document is None and not (out / INDEX).is_file():
         if as_json or tokenizer is not None:
             raise UsageError("rows of a file are shown as text, with the tokenizer of the recipe")
-        from titancli.cli.show_rows import show_rows
+        from titancli.cli.show_rows import check_rows, show_rows
 
+        if strict and not check:
+            raise UsageError("--strict goes with --check")
+        if check:
+            return check_rows(out, recipe, strict=strict)
         show_rows(out, recipe, count, ids=ids)
-        return
+        return EXIT_OK
+    if check or strict:
+        raise UsageError("rows of a file are checked: titan data show FILE --recipe RECIPE --check")
     if ids:
         raise UsageError("--ids goes with rows of a file: titan data show FILE --recipe RECIPE --ids")
     if document is None and (tokenizer is not None or recipe is not None):
@@ -74,13 +87,13 @@ def show(
     index = read_index(out)
     if document is not None:
         _print_document(index, document, tokenizer, recipe, as_json)
-        return
+        return EXIT_OK
     from titancli.data.shards.reader import lengths
 
     counts = lengths(index)
     if as_json:
         print_json("token-shards", {**index.facts(), "lengths": counts})
-        return
+        return EXIT_OK
     rows = [
         ("tokens", f"{index.tokens:,} ({index.dtype})"),
         ("documents", f"{index.documents:,}, {index.tokens / index.documents:,.1f} tokens each on average"),
@@ -97,6 +110,7 @@ def show(
         ("tokens of a document", "documents", ""),
         [(name, f"{count:,}", "#" * -(-BAR * count // most)) for name, count in counts.items()],
     )
+    return EXIT_OK
 
 
 @click.command("verify", short_help="Read every byte of token shards, or of the data of a run or recipe.")

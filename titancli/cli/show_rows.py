@@ -1,4 +1,4 @@
-"""`titan data show FILE --recipe RECIPE`: the first rows of data as a model sees them."""
+"""`titan data show FILE --recipe RECIPE`: the first rows of data as a model sees them, or a check of all."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import click
 
-from titancli.errors import UsageError
+from titancli.errors import EXIT_ENVIRONMENT, EXIT_OK, UsageError
 from titancli.recipe import load_recipe
 from titancli.terminal import printable
 
@@ -41,17 +41,13 @@ def show_rows(path: Path, recipe: str, count: int, *, ids: bool) -> None:
         UsageError: the recipe has no dataset that reads files.
         TitanError: the data cannot be read.
     """
-    loaded = load_recipe(recipe, runnable=False).recipe
-    if loaded.dataset is None or loaded.tokenizer is None:
-        lacks = "dataset" if loaded.dataset is None else "tokenizer"
-        raise UsageError(f"{recipe} has no {lacks}", hint="give a recipe with [dataset] and [tokenizer]")
-    config, training = reading(loaded.dataset, path), loaded.training
+    loaded, config = _read_as(path, recipe)
+    training = loaded.training
     from titancli.registry.component import build, component_info
 
     tokenizer = build(loaded.tokenizer)
     roles = Roles(tokenizer)
-    shape = {"seq_len": training.seq_len, "rows": training.local_batch_size}
-    dataset = build(config, tokenizer=tokenizer, **shape, dp_rank=0, dp_size=1, seed=training.seed)
+    dataset = _dataset(config, training, tokenizer)
     rows = f"rows of {training.seq_len} tokens"
     print(f"{path}, as {component_info(config).name} with {rows}{_format(config)}")
     shown = 0
@@ -67,6 +63,51 @@ def show_rows(path: Path, recipe: str, count: int, *, ids: bool) -> None:
             break
     if not shown:
         raise UsageError(f"{path} has no row with targets for this recipe", hint="check the skipped rows")
+
+
+def check_rows(path: Path, recipe: str, *, strict: bool) -> int:
+    """Check all rows that the recipe's dataset makes of a file or folder, and print what is found.
+
+    Args:
+        strict: return the exit code of damaged data if anything but truncated rows is found.
+
+    Raises:
+        UsageError: the recipe has no dataset of conversations or pairs.
+        TitanError: the data cannot be read.
+    """
+    loaded, config = _read_as(path, recipe)
+    from titancli.observe.metrics import collector
+    from titancli.registry.component import build
+
+    if hasattr(config, "strict"):
+        config = replace(config, strict=False)  # all findings, not the first
+    with collector.muted():  # the first rows are not checked on their own
+        dataset = _dataset(config, loaded.training, build(loaded.tokenizer))
+        check = getattr(dataset, "check", lambda: None)()
+    if check is None:
+        raise UsageError(
+            f"{recipe} does not read conversations or pairs, which alone are checked",
+            hint='give a recipe whose dataset is "chat", "preference" or "unpaired"',
+        )
+    rows = f"{check.rows:,} row{'s' * (check.rows != 1)} of {path}"
+    print("\n".join([f"checked {rows}: {'' if check.lines() else 'no findings'}".rstrip(), *check.lines()]))
+    return EXIT_ENVIRONMENT if strict and (check.faults or not check.rows) else EXIT_OK
+
+
+def _read_as(path: Path, recipe: str) -> tuple[Any, Any]:
+    """Return a recipe, and the config of its dataset for a file or folder."""
+    loaded = load_recipe(recipe, runnable=False).recipe
+    if loaded.dataset is None or loaded.tokenizer is None:
+        lacks = "dataset" if loaded.dataset is None else "tokenizer"
+        raise UsageError(f"{recipe} has no {lacks}", hint="give a recipe with [dataset] and [tokenizer]")
+    return loaded, reading(loaded.dataset, path)
+
+
+def _dataset(config: Any, training: Any, tokenizer: Any) -> Any:
+    from titancli.registry.component import build
+
+    shape = {"seq_len": training.seq_len, "rows": training.local_batch_size}
+    return build(config, tokenizer=tokenizer, **shape, dp_rank=0, dp_size=1, seed=training.seed)
 
 
 def reading(config: Any, path: Path) -> Any:

@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 
 from titancli.data import Chat
-from titancli.data.chat_source import CUT, Rows, dataset_of, rows_of
+from titancli.data.chat_source import Rows, dataset_of, rows_of
 from titancli.data.fitting import Conversation, PackedRows
 from titancli.data.jsonl import BadRow
 from titancli.data.prompt import templated
 from titancli.data.remarks import remark
+from titancli.data.row_check import CUT
 from titancli.data.row_formats import SAMPLED, Names, Talk, detected, talk_of, words
 from titancli.data.rows import RowDataset
 from titancli.data.texts import Texts, has_chat_template
@@ -169,6 +170,7 @@ def build(
         ConversationReader(config, tokenizer, seq_len, masked, talk),
         PackedRows(seq_len, tokenizer.eos_id, pack=config.pack),
         {"format": chosen, **{name: getattr(config, name) for name in names}, **others},
+        conversations=lambda one: (one,),
         rows_read=rows,
         templated=chosen not in ("text", "prompt_completion") or has_chat_template(tokenizer),
         tokenizer=tokenizer,

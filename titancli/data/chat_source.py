@@ -7,7 +7,8 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
@@ -18,6 +19,7 @@ from titancli.data import HFDataset, RowsOfExamples
 from titancli.data.chat_template import ChatRefused
 from titancli.data.compressed import Damaged
 from titancli.data.files import TextFile, corpus_identity, find_files
+from titancli.data.fitting import Conversation
 from titancli.data.formats import kind_of_rows
 from titancli.data.hf_datasets import (
     GROUP,
@@ -29,6 +31,7 @@ from titancli.data.hf_datasets import (
 )
 from titancli.data.jsonl import BadRow, BadRows, LineReader, Row, parse
 from titancli.data.remarks import remarks
+from titancli.data.row_check import BAD, CUT, FIRST, RowCheck
 from titancli.data.rows import RowDataset, RowMaker
 from titancli.data.source import document_order
 from titancli.data.tables import without_nulls
@@ -43,8 +46,6 @@ SPLIT = re.compile(
 )
 BUNDLED = "titan:"
 """Prefix of the names of titan's bundled data."""
-CUT = "cut"
-"""The remark on a row that is truncated."""
 
 
 class Rows(Protocol):
@@ -259,6 +260,27 @@ class ChatExamples:
             self._bad.log(where, reason)
             return None
 
+    def check(self, begin: Callable[[], RowCheck], count: int | None = None) -> RowCheck:
+        """Check the first rows, or all. What is found is not said again when these rows are read.
+
+        Args:
+            begin: makes the check.
+
+        Raises:
+            EnvironmentProblem: the data cannot be read.
+        """
+        check = begin()
+        for where, row in self._rows.first(sys.maxsize if count is None else count):
+            try:
+                with remarks() as found, collector.muted():
+                    example = self._example(row)
+            except BadRow as reason:
+                check.bad(where, reason)
+                continue
+            check.row(where, example, found)
+        self._remarked |= {one.kind for one in check.findings}
+        return check
+
     def skipped(self, count: int) -> None:
         """Count bad rows that were skipped."""
         self._bad.skipped += count
@@ -309,6 +331,7 @@ def dataset_of(
     maker: RowMaker,
     settings: Mapping[str, Any],
     *,
+    conversations: Callable[[Any], Iterable[Conversation]] | None = None,
     rows_read: Rows | None = None,
     tokenizer: Tokenizer,
     seq_len: int,
@@ -316,24 +339,32 @@ def dataset_of(
     dp_rank: int,
     **runtime: Any,
 ) -> RowDataset:
-    """Return a dataset of examples.
+    """Return a dataset of examples, after a check of the first rows if these are conversations.
 
     Args:
         kind: name of the component, for messages.
         read: turns a row into an example, or raises BadRow or ChatRefused.
         maker: turns examples into rows of batches.
         settings: what rows depend on besides files, tokenizer and seq_len; a resume with others is rejected.
+        conversations: returns the conversations of an example; None: it has none.
         rows_read: the rows that the config names, if they are open already.
         runtime: what else a dataset's builder is given.
 
     Raises:
-        EnvironmentProblem: there is nothing to read.
+        EnvironmentProblem: there is nothing to read, or `config.strict` and the check has found something.
     """
     found = rows_read or rows_of(config, kind, seed=seed, dp_rank=dp_rank)
     named = {name: value for name in ("fields", "roles") if (value := getattr(config, name))}
+    examples = ChatExamples(found, read, config)
+    check = None
+    if conversations is not None:
+        check = partial(examples.check, partial(RowCheck, tokenizer, conversations))
+        if not collector.is_muted and (dp_rank == 0 or config.strict):
+            _say(check(FIRST), say=dp_rank == 0, strict=config.strict)
     return RowDataset(
-        ChatExamples(found, read, config),
+        examples,
         maker,
+        check=check,
         tokenizer=tokenizer,
         seq_len=seq_len,
         dp_rank=dp_rank,
@@ -343,3 +374,15 @@ def dataset_of(
         padding=config.padding,
         **runtime,
     )
+
+
+def _say(check: RowCheck, *, say: bool, strict: bool) -> None:
+    """Log what a check of the first rows has found. Bad rows are logged where they are skipped.
+
+    Raises:
+        EnvironmentProblem: with `strict`, if there is anything but truncated rows.
+    """
+    if strict:
+        check.refuse()
+    for line in check.lines(leave_out=BAD) if say else ():
+        logger.warning("check of the first rows: %s", line)

@@ -53,6 +53,22 @@ class Examples(Protocol):
         ...
 
 
+class Checked(Protocol):
+    """The result of a check, as `titancli.data.row_check.RowCheck` is."""
+
+    rows: int
+    """Number of rows that were checked."""
+
+    @property
+    def faults(self) -> Sequence[Any]:
+        """Return the findings that a strict check refuses."""
+        ...
+
+    def lines(self) -> list[str]:
+        """Return each finding as a line."""
+        ...
+
+
 class IndexedExamples(Examples, Protocol):
     """Examples that can be made one by one from counted rows."""
 
@@ -137,6 +153,7 @@ class RowDataset:
         templated: bool = True,
         length_index: bool = False,
         padding: Literal["seq_len", "longest", "none"] = "seq_len",
+        check: Callable[[], Checked] | None = None,
     ) -> None:
         """Create the dataset.
 
@@ -146,6 +163,7 @@ class RowDataset:
             templated: whether rows depend on the chat template.
             length_index: measure all examples once, before the first batch; they must be `IndexedExamples`.
             padding: length of the rows of a batch, see `titancli.data.RowsOfExamples`.
+            check: checks all rows of the data; None: they are no conversations.
         """
         self._examples, self._maker = examples, maker
         self._rows, self._dp_rank, self._dp_size = rows, dp_rank, dp_size
@@ -157,7 +175,7 @@ class RowDataset:
             "seq_len": seq_len,
             **settings,
         }
-        self._group, self._padding = group, padding
+        self._group, self._padding, self._check = group, padding, check
         self._length_index = length_index
         self._lengths: np.ndarray | None = None
         self._position = Position()
@@ -181,6 +199,14 @@ class RowDataset:
             tensors = {name: torch.from_numpy(np.stack([row[name] for row in mine])) for name in mine[0]}
             cut = self._padding == "longest"
             yield Batch(without_padding(tensors) if cut else tensors, unit=self._maker.unit)
+
+    def check(self) -> Checked | None:
+        """Check all rows of the data once; None if they are no conversations.
+
+        Raises:
+            EnvironmentProblem: the data cannot be read.
+        """
+        return None if self._check is None else self._check()
 
     def skip(self, rows: int) -> int | None:
         """Skip this many global rows without making them; return how many were skipped, or None without

@@ -284,7 +284,8 @@ def _work(connection: Connection, environment: dict[str, str], plugin_files: Seq
         registry.current().names("dataset")  # configs may come from plugin files, which only this imports
         rebuild: Rebuild
         rebuild, state, number, workers, depth = connection.recv()
-        dataset = rebuild()
+        with collector.muted():  # the rank has checked the rows
+            dataset = rebuild()
         dataset.load_state_dict(state)
         loader = Loader(_Share(dataset, rebuild.stride, number, workers), device="cpu", prefetch=depth)
         for batch in loader:

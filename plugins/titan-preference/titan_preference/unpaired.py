@@ -86,6 +86,7 @@ def build(config: Unpaired, *, tokenizer: Tokenizer, seq_len: int, **runtime: An
         (of_pair if config.pairs else of_answer)(masked, seq_len, Names.of(config)),
         AnswerRows(seq_len, tokenizer.eos_id, answers=2 if config.pairs else 1),
         {"unpaired": True, "pairs": config.pairs, "trailing_newline": config.trailing_newline},
+        conversations=lambda one: one.answers,
         templated=has_chat_template(tokenizer),
         tokenizer=tokenizer,
         seq_len=seq_len,
