@@ -106,6 +106,18 @@ def test_parts_of_text_are_a_text(tmp_path: Path, qwen: HFTokenizer) -> None:
         assert one == other
 
 
+def test_role_that_the_template_leaves_out(
+    tmp_path: Path, qwen: HFTokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The message names the remedy, which works."""
+    row = {"messages": [{"role": "developer", "content": "Be kind."}, user("a"), says("b")]}
+    good = {"messages": [user("a"), says("b")]}
+    assert len(encoded(tmp_path, [row, good], qwen)) == 1
+    assert 'set dataset.roles = { "developer" = "system" }' in caplog.text
+    [(ids, _)] = encoded(tmp_path, [row], qwen, roles={"developer": "system"})
+    assert "system\nBe kind.<|im_end|>" in qwen.decode_special(ids)
+
+
 # --------------------------------------------------------------------------------- without a chat template
 
 

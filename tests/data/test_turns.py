@@ -9,7 +9,18 @@ from typing import Any
 
 import pytest
 
-from tests.data.templates import NAMES, SHAPES, TOOLS, Compared, Outcome, says, table, tokenizer_of, user
+from tests.data.templates import (
+    FOLDER,
+    NAMES,
+    SHAPES,
+    TOOLS,
+    Compared,
+    Outcome,
+    says,
+    table,
+    tokenizer_of,
+    user,
+)
 from titancli.data.chat_template import ChatRefused
 from titancli.data.hf_tokenizer import HFTokenizer
 from titancli.errors import RecipeError
@@ -120,6 +131,19 @@ def test_turns_chosen_by_number(tokenizer_with: Any) -> None:
     assert trained(tokenizer, TALK, untrained=[1]) == ["No.<|im_end|>"]
     assert trained(tokenizer, TALK, untrained=[3]) == ["Yes.<|im_end|>"]
     assert trained(tokenizer, TALK, first=2) == ["No.<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3_training", "gptoss_training", "diffusion_gemma_training", "lfm2_2_5"]
+)
+def test_turns_chosen_by_number_with_markers(tmp_path: Path, name: str) -> None:
+    """Some templates mark several spans in a turn."""
+    folder = tokenizer_of(tmp_path / "t", (FOLDER / f"{name}.jinja").read_text(), "<|im_end|>")
+    tokenizer, talk = HFTokenizer(folder), SHAPES["call, then a question"]
+    options = {"tools": TOOLS}
+    whole, parts = (trained(tokenizer, talk, options=options, **more) for more in ({}, {"untrained": [1, 5]}))
+    assert len(whole) == 3 and parts == whole[1:2]
+    assert trained(tokenizer, talk, options=options, first=5) == whole[2:]
 
 
 def test_left_out_is_refused(tokenizer_with: Any) -> None:

@@ -106,7 +106,7 @@ class ConversationReader:
         if not found.trained[1:].any():
             raise BadRow(f"none of its first {longest} tokens is trained on")
         if len(ids) > longest:
-            self._cut += 1
+            self._cut += not collector.is_muted  # a check of the rows does not count
             remark(CUT, f"it has {len(ids)} tokens, and a row holds {longest} (training.seq_len)")
             report("cut_rows", self._cut, reduce="max")
         return found

@@ -311,7 +311,8 @@ class ChatExamples:
         try:
             return self._make(row)
         except ChatRefused as error:
-            raise BadRow(error.message) from error
+            remedy = f"; {error.hint}" if error.hint and error.hint not in error.message else ""
+            raise BadRow(f"{error.message}{remedy}") from error
 
     def read(self, epoch: int, mark: dict[str, Any] | None) -> Iterator[tuple[Any, dict[str, Any]]]:
         for where, row, place in self._rows.read(epoch, mark):

@@ -280,14 +280,21 @@ class ChatTemplate:
         """Return the spans of turns that the template marks."""
         spans = self._generated(trace, options)
         if wanted != spoken:
-            if len(spans) != len(spoken):
-                raise self._refused(
-                    f"marks {len(spans)} spans in a conversation with {len(spoken)} assistant turns"
-                )
-            spans = [span for span, number in zip(spans, spoken, strict=True) if number in wanted]
+            owners = [self._speaker(trace, span, spoken, wanted) for span in spans]
+            spans = [span for span, owner in zip(spans, owners, strict=True) if owner in wanted]
         if trailing_newline:
             return spans
         return [(start, self._marker_end(trace.text, start, end)) for start, end in spans]
+
+    def _speaker(self, trace: Trace, span: Span, spoken: list[int], wanted: list[int]) -> int:
+        """Return the number of the assistant's message that a marked span is of."""
+        start, end = span
+        inside = [trace.owner(mark) for mark in trace.marks if start <= mark.at <= end]
+        before = [trace.owner(mark) for mark in trace.marks if mark.at < start]
+        owners = [owner for owner in inside if owner in spoken] or before[-1:]
+        if not owners or owners[0] not in spoken or len({owner in wanted for owner in owners}) > 1:
+            raise self._refused("marks a span that is not of one assistant turn alone")
+        return owners[0]
 
     def _generated(self, trace: Trace, options: Options) -> list[Span]:
         """Return the spans between `{% generation %}` and `{% endgeneration %}`, joined if they touch."""

@@ -104,7 +104,7 @@ class RowCheck:
         if self.faults:
             one = self.faults[0]
             raise EnvironmentProblem(
-                f"{one.where}: {_words(one.kind)}{one.text}",
+                f"{one.where}: {one.text}",
                 hint="correct the rows, or set dataset.strict = false to train on them",
             )
 

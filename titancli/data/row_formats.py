@@ -183,17 +183,22 @@ def _spoken(where: str, turn: dict[str, Any], names: Names) -> dict[str, Any]:
 
 def options_of(row: dict[str, Any], names: Names) -> dict[str, Any]:
     """Return the arguments of the chat template that a row has besides its messages."""
-    found: dict[str, Any] = {}
-    tools, more = row.get(names.field("tools")), row.get("chat_template_kwargs")
-    if tools:
-        found["tools"] = _json(names.field("tools"), tools) if isinstance(tools, str) else tools
-        if not isinstance(found["tools"], list) or not all(isinstance(one, dict) for one in found["tools"]):
-            raise BadRow(f"{names.field('tools')!r} is not a list of tools")
+    key, more = names.field("tools"), row.get("chat_template_kwargs")
     if more is not None and not isinstance(more, dict):
         raise BadRow(f"'chat_template_kwargs' is {type(more).__name__}, not an object")
     if wrong := NOT_OF_TEMPLATES & set(more or ()):
         raise BadRow(f"'chat_template_kwargs' has {min(wrong)!r}, which is no argument of a chat template")
-    return {**found, **(more or {})}
+    found = {"tools": tools} if (tools := row.get(key)) else {}
+    found |= more or {}
+    if tools := found.get("tools"):
+        found["tools"] = tools = _json(key, tools) if isinstance(tools, str) else tools
+        if not isinstance(tools, list) or not all(map(_is_tool, tools)):
+            raise BadRow(f"{key!r} is not a list of tools")
+    return found
+
+
+def _is_tool(tool: Any) -> bool:
+    return isinstance(tool, dict) and isinstance(tool.get("function", {}), dict)
 
 
 def said_by(role: str, key: str, value: Any, names: Names) -> list[dict[str, Any]]:
@@ -244,7 +249,10 @@ def alpaca_prompt(row: dict[str, Any], names: Names) -> list[dict[str, Any]]:
     if not asked:
         raise BadRow(f"{names.field('instruction')!r} is empty")
     messages: list[dict[str, Any]] = []
-    for number, turn in enumerate(row.get(names.field("history")) or []):
+    history = row.get(names.field("history")) or []
+    if not isinstance(history, list):
+        raise BadRow(f"'history' is {type(history).__name__}, not a list of questions and answers")
+    for number, turn in enumerate(history):
         if not (isinstance(turn, list) and len(turn) == 2 and all(isinstance(text, str) for text in turn)):
             raise BadRow(f"'history[{number}]' is not a question and its answer")
         messages += [{"role": role, "content": text} for role, text in zip(("user", "assistant"), turn)]  # noqa: B905
