@@ -40,7 +40,8 @@ def clean(value: T) -> T:
 GROUPS = {
     "runs": "list show compare logs watch note rm",
     "checkpoint": "list show verify convert",
-    "recipe": "list new check show diff schema from-axolotl from-llamafactory from-torchtitan from-torchtune",
+    "recipe": "list new check show diff extend schema"
+    " from-axolotl from-llamafactory from-torchtitan from-torchtune",
     "data": "tokenize show verify",
     "hub": "card push",
     "plugin": "list show new",

@@ -75,6 +75,7 @@ def test_a_command_that_can_print_json_is_among_these(titan: Titan) -> None:
     # They need a model, or a run: tests/generate, tests/run, titan-proof, tests/docs.
     # Token shards: tests/data. Jobs: plugins/titan-slurm. Checkpoints: tests/cli/test_checkpoint.py.
     elsewhere = {
+        "recipe extend",
         "runs",
         "launch",
         "checkpoint",
@@ -92,7 +93,9 @@ def test_a_command_that_can_print_json_is_among_these(titan: Titan) -> None:
     }
     own = [name for name in names_of(group.titan) if name.split()[0] in group.BUILTIN | COMMANDS.keys()]
     offering = [name for name in own if "--json" in titan(*name.split(), "--help").out]
-    assert [name for name in offering if name not in DOCUMENTS and name.split()[0] not in elsewhere] == []
+    assert [
+        name for name in offering if name not in DOCUMENTS and not {name, name.split()[0]} & elsewhere
+    ] == []
     assert len(offering) > 30
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from tests.cli.conftest import Titan
 from titancli.cli import group
-from titancli.cli.train import _say_next
+from titancli.cli.train import EXTENDS, _say_next
 from titancli.recipe import load_recipe
 from titancli.registry import first_party
 from titancli.run.request import Ranks
@@ -36,7 +36,7 @@ def said(capsys: pytest.CaptureFixture[str], recipe: Any, *plugin_files: str, **
 def test_both_lines_have_the_plugin_files(capsys: pytest.CaptureFixture[str]) -> None:
     lines = said(capsys, load_recipe("llama3_debug").recipe, "/x/my lab.py")
     flags = " -p '/x/my lab.py'"
-    assert lines[1] == f"continue:  titan train r --resume training.steps=10{flags} --env 'CXX=g++ -O1'"
+    assert lines[1] == f"continue:  titan recipe extend r --steps 10{flags}{EXTENDS}"
     assert lines[2] == f"{EXPORT}{flags} --to hf"
 
 
@@ -81,7 +81,7 @@ def test_what_is_printed_can_be_pasted_where_titan_is_not_on_the_path(
     elsewhere: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = said(capsys, load_recipe("llama3_debug").recipe)
-    assert lines[1] == "continue:  'my env/bin/titan' train r --resume training.steps=10 --env 'CXX=g++ -O1'"
+    assert lines[1] == f"continue:  'my env/bin/titan' recipe extend r --steps 10{EXTENDS}"
     assert lines[2].startswith("export:    'my env/bin/titan' convert-checkpoint r/checkpoints/step-5 OUT")
     done = subprocess.run(["sh", "-c", pasteable("titan list-recipes")], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

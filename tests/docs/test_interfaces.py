@@ -14,6 +14,7 @@ import pytest
 import titancli
 from tests.checkpoint.tensors import save
 from tests.cli.run_folders import attempt, began, ended, event, make, step
+from tests.run.conftest import trained
 from titancli.cli import main
 from titancli.errors import ExitCode
 from titancli.observe import events
@@ -66,6 +67,9 @@ def test_a_document_has_the_keys_that_are_told(
         ]
         make(tmp_path / "RUN", [began(), step(5, 5), *told_of])
         make(tmp_path / "OTHER", [began(), step(5, 6)], [], lock="[training]\nsteps = 7\n")
+    if name == "extension":
+        trained(tmp_path, "--run-dir", "RUN", "training.steps=2")
+        capsys.readouterr()
     if name in ("tokenization", "token-shards", "document", "shard-verification"):
         (tmp_path / "CORPUS").mkdir()
         (tmp_path / "CORPUS" / "a.txt").write_text("a text")

@@ -312,10 +312,7 @@ def no_decay(layout: Layout, pattern: str) -> str:
     from titancli.optimizers import AdamW
 
     changed = dataclasses.replace(recipe(layout), optimizer=AdamW(no_decay=[pattern]))
-    try:
-        engine = Engine.build(changed)
-    except RecipeError as error:
-        return str(error)
+    engine = Engine.build(changed)
     return " ".join(str(len(group["params"])) for group in engine.optimizer.param_groups)
 
 
@@ -323,7 +320,7 @@ def no_decay(layout: Layout, pattern: str) -> str:
 def test_a_pattern_may_match_on_another_stage(ranks) -> None:
     first, second = ranks(2, no_decay, pp(), "output.weight")
     assert len(first.split()) == 1 and second.split()[-1] == "1"
-    assert all("'putout.*' matches no parameter" in said for said in ranks(2, no_decay, pp(), "putout.*"))
+    assert all(len(sizes.split()) == 1 for sizes in ranks(2, no_decay, pp(), "putout.*"))
 
 
 def the_whole_model() -> str:

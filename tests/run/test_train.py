@@ -41,7 +41,7 @@ def test_a_new_run_leaves_everything_in_its_folder(train: Train, here: Path) -> 
     assert list(losses(run)) == [1, 2, 3, 4, 5, 6]
     ending = done.err.splitlines()[-3:]
     assert f"runs/{run.name}" in ending[0]
-    assert f"titan train runs/{run.name} --resume" in ending[1]
+    assert f"titan recipe extend runs/{run.name} --steps 12" in ending[1]
     assert f"titan convert-checkpoint runs/{run.name}/checkpoints/step-6" in ending[2]
 
 
@@ -67,7 +67,7 @@ def test_a_finished_run_is_extended(train: Train, here: Path) -> None:
     done = train("r", "--resume")
     assert done.code == 0
     assert "r is finished: step 6 of 6" in done.err
-    assert "titan train r --resume training.steps=12" in done.err
+    assert "titan recipe extend r --steps 12" in done.err
     assert RunFolder(here / "r").record()["attempts"][1:] == []
     run = RunFolder(here / "r")
     run.update_attempt(mesh={**run.record()["attempts"][-1]["mesh"], "dp_shard": 2})  # as if on two ranks

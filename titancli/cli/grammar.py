@@ -84,6 +84,7 @@ recipe = Lazy(
         "check": Place("Check recipes without running them.", "validate"),
         "show": Place("Print a recipe with all defaults filled in.", "config"),
         "diff": Place("Print what differs between two recipes or runs.", "config", "diff"),
+        "extend": Place("Show ways to continue a run beyond its end.", "extend"),
         "schema": Place("Print the JSON Schema of recipes, for editors.", "schema"),
     },
 )

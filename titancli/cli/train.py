@@ -96,6 +96,8 @@ def start_options(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+EXTENDS = "    # shows ways to continue, and the learning rate of each"
+
 KEY_LIKE = re.compile(r"[a-z][a-z0-9_]*(\.[a-z0-9_]+)+")
 """Matches words without `=` that look like a key rather than a recipe."""
 
@@ -182,8 +184,9 @@ def command(
 
 def _train(request: Request, ranks: Ranks) -> int:
     """Plan the run, and start it, or show what would be started."""
+    from titancli.run.effects import effects
     from titancli.run.prepare import make_plan
-    from titancli.run.start import launch_request, other_batch
+    from titancli.run.start import launch_request
 
     plan = make_plan(request)
     launch = launch_request(plan, ranks, may_exceed=request.dry_run)
@@ -197,8 +200,8 @@ def _train(request: Request, ranks: Ranks) -> int:
         note(f"changed: {change}")
     if plan.finished:
         return _say_finished(plan)
-    if (rows := other_batch(plan, launch.world)) is not None:
-        note(f"changed: {rows}")
+    for line in effects(plan, launch.world):
+        note(f"changed: {line}")
     return _run(plan, launch, ranks)
 
 
@@ -278,6 +281,8 @@ def _run(plan: Plan, request: LaunchRequest, ranks: Ranks) -> int:
 
 
 def _show(plan: Plan, request: LaunchRequest) -> int:
+    from titancli.cli.failures import print_error
+    from titancli.run.inputs import missing_error
     from titancli.run.preview import as_text, preview
 
     facts = preview(plan, request)
@@ -285,6 +290,10 @@ def _show(plan: Plan, request: LaunchRequest) -> int:
         print_json("plan", {"plan": facts})
     else:
         print(as_text(facts))
+    if plan.missing:
+        error = missing_error(plan.missing, plan.loaded.recipe)
+        print_error(error)
+        return error.exit_code
     return EXIT_OK
 
 
@@ -294,7 +303,8 @@ def _say_finished(plan: Plan) -> int:
     upload_rest(plan.folder, plan.loaded.recipe.checkpoint)
     run, steps = shlex.quote(short_path(plan.folder.path)), plan.loaded.recipe.training.steps
     note(f"{run} is finished: step {plan.start_step} of {steps}")
-    note(f"to continue: titan train {run} --resume training.steps={max(2 * steps, plan.start_step + 1)}")
+    longer = max(2 * steps, plan.start_step + 1)
+    note(f"to continue: titan recipe extend {run} --steps {longer}{EXTENDS}")
     return EXIT_OK
 
 
@@ -335,11 +345,12 @@ def _say_next(folder: RunFolder, recipe: Recipe, request: LaunchRequest, ranks: 
     note(f"{ended} {f'at step {step}' if step is not None else 'before a step'}; run folder: {run}")
     if not saved and (step or outcome["why"] not in ("stopped", "interrupted")):
         return
-    more = ""
     if outcome["why"] == "finished":
         epochs = recipe.training.epochs
-        more = f" training.steps={2 * step}" if epochs is None else f" training.epochs={2 * epochs:g}"
-    note(f"continue:  titan train {run} --resume{more}{flags}")
+        longer = f"--steps {2 * step}" if epochs is None else f"--epochs {2 * epochs:g}"
+        note(f"continue:  titan recipe extend {run} {longer}{plugins}{EXTENDS}")
+    else:
+        note(f"continue:  titan train {run} --resume{flags}")
     if not saved or component_info(recipe.model).hf is None:
         return  # transformers has no such model
     lora = any(isinstance(converter, LoRA) for converter in recipe.converters)

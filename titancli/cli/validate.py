@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 import click
 
-from titancli.checkpoint.start_from import start_from
 from titancli.cli.common import split_overrides
 from titancli.cli.completion import RecipeOrOverride
 from titancli.cli.failures import print_error
@@ -17,8 +16,8 @@ from titancli.errors import Problem, RecipeError, TitanError, UsageError
 from titancli.recipe import load_recipe, render_problems
 from titancli.recipe.check import remarks
 from titancli.recipe.problems import problems_data
-from titancli.run.fit import check_weights, import_components
-from titancli.run.inputs import missing_inputs
+from titancli.run.fit import import_components
+from titancli.run.inputs import missing_error, require_inputs
 
 Format = Literal["text", "json", "github"]
 
@@ -30,16 +29,23 @@ Format = Literal["text", "json", "github"]
 @click.option("--unset", metavar="KEY", multiple=True, help="Reset KEY to its default; may be repeated.")
 @click.option("--strict", is_flag=True, help="Also import the code that builds the components.")
 @click.option(
+    "--recipe-only", is_flag=True, help="Do not look at the files that a recipe names: they are elsewhere."
+)
+@click.option(
     "--format",
     "format_",
     type=click.Choice(["text", "json", "github"]),
     default="text",
     help="Output format: plain text, one JSON document, or GitHub annotations.",
 )
-def command(arguments: tuple[str, ...], unset: tuple[str, ...], strict: bool, format_: Format) -> int:
-    """Check recipes without running them. Component code is imported only with --strict.
+def command(
+    arguments: tuple[str, ...], unset: tuple[str, ...], strict: bool, recipe_only: bool, format_: Format
+) -> int:
+    """Check recipes, and the files that they name, without running them. Component code is imported only
+    with --strict.
 
-    Arguments that contain = are overrides and apply to all recipes.
+    The checks, their hints and the exit code are those of a start on this machine. Arguments that contain =
+    are overrides and apply to all recipes.
     """
     recipes, overrides = split_overrides(arguments)
     if not recipes:
@@ -49,8 +55,8 @@ def command(arguments: tuple[str, ...], unset: tuple[str, ...], strict: bool, fo
     for reference in recipes:
         try:
             loaded = load_recipe(reference, overrides, unset=unset)
-            if not start_from(loaded.recipe).is_remote:
-                check_weights(loaded)
+            if not recipe_only and (missing := require_inputs(loaded, dry_run=True)):
+                raise missing_error(missing, loaded.recipe)
             if strict:
                 import_components(loaded)
         except TitanError as error:
@@ -60,7 +66,7 @@ def command(arguments: tuple[str, ...], unset: tuple[str, ...], strict: bool, fo
             documents.append({"recipe": reference, "name": loaded.recipe.name, "ok": True, "problems": []})
             if format_ == "text":
                 print(f"ok: {reference}")
-            for line in [*remarks(loaded.recipe), *missing_inputs(loaded.recipe)]:
+            for line in remarks(loaded.recipe):
                 note(f"note: {reference}: {line}")
     if format_ == "json":
         print_json("validation", {"ok": code == 0, "recipes": documents})

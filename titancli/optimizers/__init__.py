@@ -3,13 +3,17 @@ one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import field
-from typing import Annotated, ClassVar, Literal
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
 from titancli.registry.component import component, section
+
+if TYPE_CHECKING:
+    from titancli.recipe.schema import Recipe
 
 
 @component("optimizer", "adamw", target="titancli.optimizers.adamw:build")
@@ -34,6 +38,13 @@ class AdamW:
     state_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the two moments."""
     rounds_stochastically: ClassVar[bool] = True
+
+    def unmatched(self, names: Sequence[str]) -> Iterator[str]:
+        """Yield a sentence for each pattern of `no_decay` that matches none of these parameters."""
+        for pattern in self.no_decay:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                like = f"{names[0]} and {names[-1]}" if names else "none"
+                yield f"optimizer.no_decay: {pattern!r} matches no parameter; there are {like}"
 
     def state_bytes(self, stored: int) -> float:
         """Return the bytes of optimizer state per parameter element, for `titan plan`."""
@@ -61,12 +72,20 @@ class WarmupStableDecay(ScheduleConfig):
     """Shape of the decay."""
     min_lr_factor: Annotated[float, Ge(0), Le(1)] = 0.0
     """Final learning rate as a fraction of the peak."""
+    start_step: Annotated[int, Ge(0)] = 0
+    """Steps that were done before the schedule begins, in a run that is continued with another one; see
+    `titan recipe extend`."""
+
+    def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
+        if 0 < recipe.schedule_steps <= self.start_step:
+            yield "start_step", f"the schedule ends after step {recipe.schedule_steps}, before it begins"
 
     def phases(self, steps: int) -> tuple[int, int]:
-        """Return the numbers of warm-up and decay steps in a schedule of `steps` steps.
+        """Return the numbers of warm-up and decay steps in a schedule that ends after `steps` steps.
 
-        Warm-up is capped at `steps`, and decay at what warm-up leaves, as in torchtitan.
+        Warm-up is capped at its steps, and decay at what warm-up leaves, as in torchtitan.
         """
+        steps = max(0, steps - self.start_step)
         warmup = min(self.warmup_steps, steps)
         share = steps if self.decay_ratio is None else round(steps * self.decay_ratio)
         return warmup, min(share, steps - warmup)
@@ -75,6 +94,7 @@ class WarmupStableDecay(ScheduleConfig):
         """Yield a sentence for each phase that is shorter than configured."""
         of = "training.steps" if self.total_steps is None else "lr_scheduler.total_steps"
         warmup, decay = self.phases(steps)
+        steps = max(0, steps - self.start_step)
         if warmup < self.warmup_steps:
             yield (
                 f"the warm-up is shortened from {self.warmup_steps} steps to {warmup}, all of {of}: "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -16,6 +17,8 @@ from titancli.errors import RecipeError
 from titancli.optimizers import AdamW
 from titancli.optimizers.rounding import indices, place_of, random_halves, salt_of, scattered, store
 from titancli.protocols import Role
+
+logger = logging.getLogger(__name__)
 
 CHUNK, PIECES = 2**18, 256
 """Elements updated at a time on a CPU, so that intermediates stay in its cache. Tensors of more than CHUNK
@@ -32,19 +35,16 @@ def build(
 ) -> torch.optim.Optimizer:
     """Build the optimizer, with a second parameter group for the parameters that `no_decay` matches.
 
+    A pattern that matches no parameter of the whole model is a warning: lists for many families have some.
+
     Raises:
-        RecipeError: a pattern of `no_decay` matches no parameter of the whole model, or `lr` is negative or
-            not finite (possible from a script, not from a recipe file).
+        RecipeError: `lr` is negative or not finite (possible from a script, not from a recipe file).
     """
     if not (math.isfinite(config.lr) and config.lr >= 0):
         raise RecipeError(f"optimizer.lr is {config.lr}, but a learning rate must be finite and at least 0")
     model_names = [name for name, _ in named_parameters] if roles is None else list(roles)
-    for pattern in config.no_decay:
-        if not any(fnmatchcase(name, pattern) for name in model_names):
-            raise RecipeError(
-                f"optimizer.no_decay: {pattern!r} matches no parameter",
-                hint=f"parameters have names such as {model_names[0]!r} and {model_names[-1]!r}",
-            )
+    for remark in config.unmatched(model_names):
+        logger.warning(remark)
     decaying: list[nn.Parameter] = []
     exempt: list[nn.Parameter] = []
     for name, parameter in named_parameters:

@@ -20,15 +20,17 @@ SAMPLES = 1000
 
 
 def build(config: WarmupStableDecay, *, steps: int) -> Schedule:
-    """Build a schedule of warm-up, stable phase and decay.
+    """Build a schedule of warm-up, stable phase and decay, that begins at `config.start_step`.
 
     Neither the first nor the last step has a factor of zero: decay would end one step after the last.
     """
     warmup, decay = config.phases(steps)
+    begin = config.start_step
 
     def factor(step: int) -> float:
-        if step < warmup:
-            return (step + 1) / warmup
+        step = max(step, begin)
+        if step < begin + warmup:
+            return (step - begin + 1) / warmup
         if step < steps - decay or not decay:
             return 1.0
         progress = min(1.0, (step - (steps - decay)) / decay)

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import glob
 import os
+import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titancli.checkpoint import read_manifest
+from titancli.checkpoint.format.manifest import is_checkpoint, newest_good
+from titancli.checkpoint.hf.likeness import CONFIG
 from titancli.checkpoint.start_from import start_from, still_needs_weights
+from titancli.data import HFTokenizer
 from titancli.data.hub import SCHEME, Hosted
 from titancli.errors import EnvironmentProblem, TitanError
 from titancli.recipe.assets import Assets
 from titancli.recipe.find import url_of
 from titancli.recipe.schema import Recipe
-from titancli.registry.component import component_info, configs, is_config
+from titancli.registry.component import build, component_info, configs, is_config
 from titancli.registry.fields import fields_of
 from titancli.run.fit import check_weights
+from titancli.runs import RunFolder
 
 if TYPE_CHECKING:
     from titancli.recipe import Loaded
@@ -46,10 +51,11 @@ def require_inputs(
     dry_run: bool = False,
     say: Callable[[str], None] = lambda line: None,
 ) -> list[str]:
-    """Check that the weights and the files of a recipe exist, and that the weights belong to its model.
+    """Check that the weights, the tokenizer and the files of a recipe exist, and that they belong to its
+    model. `titan validate`, dry runs and starts make the same checks.
 
     Weights at a URL, and repositories that are named instead of folders, are downloaded first, except in a
-    dry run.
+    dry run, which checks of them what is in the cache.
 
     Args:
         checkpoint: the run's own checkpoint to continue from; weights that are then not needed are not
@@ -59,7 +65,7 @@ def require_inputs(
         The missing files, a line each; always empty except in a dry run.
 
     Raises:
-        EnvironmentProblem: files are missing; all of them are listed.
+        EnvironmentProblem: files are missing, all of them are listed; or one cannot be read.
         RecipeError: the weights belong to another model.
     """
     recipe, start = loaded.recipe, start_from(loaded.recipe)
@@ -77,13 +83,65 @@ def require_inputs(
             raise type(error)(f"{error.message}{because}", hint=error.hint) from error
         if not start.folder.exists():
             missing.append(f"weights: {start.folder} does not exist{because}")
-    if missing and not dry_run:
-        raise EnvironmentProblem("\n".join(missing), hint=how_to_get(missing, recipe))
-    if wanted and start.folder.exists():
+    if missing:
+        if not dry_run:
+            raise missing_error(missing, recipe)
+        return missing
+    if wanted:
         if start.kind == "state":
             read_manifest(start.folder)  # only a checkpoint has more than weights
+        _refuse_other_folders(start.folder)
         check_weights(loaded)
+    _check_tokenizer(recipe)
     return missing
+
+
+def missing_error(missing: list[str], recipe: Recipe) -> EnvironmentProblem:
+    """Return the error about missing inputs."""
+    return EnvironmentProblem("\n".join(missing), hint=how_to_get(missing, recipe))
+
+
+def _refuse_other_folders(folder: Path) -> None:
+    """
+    Raises:
+        EnvironmentProblem: weights are to come from a run as a whole, or from a folder without weights.
+    """
+    if is_checkpoint(folder) or (folder / CONFIG).is_file():
+        return
+    hint = "give a folder such as ./Llama-3.1-8B or RUN/checkpoints/step-N"
+    if not RunFolder.is_run(folder):
+        raise EnvironmentProblem(
+            f"weights: {folder} is neither a Hugging Face folder (config.json and *.safetensors) "
+            "nor a checkpoint (manifest.json)",
+            hint=hint,
+        )
+    newest = newest_good(folder / "checkpoints", verify="size")
+    raise EnvironmentProblem(
+        f"weights: {folder} is a run, not one of its checkpoints",
+        hint=hint if newest is None else f"give its newest checkpoint: weights={shlex.quote(str(newest))}",
+    )
+
+
+def _check_tokenizer(recipe: Recipe) -> None:
+    """Read the tokenizer's folder, if it is on this machine; code of plugins' tokenizers is not imported.
+
+    Raises:
+        TitanError: it cannot be read, or has more ids than the model.
+    """
+    folder = tokenizer_folder(recipe)
+    if not isinstance(recipe.tokenizer, HFTokenizer) or folder is None:
+        return
+    if (hosted := Hosted.of(folder)) is not None:
+        try:
+            hosted.folder  # noqa: B018 - raises
+        except EnvironmentProblem:  # not downloaded yet
+            return
+    tokenizer = build(recipe.tokenizer)
+    rows = recipe.model.vocab_size
+    if rows is not None and tokenizer.vocab_size > rows:
+        from titancli.worker.data import check_vocabulary  # imports torch
+
+        check_vocabulary(recipe, tokenizer)
 
 
 def tokenizer_folder(recipe: Recipe) -> Path | None:

@@ -47,6 +47,8 @@ class Plan:
     """The step of the requested checkpoint; no other one is used instead."""
     missing: list[str] = field(default_factory=list)
     """Files that the recipe names and that do not exist (dry runs only), one line each."""
+    before: Loaded | None = None
+    """The recipe of the run to be resumed, as it was; None for a new run."""
     seen: tuple[int, int] | None = None
     """The result of `titancli.run.request.history` before anything was decided; None for a folder that titan
     names."""
@@ -65,13 +67,13 @@ def make_plan(request: Request) -> Plan:
             not match the run to continue.
     """
     where = find_run(request)
-    loaded, drift = _load(request, where)
+    loaded, before = _load(request, where)
     choice = choose_checkpoint(request, where, loaded.recipe)
-    return _complete(request, where, loaded, drift, choice)
+    return _complete(request, where, loaded, before, choice)
 
 
-def _load(request: Request, where: Where) -> tuple[Loaded, list[Change]]:
-    """Load the recipe, with its repositories pinned, and compare it with that of the run to be resumed.
+def _load(request: Request, where: Where) -> tuple[Loaded, Loaded | None]:
+    """Load the recipe, with its repositories pinned, and that of the run to be resumed.
 
     Raises:
         TitanError: it is wrong, or does not go with the run.
@@ -82,7 +84,7 @@ def _load(request: Request, where: Where) -> tuple[Loaded, list[Change]]:
         loaded = load_recipe(request.reference, request.overrides, unset=request.unset)
         if pins := _pins(request, loaded.recipe):
             loaded = load_recipe(request.reference, [*request.overrides, *pins], unset=request.unset)
-        return loaded, []
+        return loaded, None
     run = where.folder.path
     reference = run if request.run_dir is None else request.reference
     try:
@@ -93,18 +95,17 @@ def _load(request: Request, where: Where) -> tuple[Loaded, list[Change]]:
             loaded = load_recipe(reference, overrides, unset=request.unset, run=run)
     except (PluginError, RecipeError) as error:
         raise _with_missing_plugins(error, where.folder, request.plugin_files) from error
-    drift = changes(before.data, loaded.data)
-    refused = [change for change in drift if change.guarded]
+    refused = [change for change in changes(before.data, loaded.data) if change.guarded]
     if refused and not request.allow_drift:
         listed = "\n".join(f"  {change}" for change in refused)
         raise EnvironmentProblem(
             f"{run} was started with a different {' and '.join(sections(refused))}:\n{listed}",
             hint="start a new run, or resume anyway with --allow-drift",
         )
-    return loaded, drift
+    return loaded, before
 
 
-def _complete(request: Request, where: Where, loaded: Loaded, drift: list[Change], choice: Choice) -> Plan:
+def _complete(request: Request, where: Where, loaded: Loaded, before: Loaded | None, choice: Choice) -> Plan:
     """Return the plan, once what the run reads is there, and its store can be written.
 
     Raises:
@@ -127,12 +128,13 @@ def _complete(request: Request, where: Where, loaded: Loaded, drift: list[Change
         named_by_titan=where.folder is None,
         checkpoint=choice.checkpoint,
         start_step=choice.step,
-        drift=drift,
+        drift=[] if before is None else changes(before.data, loaded.data),
         notes=list(choice.notes),
         allow_drift=request.allow_drift,
         from_scratch=choice.from_scratch,
         step=request.step,
         missing=missing,
+        before=before,
         seen=seen,
     )
 

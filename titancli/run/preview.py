@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from dataclasses import asdict
 from pathlib import Path
@@ -13,9 +14,11 @@ from titancli.launchers import Local
 from titancli.launchers.local import in_place
 from titancli.launchers.torchrun import torchrun_command
 from titancli.layout.degrees import Degrees
-from titancli.observe.peaks import DEVICES
+from titancli.observe.peaks import DEVICES, Device
+from titancli.optimizers import AdamW
 from titancli.recipe.schema import Recipe
 from titancli.registry.component import component_info
+from titancli.run.effects import effects
 from titancli.run.fit import check_world
 from titancli.run.prepare import Plan
 
@@ -31,7 +34,7 @@ def preview(plan: Plan, request: LaunchRequest) -> dict[str, Any]:
     degrees, accumulation = check_world(plan.loaded, request.world)
     training = recipe.training
     rows = training.local_batch_size * accumulation * degrees.dp
-    parameters, mine = count_parameters(recipe, degrees)
+    parameters, mine, names = count_parameters(recipe, degrees)
     steps = _steps(plan, request.world)
     return {
         "recipe": str(plan.loaded.path),
@@ -40,11 +43,13 @@ def preview(plan: Plan, request: LaunchRequest) -> dict[str, Any]:
         "new": plan.new,
         "checkpoint": str(plan.checkpoint) if plan.checkpoint else None,
         "start_step": plan.start_step,
-        "drift": [str(change) for change in plan.drift],
+        "drift": [*map(str, plan.drift), *effects(plan, request.world)],
         "missing": plan.missing,
+        "notes": list(recipe.optimizer.unmatched(names)) if isinstance(recipe.optimizer, AdamW) else [],
         "model": component_info(recipe.model).name,
         "parameters": parameters,
         "weights_and_gradients_bytes_per_rank": 2 * mine * (4 if training.dtype == "float32" else 2),
+        "memory": _memory(recipe, degrees, request.nproc),
         "world": request.world,
         "nproc": request.nproc,
         "nnodes": request.nnodes,
@@ -77,16 +82,44 @@ def _steps(plan: Plan, world: int) -> int | None:
         raise
 
 
-def count_parameters(recipe: Recipe, degrees: Degrees) -> tuple[int, int]:
-    """Return the number of parameters of the model, tied ones once, and the number on the rank that has
-    the most."""
+def _memory(recipe: Recipe, degrees: Degrees, nproc: int) -> dict[str, Any] | None:
+    """Return the bytes that the ranks of this machine need at the peak of a step by `titan plan`'s estimate,
+    those that there are, and whether the step fits; None for a model that cannot be estimated.
+
+    On GPUs the bytes are those of one GPU, as far as tensors may use it.
+    """
+    import torch
+
+    from titancli.planning.estimate import estimate
+
+    gpu = torch.cuda.is_available()
+    device = DEVICES["cpu"]
+    if gpu:
+        device = Device(
+            torch.cuda.get_device_name(0), memory=torch.cuda.get_device_properties(0).total_memory
+        )
+    found = estimate(recipe, degrees, device)
+    if found is None:
+        return None
+    if gpu and found.limit is not None:
+        needed, there = found.worst.total, found.limit
+    else:
+        needed = found.worst.total * nproc
+        there = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return {"needed_bytes": round(needed), "available_bytes": round(there), "fits": needed <= there}
+
+
+def count_parameters(recipe: Recipe, degrees: Degrees) -> tuple[int, int, list[str]]:
+    """Return the number of parameters of the model, tied ones once, the number on the rank that has the
+    most, and their names."""
     from titancli.planning.blueprint import Blueprint
     from titancli.planning.memory import numbers_at_rest
     from titancli.planning.workload import workload
 
     blueprint = Blueprint(recipe, DEVICES["cpu"])
     work = workload(recipe, blueprint, degrees, DEVICES["cpu"])
-    return blueprint.size, round(max(numbers_at_rest(work, rank) for rank in range(degrees.pp)))
+    most = max(numbers_at_rest(work, rank) for rank in range(degrees.pp))
+    return blueprint.size, round(most), [name for name, _ in blueprint.model.named_parameters()]
 
 
 def launch_command(plan: Plan, request: LaunchRequest) -> str | None:
@@ -116,7 +149,7 @@ def as_text(facts: dict[str, Any]) -> str:
         "model": f"{facts['model']}, {facts['parameters']:,} parameters",
         "ranks": f"{facts['world']} ({nodes}{facts['nproc']} on {'each node' if nodes else 'this machine'})",
         "mesh": ", ".join(degrees) or "one device",
-        "memory": f"{memory:.2f} GiB per rank for weights and gradients; see `titan plan` for the rest",
+        "memory": f"{memory:.2f} GiB per rank for weights and gradients{_fits(facts['memory'])}",
         "batch": f"{facts['global_batch_size']:,} rows x {facts['seq_len']:,} tokens = "
         f"{facts['tokens_per_step']:,} tokens per step",
         "": f"{rows} row{'s' * (rows > 1)} at a time per rank, {times} time{'s' * (times > 1)} per step",
@@ -125,4 +158,13 @@ def as_text(facts: dict[str, Any]) -> str:
     }
     lines = [f"{label:<12}{text}" for label, text in table.items()]
     lines += [f"{'changed':<12}{change}" for change in facts["drift"]]
+    lines += [f"{'note':<12}{note}" for note in facts["notes"]]
     return "\n".join(lines + [f"{'missing':<12}{file}" for file in facts["missing"]])
+
+
+def _fits(memory: dict[str, Any] | None) -> str:
+    if memory is None:
+        return ""
+    needed, there = (memory[f"{kind}_bytes"] / 2**30 for kind in ("needed", "available"))
+    verdict = "fits" if memory["fits"] else "does not fit: `titan plan` proposes changes"
+    return f"; a step needs about {needed:.2f} of {there:.1f} GiB here: it {verdict}"

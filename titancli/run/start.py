@@ -18,7 +18,7 @@ from titancli.launchers import Local
 from titancli.launchers.devices import visible_gpus
 from titancli.process import environment, no_room, own_folder
 from titancli.registry.component import component_info, load_target
-from titancli.run.fit import check_devices, check_world, check_worlds
+from titancli.run.fit import check_devices, check_worlds
 from titancli.run.prepare import Plan
 from titancli.run.record import write_attempt
 from titancli.run.request import Ranks, history
@@ -43,25 +43,6 @@ def count_processes(plan: Plan, wanted: int | str | None, *, may_exceed: bool = 
             hint=f"use --nproc {gpus}, or make more GPUs visible with CUDA_VISIBLE_DEVICES",
         )
     return wanted
-
-
-def other_batch(plan: Plan, world: int) -> str | None:
-    """Return a message about the rows of a step if their number has changed with the number of ranks since
-    the run was last started; None if it is the same, or the recipe itself has changed it.
-
-    Raises:
-        RecipeError: the recipe does not fit the ranks.
-    """
-    training = plan.loaded.recipe.training
-    before = {change.key: change.before for change in plan.drift}
-    mesh = plan.folder.last_loaded().get("mesh")
-    if plan.new or not mesh or training.global_batch_size or "training.global_batch_size" in before:
-        return None
-    rows = training.local_batch_size * check_world(plan.loaded, world)[0].dp
-    had = before.get("training.local_batch_size", training.local_batch_size)
-    had *= mesh["dp_replicate"] * mesh["dp_shard"]
-    why = "training.global_batch_size is not set, so it follows from the number of ranks"
-    return None if had == rows else f"rows of a step: {had} -> {rows} ({why})"
 
 
 def launch_request(plan: Plan, ranks: Ranks, *, may_exceed: bool = False) -> LaunchRequest:

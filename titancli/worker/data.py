@@ -103,9 +103,22 @@ def epochs(recipe: Recipe, data: Source | None, engine: Engine) -> str | None:
         return None
     amount, counted = found
     rows = training.local_batch_size * engine.settings.accumulation * engine.mesh.degrees.dp
-    total = training.steps * rows * (training.seq_len if unit == "tokens" else 1)
+    size_of_step = rows * (training.seq_len if unit == "tokens" else 1)
+    # Steps before a resume may have been of another size.
+    done = _consumed(data.state, unit, training.seq_len) if engine.step else 0
+    total = (engine.step * size_of_step if done is None else done) + (
+        training.steps - engine.step
+    ) * size_of_step
     size = f"{amount:,}" if counted else f"about {float(f'{amount:.2g}'):,.0f}"
     return f"{total / max(amount, 1):.2g} epochs of {size} {unit}"
+
+
+def _consumed(state: Mapping[str, Any], unit: str, seq_len: int) -> int | None:
+    """Return the tokens or rows that a position in the data counts; None if it counts none."""
+    counted = state.get(unit)
+    if counted is None and unit == "tokens" and "row" in state:
+        counted = state["row"] * seq_len
+    return counted if isinstance(counted, int) else None
 
 
 def open_validation(
