@@ -427,3 +427,12 @@ def test_events_from_before_the_version_had_its_name_are_read() -> None:
     event = {"event": "checkpoint", "time": "2026-01-31T12:00:00Z", "step": 1, "path": "p"}
     assert can_be_shown({"version": 1, **event})
     assert not can_be_shown({"version": 2, **event}) and not can_be_shown(event)
+
+
+def test_rm_names_what_goes_with_a_run(titan: Titan, runs: Path) -> None:
+    run = runs / "b"
+    (run / "exports/step-4-best").mkdir(parents=True)
+    (run / "my notes.txt").touch()
+    done = titan("runs", "rm", "runs/b", "--yes")
+    assert done.code == 0
+    assert "    exports: step-4-best\n" in done.err and "    other files: my notes.txt\n" in done.err

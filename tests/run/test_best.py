@@ -142,6 +142,39 @@ def test_a_damaged_one_does_not_stop_a_run(train: Train, here: Path) -> None:
     assert kept(here / "r")["step"] > 6
 
 
+def test_only_its_own_folder_is_deleted(train: Train, here: Path) -> None:
+    """Copies and other exports whose names end alike stay, and so does what somebody else made the link's."""
+    assert train("tiny.toml", *EVALUATED, BEST, "--run-dir", "r", "training.steps=2").code == 0
+    exports = here / "r/exports"
+    others = ("step-500-before-best", "step-1-best", "step-7-ema-best")
+    for name in others:
+        shutil.copytree(exports / "step-2-best", exports / name)
+    (exports / "step-9-best").mkdir()
+    assert train("r", "--resume", "training.steps=3").code == 0
+    there = {path.name for path in exports.iterdir()}
+    assert os.readlink(here / "r/best") == "exports/step-3-best"
+    assert there == {*others, "step-9-best", "step-3-best"}
+    (here / "r/best").unlink()
+    (here / "r/best").symlink_to("exports/step-500-before-best")
+    assert train("r", "--resume", "training.steps=4", 'callbacks=[{type="best", mode="max"}]').code == 0
+    assert (exports / "step-500-before-best/manifest.json").is_file()
+
+
+def test_exports_that_are_a_link_are_not_written_through(train: Train, here: Path) -> None:
+    (here / "far").mkdir()
+    for how in (
+        (*EVALUATED, BEST),
+        ("checkpoint.last_save_model_only=true",),
+        ("checkpoint.last_save_in_hf=true",),
+    ):
+        assert train("tiny.toml", "--run-dir", "r", "training.steps=1").code == 0
+        (here / "r/exports").symlink_to(here / "far")
+        done = train("r", "--resume", "training.steps=2", *how)
+        assert done.code == 5 and "exports is a link, to" in done.err
+        assert not list((here / "far").iterdir())
+        shutil.rmtree(here / "r")
+
+
 def test_one_whose_save_was_killed_is_made_again(train: Train, here: Path) -> None:
     """After the checkpoint was complete, and before the link pointed there."""
     killed = (*EVALUATED, 'callbacks=[{type="best"}]', "--run-dir", "r", "training.steps=4")

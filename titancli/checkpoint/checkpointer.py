@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -15,11 +16,11 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from titancli.checkpoint.format.manifest import remove, steps
+from titancli.checkpoint.format.manifest import read_manifest, remove, steps
 from titancli.checkpoint.format.plan import SavePlan
 from titancli.checkpoint.format.storage import Pieces, pieces_of
 from titancli.checkpoint.remote.uploads import Uploads
-from titancli.checkpoint.save import Draft, mesh_of, run_save
+from titancli.checkpoint.save import Draft, mesh_of, refuse_link, run_save
 from titancli.checkpoint.staging import Staging
 from titancli.distributed.process_group import new_patient_group
 from titancli.distributed.together import Ranks
@@ -181,11 +182,12 @@ class Checkpointer:
             TitanError: this save failed, or the one before it.
         """
         self.wait()
-        self._meet()
+        self.on_main(f"saving {path}", partial(refuse_link, path.parent))
         run_save(pieces_of(tensors), self._draft(path, tensors, state), self._group)
 
     def save_named(self, link: Path, path: Path, tensors: Mapping[str, Tensor], state: Any) -> None:
-        """Save like `save_apart`, let a symbolic link point there, and delete what it pointed to before.
+        """Save like `save_apart`, let a link point there, and delete what it pointed to before, if that
+        is a checkpoint that this run has written under this name.
 
         Raises:
             EnvironmentProblem: the disk is full, or a name is taken by something else.
@@ -195,6 +197,7 @@ class Checkpointer:
 
         def name() -> None:
             new = link.with_name(f".{link.name}-{self._run_id}")
+            before = link.resolve()
             try:
                 new.unlink(missing_ok=True)
                 new.symlink_to(os.path.relpath(path, link.parent))
@@ -204,11 +207,21 @@ class Checkpointer:
                     f"{link} cannot be made a link to {path}: {error.strerror}",
                     hint="remove what has this name; the disk must take symbolic links",
                 ) from error
-            for old in path.parent.glob(f"step-*-{link.name}"):
-                if old != path:
-                    remove(old, self._run_id)
+            is_export = before.parent == path.parent.resolve()
+            if is_export and before.name != path.name and self._has_named(before, link):
+                remove(before, self._run_id)
 
         self.on_main(f"naming {link}", name)
+
+    def _has_named(self, old: Path, link: Path) -> bool:
+        """Return whether `save_named` of this run has made a checkpoint that a link pointed to."""
+        try:
+            manifest = read_manifest(old)
+        except EnvironmentProblem as error:
+            logger.warning("%s stays, since it may not be this run's: %s", old, error.message)
+            return False
+        own = manifest.run_id == self._run_id and link.name in manifest.state
+        return own and old.name == f"step-{manifest.step}-{link.name}"
 
     def on_main(self, doing: str, function: Callable[[], None]) -> None:
         """Run a function on rank 0, however long it takes, and raise its error on every rank."""

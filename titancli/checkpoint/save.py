@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import os
 import platform
 import secrets
 import shutil
@@ -290,3 +291,15 @@ def _run_of(folder: Path) -> str | None:
         return read_manifest(folder).run_id
     except EnvironmentProblem:
         return None
+
+
+def refuse_link(folder: Path) -> None:
+    """
+    Raises:
+        EnvironmentProblem: the folder to write to is a link: what it leads to is not the run's.
+    """
+    if folder.is_symlink():
+        raise EnvironmentProblem(
+            f"{folder} is a link, to {os.path.realpath(folder)}: nothing is written through it",
+            hint="remove the link, or put the whole run folder there: --run-dir",
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from titancli.observe.summary import Summary
 
 FAILED = ("failed", "died")
+SHOWN = 20
+"""Names that are listed at most."""
 
 
 def came_to_nothing(run: Summary) -> bool:
@@ -53,19 +56,42 @@ def refuse_in_use(run: Summary) -> None:
     RunFolder(run.path).refuse_in_use()
 
 
+OWN = re.compile(
+    r"recipe\.(lock(\.\d+)?|next)\.toml|(run|note|profile)\.json|events\.jsonl|(run|ranks)\.lock|logs"
+    r"|checkpoints(\.\d+)?|exports|best|digests|rollouts|evaluations|sources|rendezvous|slurm"
+    r"|profile_traces|memory_snapshot|profile\.request|metrics\.csv|tb|\..*"
+)
+"""What runs write, by name; other entries of a run folder are named before they are removed."""
+
+
+def tell(run: Summary) -> None:
+    """Say what goes with a run: how many checkpoints, and the names of its exports and of what is not
+    known to be a run's."""
+    from titancli.checkpoint.format.disk import size_text
+
+    saved = f"{len(run.checkpoints)} checkpoint{'' if len(run.checkpoints) == 1 else 's'}"
+    step = "no step" if run.step is None else f"step {run.step}"
+    about = ", ".join((run.state.replace("_", " "), step, saved, size_text(_size(run.path))))
+    say(printable(f"  {short_path(run.path)}: {about}"))
+    names = sorted(path.name for path in run.path.iterdir())
+    exports = run.path / "exports"
+    if exports.is_dir() and not exports.is_symlink():
+        _tell_names("exports", sorted(path.name for path in exports.iterdir() if path.name[0] != "."))
+    _tell_names("other files", [name for name in names if not OWN.fullmatch(name)])
+
+
+def _tell_names(what: str, names: list[str]) -> None:
+    shown = names[:SHOWN] + ([f"{len(names) - SHOWN} more"] if len(names) > SHOWN else [])
+    if shown:
+        say(printable(f"    {what}: {', '.join(shown)}"))
+
+
 def confirmed(runs: list[Summary]) -> bool:
     """Return whether the user agrees to remove the runs.
 
     Raises:
         UsageError: there is no terminal to ask at.
     """
-    from titancli.checkpoint.format.disk import size_text
-
-    for run in runs:
-        saved = f"{len(run.checkpoints)} checkpoint{'' if len(run.checkpoints) == 1 else 's'}"
-        step = "no step" if run.step is None else f"step {run.step}"
-        about = ", ".join((run.state.replace("_", " "), step, saved, size_text(_size(run.path))))
-        say(printable(f"  {short_path(run.path)}: {about}"))
     if not sys.stdin.isatty():
         raise UsageError("not a terminal, so the removal cannot be confirmed", hint="add --yes")
     return click.confirm(f"Remove {len(runs)} run{'' if len(runs) == 1 else 's'}?", err=True)

@@ -239,6 +239,8 @@ def rm(runs: tuple[Path, ...], failed: bool, yes: bool, as_json: bool) -> None:
         ]
     for run in chosen:
         removing.refuse_in_use(run)
+    for run in chosen:
+        removing.tell(run)
     if chosen and not yes and not removing.confirmed(chosen):
         chosen = []
     for run in chosen:

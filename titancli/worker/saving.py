@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from titancli.checkpoint import Checkpointer
+from titancli.checkpoint.save import refuse_link
 from titancli.errors import TitanError
 from titancli.registry.component import build
 from titancli.runs import Claim, RunFolder
@@ -173,6 +174,7 @@ def _to_hf(section: Checkpoint, run_folder: Path, name: str, anew: bool) -> None
     if target.exists() and not anew:  # the run had finished before
         logger.info("Hugging Face folder, as before: exports/%s", target.name)
         return
+    refuse_link(target.parent)
     while target.exists():  # an export of the same step by another run, which may be in use
         number += 1
         target = target.with_name(f"{name}-hf-{number}")
