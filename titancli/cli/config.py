@@ -15,7 +15,7 @@ from titancli.cli.output import note, print_json
 from titancli.errors import UsageError
 from titancli.recipe import Loaded, load_recipe
 from titancli.recipe.load import resolved_text
-from titancli.recipe.toml import dotted
+from titancli.recipe.toml import comment, dotted
 from titancli.terminal import printable
 
 COMMENT_COLUMN = 40
@@ -110,7 +110,7 @@ def _table(data: Mapping[str, Any], at: tuple[str | int, ...], origins: Mapping[
         first, *rest = tomli_w.dumps({key: value}).rstrip().split("\n")
         path = dotted((*at, key))
         where = origins.get(path) or origins.get(f"{path}.0")  # of an array: of its first element
-        yield f"{first:<{COMMENT_COLUMN}}  # {printable(where)}" if where else first
+        yield f"{first:<{COMMENT_COLUMN}}{comment(where, '  # ')}" if where else first
         yield from rest
     for key, value in data.items():
         if isinstance(value, dict):

@@ -12,7 +12,7 @@ from titancli.errors import EnvironmentProblem, PluginError
 from titancli.models.quantization import quantization_of
 from titancli.recipe.assets import hub_hint
 from titancli.recipe.load import readers_of
-from titancli.recipe.toml import inline
+from titancli.recipe.toml import comment, inline
 from titancli.recipe.vocabulary import GROW, ids_in
 
 if TYPE_CHECKING:
@@ -117,12 +117,12 @@ def as_toml(sections: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the text of a recipe, with comments."""
     blocks = []
     for header, values in sections.items():
-        remark = f"  # {values['#']}" if "#" in values else ""
+        remark = comment(values["#"], "  # ") if "#" in values else ""
         lines = [f"[{header}]{remark}"] if header else []
         for key, value in values.items():
             if key != "#":
                 line = f"{key} = {inline(value)}"
-                lines.append(f"{line:<43} # {COMMENTS[key]}" if key in COMMENTS else line)
+                lines.append(f"{line:<43} {comment(COMMENTS[key])}" if key in COMMENTS else line)
         blocks.append("\n".join(lines) + "\n")
     return "\n".join(blocks)
 

@@ -36,9 +36,15 @@ def write_new(file: Path, text: str) -> None:
 
     Raises:
         FileExistsError: something else has just written it.
+        EnvironmentProblem: the text names a path that is not UTF-8.
     """
-    with file.open("x", encoding="utf-8") as opened:
-        opened.write(text)
+    try:
+        data = text.encode()
+    except UnicodeEncodeError as error:
+        name = text[max(0, error.start - 20) : error.end + 20]
+        raise EnvironmentProblem(f"{name!a} is not valid UTF-8", hint="rename that file or folder") from error
+    with file.open("xb") as opened:
+        opened.write(data)
 
 
 def next_step(file: Path) -> str:

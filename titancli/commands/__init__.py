@@ -15,6 +15,7 @@ from titancli.cli.new_file import next_step, recipe_name, refuse_file, write_new
 from titancli.cli.output import colored, note, out, print_json, short_path, table
 from titancli.cli.places import FolderOrURL, on_disk
 from titancli.cli.train import NumberOrAuto
+from titancli.recipe.toml import comment
 from titancli.terminal import clean, printable
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "RunName",
     "clean",
     "colored",
+    "comment",
     "find_component",
     "is_component",
     "main",

@@ -90,7 +90,7 @@ class EventLog:
         # Bytes at once and unbuffered: a failed write must not come back with the next one.
         data = ("\n" if self._partial else "") + line + "\n"
         try:
-            os.write(self._file.fileno(), data.encode())
+            os.write(self._file.fileno(), data.encode(errors="backslashreplace"))  # JSON has this escape
             self._partial = False
         except OSError as error:
             self._partial = True

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from titancli.errors import PluginError
 from titancli.recipe.schema import Recipe, default_type, needs_dataset, needs_tokenizer
-from titancli.recipe.toml import inline
+from titancli.recipe.toml import comment, inline
 from titancli.registry.component import component_info
 from titancli.registry.defaults import ConfigDefaults
 from titancli.registry.fields import SLOT, Field, Type, fields_of, required_fields, summary
@@ -355,7 +355,7 @@ class _Body:
             return
         yield from _comment(field.doc)
         if value is None:
-            yield f"## {field.name}: {field.type}; not set"
+            yield comment(f"{field.name}: {field.type}; not set", "## ")
         else:
             yield f"# {field.name} = {inline(value)}"
 
@@ -365,4 +365,4 @@ class _Body:
 
 def _comment(text: str) -> list[str]:
     """Return a line as a comment; a second # tells prose from keys."""
-    return [f"## {line}" for line in textwrap.wrap(" ".join(text.split()), WIDTH)]
+    return [comment(line, "## ") for line in textwrap.wrap(" ".join(text.split()), WIDTH)]

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import tomli
 
 from titancli.errors import Location
+from titancli.terminal import printable
 
 # ----------------------------------------------------------------------------------------------------- places
 
@@ -303,6 +304,11 @@ def dotted(path: Iterable[str | int]) -> str:
 def _quoted(text: str) -> str:
     escaped = text.replace("\\", "\\\\").replace('"', '\\"')
     return '"' + re.sub(r"[\x00-\x1f\x7f]", lambda m: f"\\u{ord(m.group()):04x}", escaped) + '"'
+
+
+def comment(text: str, mark: str = "# ") -> str:
+    """Return a text, whatever it holds, as one comment of a TOML file, without a line break at its end."""
+    return mark + printable(" ".join(text.split()))
 
 
 def inline(value: Any) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 from titan_hub.source import Source
 from titancli import __version__
+from titancli.commands import printable
 
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+\Z", re.ASCII)
 PRIVATE = ("env", "launcher", "loggers", "checkpoint")
@@ -48,11 +49,10 @@ def card_of(
     parts = [f"---\n{data.to_yaml()}\n---", f"# {title}", _origin(source, base)]
     parts += [*_metrics(source), *_data(source)]
     if (text := recipe_file(source)) is not None:
-        fence = "`" * (1 + max(2, *(len(run) for run in re.findall("`+", text) or [""])))
         parts += [
             "## Recipe",
             "The resolved recipe, without what concerns the machines. Local paths are shown as `./NAME`.",
-            f"{fence}toml\n{text}{fence}",
+            _fenced(text),
         ]
     body = "\n\n".join(parts) + "\n\n"
     return f"{body}<!-- written by titan-hub: {_hash(body)} -->\n"
@@ -175,9 +175,15 @@ def _data(source: Source) -> Iterator[str]:
 
         yield "## Data"
         yield "The identity of the data, as titan recorded it:"
-        yield f"```toml\n{tomli_w.dumps(without_paths(found))}```"
+        yield _fenced(tomli_w.dumps(without_paths(found)))
 
 
 def _line(text: str) -> str:
-    """Return a text of one line that begins no markup."""
-    return re.sub(r"[|<>`\[\]\\]", " ", " ".join(text.split()))
+    """Return a text, whatever it holds, as one line of Markdown that begins no markup."""
+    return re.sub(r"[|<>`\[\]\\]", " ", printable(" ".join(text.split()))).strip()
+
+
+def _fenced(text: str) -> str:
+    """Return a TOML text as a block of Markdown that no line of it ends."""
+    fence = "`" * (1 + max(2, *(len(run) for run in re.findall("`+", text) or [""])))
+    return f"{fence}toml\n{text}{fence}"

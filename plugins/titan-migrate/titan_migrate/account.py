@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from titancli import Recipe
-from titancli.commands import printable
+from titancli.commands import comment, printable
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ def as_text(head: str, recipe: dict[str, Any], found: Translation, path: str) ->
     tables = {key: value for key, value in data.items() if isinstance(value, list)}
     blocks = [tomli_w.dumps({key: value for key, value in data.items() if key not in tables})]
     blocks += [f"[[{key}]]\n{tomli_w.dumps(table)}" for key, rows in tables.items() for table in rows]
-    account = "".join(f"# {line}\n" for line in _account(found, path))
-    return "\n".join([f"# {head}\n{blocks[0]}", *blocks[1:], *filter(None, [account])])
+    account = "".join(f"{comment(line)}\n" for line in _account(found, path))
+    return "\n".join([f"{comment(head)}\n{blocks[0]}", *blocks[1:], *filter(None, [account])])
 
 
 def _account(found: Translation, path: str) -> Iterable[str]:

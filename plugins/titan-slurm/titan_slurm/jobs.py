@@ -226,6 +226,8 @@ def _quoted(value: str) -> str:
     """Quote a value for a directive line of a script, which sbatch parses by other rules than a shell."""
     if re.fullmatch(r"[\w./:@,=+%~-]+", value):
         return value
+    if not value.isprintable():  # a line break would end the directive, and bash run what follows
+        raise EnvironmentProblem(f"{value!r} cannot be written as an option of sbatch: it has more than text")
     return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
