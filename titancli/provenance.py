@@ -10,7 +10,10 @@ import platform
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
@@ -118,23 +121,24 @@ _recorded: dict[str, bytes] = {}
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:
-    """Commit, branch, whether there are changes, and the hash of these (`uncommitted_patch`); None outside a
-    repository or without git."""
+    """Commit, branch, whether there are changes, and the hash of these (`uncommitted_patch`); None without
+    git, outside a repository, and in one of another user."""
     try:
-        dirty = bool(_git(folder, "status", "--porcelain", "--untracked-files=no"))
-        sha256 = None
-        if dirty:
-            patch = uncommitted_patch(folder)
-            sha256 = hashlib.sha256(patch).hexdigest()
-            _recorded.clear()  # the newest one, until it is kept
-            _recorded[sha256] = patch
-        return {
-            "commit": _git(folder, "rev-parse", "HEAD").decode().strip(),
-            "branch": _git(folder, "rev-parse", "--abbrev-ref", "HEAD").decode().strip(),
-            "dirty": dirty,
-            "patch_sha256": sha256,
-        }
-    except (OSError, subprocess.SubprocessError):
+        with _repository(folder) as repository:
+            status = repository.git("status", "--porcelain", "--untracked-files=no", *NO_SUBMODULES)
+            dirty, sha256 = bool(status), None
+            if dirty:
+                patch = repository.git(*PATCH)
+                sha256 = hashlib.sha256(patch).hexdigest()
+                _recorded.clear()  # the newest one, until it is kept
+                _recorded[sha256] = patch
+            return {
+                "commit": repository.commit,
+                "branch": repository.branch,
+                "dirty": dirty,
+                "patch_sha256": sha256,
+            }
+    except (OSError, subprocess.SubprocessError, ValueError):
         return None
 
 
@@ -145,12 +149,84 @@ def uncommitted_patch(folder: Path) -> bytes:
     Raises:
         OSError, subprocess.SubprocessError: there is no git, or no repository.
     """
-    return _git(folder, "diff", "HEAD", "--binary", "--no-color", "--no-ext-diff")
+    with _repository(folder) as repository:
+        return repository.git(*PATCH)
 
 
-def _git(folder: Path, *arguments: str) -> bytes:
-    command = ["git", "-C", str(folder), *arguments]
-    return subprocess.run(command, capture_output=True, timeout=10, check=True).stdout
+NO_SUBMODULES = ("--ignore-submodules=dirty",)
+"""Their work trees are not looked at: each is a repository with settings of its own."""
+PATCH = ("diff", "HEAD", "--binary", "--no-color", "--no-ext-diff", "--no-textconv", *NO_SUBMODULES)
+HARMLESS = ("core.filemode", "core.symlinks", "core.ignorecase", "core.autocrlf", "core.eol")
+"""Settings of a repository that say how its files lie on the disk."""
+
+
+@dataclass(frozen=True)
+class _Repository:
+    commit: str
+    branch: str
+    environment: Mapping[str, str]
+    top: Path
+
+    def git(self, *arguments: str) -> bytes:
+        return _git(self.top, self.environment, *arguments)
+
+
+@contextmanager
+def _repository(folder: Path) -> Iterator[_Repository]:
+    """Yield the repository around a folder, seen through a git directory of our own, with its objects and its
+    index.
+
+    The files of a downloaded repository are a stranger's, and git would start the programs that they name:
+    core.fsmonitor, filters and textconv (in `.git/config`, `.git/info/attributes` or what these include),
+    hooks, and remotes of partial clones. In a directory of our own there are none of these. Variables GIT_*
+    and the configs of the user and the machine are left out, too.
+
+    Raises:
+        OSError, subprocess.SubprocessError: there is no git, no repository with a commit, or it belongs to
+            another user.
+    """
+    folder = folder.absolute()
+    top = next((one for one in (folder, *folder.parents) if os.path.lexists(one / ".git")), None)
+    if top is None:
+        raise FileNotFoundError(f"no repository around {folder}")
+    bare = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    bare |= {"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull, "GIT_OPTIONAL_LOCKS": "0"}
+    asked = ("--show-toplevel", "--absolute-git-dir", "--show-object-format")
+    asked += ("--git-path", "objects", "--git-path", "index", "HEAD")
+    found = os.fsdecode(_git(top, bare, "rev-parse", *asked)).split("\n")
+    shown, directory, form, objects, index, commit = found[:6]
+    if not os.path.samefile(shown, top):  # core.worktree names another folder
+        raise PermissionError(f"{top} is not the work tree of its repository")
+    for path in (top, directory):
+        if os.stat(path).st_uid != os.geteuid():
+            raise PermissionError(f"{path} belongs to another user")
+    branch = _git(top, bare, "rev-parse", "--abbrev-ref", "HEAD").decode(errors="replace").strip()
+    with tempfile.TemporaryDirectory(prefix="titan-git-") as own:
+        (Path(own) / "refs").mkdir()
+        (Path(own) / "HEAD").write_text(f"{commit}\n")
+        core = f"[core]\nrepositoryformatversion = 1\n{_harmless(top, bare)}"
+        (Path(own) / "config").write_text(f"{core}[extensions]\nobjectformat = {form}\n")
+        places = {"GIT_DIR": own, "GIT_WORK_TREE": str(top)}
+        places |= {"GIT_OBJECT_DIRECTORY": str(top / objects), "GIT_INDEX_FILE": str(top / index)}
+        yield _Repository(commit, branch, bare | places, top)
+
+
+def _harmless(top: Path, environment: Mapping[str, str]) -> str:
+    """Return the lines of `HARMLESS` settings in a repository's config."""
+    listed = _git(top, environment, "config", "--local", "--list", "--null", "--no-includes")
+    pairs = [pair.partition(b"\n")[::2] for pair in listed.split(b"\0")]
+    known = {os.fsdecode(name): os.fsdecode(value) for name, value in pairs}
+    return "".join(
+        f"{name.removeprefix('core.')} = {known[name]}\n"
+        for name in HARMLESS
+        if known.get(name) in ("true", "false", "input", "lf", "crlf", "native")
+    )
+
+
+def _git(folder: Path, environment: Mapping[str, str], *arguments: str) -> bytes:
+    off = ("-c", "core.fsmonitor=false", "-c", f"core.hooksPath={os.devnull}", "--no-pager")
+    command = ["git", *off, "-C", str(folder), *arguments]
+    return subprocess.run(command, capture_output=True, timeout=10, check=True, env=environment).stdout
 
 
 SOURCES = "sources"
@@ -165,8 +241,9 @@ def kept_source(sha256: str, name: str) -> str:
 PATCH_NAME = "uncommitted.patch"
 
 
-def keep_sources(run: Path, attempt: Mapping[str, Any]) -> None:
-    """Copy the plugin files and the uncommitted patch that an attempt records into its run folder.
+def keep_sources(run: Path, attempt: Mapping[str, Any], *, patch: bool = True) -> None:
+    """Copy the plugin files that an attempt records, and with `patch` the uncommitted changes, into its run
+    folder.
 
     What has changed since it was recorded is left out: a copy under its hash is always what was recorded.
 
@@ -178,7 +255,7 @@ def keep_sources(run: Path, attempt: Mapping[str, Any]) -> None:
         for entry in attempt["plugin_files"]
     ]
     git = attempt["git"] or {}
-    if git.get("patch_sha256"):
+    if patch and git.get("patch_sha256"):
         sha256 = git["patch_sha256"]
         made = _recorded.pop(sha256, None)
         folder = Path(attempt["directory"])

@@ -274,6 +274,8 @@ class Debug:
     digests: Annotated[bool, Effect("watching")] = True
     """Keep a digest of each step in the run folder: loss, gradient norm, hashes of rows, gradients and
     weights."""
+    uncommitted_patch: Annotated[bool, Effect("watching")] = True
+    """Keep the uncommitted changes of the git repository around the current folder in the run folder."""
     deterministic: bool = False
     """Use deterministic algorithms only; required for bitwise identical resumption on a GPU."""
     moe_force_load_balance: bool = False

@@ -25,7 +25,7 @@ def write_attempt(folder: RunFolder, plan: Plan, request: LaunchRequest) -> dict
     """
     attempt = new_attempt(plan, request)
     folder.write_record(new_record(plan, attempt))
-    keep_sources(folder.path, attempt)
+    keep_sources(folder.path, attempt, patch=plan.loaded.recipe.debug.uncommitted_patch)
     return attempt
 
 
