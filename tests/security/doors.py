@@ -107,6 +107,12 @@ DOORS = [
         "sources/*",
     ),
     Door(
+        "the git repository around the current folder",
+        "provenance",
+        f"{SEC}test_git.py::test_nothing_it_names_is_started",
+        f"{SEC}test_git.py::test_no_commit_or_no_repository",
+    ),
+    Door(
         "the rendezvous in a shared folder",
         "launchers.meeting launchers.address distributed.shared_folder",
         f"{SEC}test_small_files.py::test_what_no_node_has_written_is_no_place_to_meet",
@@ -147,7 +153,7 @@ DOORS = [
     ),
     Door(
         "weights of Hugging Face folders",
-        "checkpoint.hf.* checkpoint.format.tensorfile checkpoint.format.tensors titan_hub.files"
+        "checkpoint.hf.* checkpoint.format.tensorfile checkpoint.format.tensors titan_hub.files titan_hub.secrets"
         " titan_hub.source",
         f"{RUN}test_hostile.py::test_a_run_refuses_them_and_nothing_is_executed",
         f"{HF}::test_a_truncated_file_is_named",

@@ -279,6 +279,69 @@ def test_only_a_models_files_are_pushed(model: Path, titan: Any, hub: Hub, tmp_p
     assert not any(b"secret" in data for data in hub.repos["ada/tiny"].head()[1].values())
 
 
+NOT_OF_A_MODEL = ("token.json", "service-account.json", "kaggle.json", "data.json", "notes.jinja", "my.model")
+
+
+def test_only_known_names_are_pushed(model: Path, titan: Any, hub: Hub) -> None:
+    for name in NOT_OF_A_MODEL:
+        (model / name).write_text("{}")
+    (model / "additional_chat_templates").mkdir()
+    (model / "additional_chat_templates/rag.jinja").write_text("x")
+    done = push(titan, "model", "ada/tiny")
+    assert done.code == 0 and all(name in done.err for name in NOT_OF_A_MODEL)
+    own = ["README.md", "additional_chat_templates/rag.jinja", "config.json", "model.safetensors"]
+    assert sorted(hub.repos["ada/tiny"].head()[1]) == own
+    assert push(titan, "model", "ada/tiny", "--include", "data.json", "--include", "*.model").code == 0
+    assert {"data.json", "my.model"} < hub.repos["ada/tiny"].head()[1].keys()
+    for wrong in ("nothing.json", "run.json"):
+        (model / "run.json").write_text("{}")
+        done = push(titan, "model", "ada/tiny", "--include", wrong)
+        assert done.code == 2 and f"--include {wrong}" in done.err
+
+
+HF, GITHUB = "hf_" + "a1B2" * 9, "ghp_" + "a1B2" * 9
+SECRETS = {
+    "config.json": f'{{"auth": "{HF}"}}',
+    "generation_config.json": '{"url": "https://ada:s3cret@example.com/x"}',
+    "README.md": f"clone with {GITHUB}\n",
+    "recipe.toml": '[dataset]\npath = "s3://key:password@bucket/x"\n',
+    "chat_template.jinja": "-----BEGIN RSA PRIVATE KEY-----\n",
+    "tokenizer_config.json": '{"api_key": "0123456789abcdef0123456789abcdef01234567"}',
+    "LICENSE": "see https://x.blob.core.windows.net/a?sv=1&sig=abcdefghijklmnop%3D\n",
+    "adapter_config.json": '{"x": "AKIA' + "ABCDEFGH" * 2 + '"}',
+}
+
+
+@pytest.mark.parametrize("name", SECRETS)
+def test_credentials_are_refused_and_not_shown(model: Path, titan: Any, hub: Hub, name: str) -> None:
+    (model / name).write_text(SECRETS[name])
+    done = push(titan, "model", "ada/tiny")
+    assert done.code == 5 and f"  {name}:" in done.err and hub.repos == {}
+    for secret in (HF, GITHUB, "s3cret", "password@", "abcdefghijklmnop", "0123456789abcdef"):
+        assert secret not in done.out + done.err
+    assert push(titan, "model", "ada/tiny", "--dry-run").code == 5
+
+
+def test_a_models_own_files_hold_no_credentials(model: Path, titan: Any, hub: Hub) -> None:
+    """What real folders have: names of tokens, addresses, hashes, tokens that look like keys."""
+    config = {
+        "eos_token": "<|end_of_text|>",
+        "pad_token_id": 0,
+        "_commit_hash": "0a" * 20,
+        "bos_token": "<s>",
+    }
+    (model / "tokenizer_config.json").write_text(
+        json.dumps(config | {"tokenizer_class": "LlamaTokenizerFast"})
+    )
+    (model / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {f"password: {HF}": 0}}}))
+    readme = (
+        "Ask ada@example.com. `export HF_TOKEN=<token>`; https://example.com/a?b=c#d; password: see below\n"
+    )
+    (model / "README.md").write_text(readme)
+    done = push(titan, "model", "ada/tiny")
+    assert done.code == 0, done.err
+
+
 def test_adapters_name_a_repository_and_no_folder(model: Path, titan: Any, hub: Hub) -> None:
     config = {"base_model_name_or_path": "/home/ada/models/Base-1B", "r": 2}
     (model / "config.json").unlink()
@@ -325,6 +388,7 @@ def test_what_is_no_whole_model_is_refused_by_name(model: Path, titan: Any, hub:
         ("hf://lab/tiny@main", "hf://lab/tiny@main"),
         ("python /home/ada/reward.py --fast", "python ./reward.py --fast"),
         ("text/plain", "text/plain"),
+        ("from s3://key:secret@bucket/x", "from s3://bucket/x"),
         ({"a": ["/x/y", 1, None], "b": None}, {"a": ["./y", 1, None], "b": None}),
         (0.5, 0.5),
     ],

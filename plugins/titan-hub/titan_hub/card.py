@@ -17,6 +17,7 @@ PRIVATE = ("env", "launcher", "loggers", "checkpoint")
 """Sections of a recipe that say where it ran and where its results went, beside those that only watch."""
 SEAL = re.compile(r"<!-- written by titan-hub: ([0-9a-f]{64}) -->\n\Z")
 _LOCAL = re.compile(r"(?<![\w:/.~-])(?:~|/)[^\s\"'`]*/([^\s/\"'`]+)")
+_PASSWORD = re.compile(r"(\w://)[^\s/@\"'<>]+@")
 _URL = re.compile(r"([a-z][a-z0-9+]*)://(.*)", re.ASCII | re.DOTALL)
 
 
@@ -108,7 +109,7 @@ def _without_path(text: str) -> str:
         )
     if text.startswith(("/", "~")):
         return f"./{PurePosixPath(text).name}"
-    return _LOCAL.sub(r"./\1", text)
+    return _LOCAL.sub(r"./\1", _PASSWORD.sub(r"\1", text))
 
 
 def base_model_of(recipe: Mapping[str, Any]) -> str | None:

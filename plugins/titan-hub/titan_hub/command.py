@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import tempfile
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import click
 from titan_hub.card import card_of, recipe_file
 from titan_hub.files import CARD, RECIPE, File, collect, without_local_paths
 from titan_hub.push import Target, Unreachable, account, push, target_of
+from titan_hub.secrets import refuse_secrets
 from titan_hub.source import Source, find
 from titancli.commands import note, out
 from titancli.errors import ExitCode, UsageError
@@ -46,6 +48,12 @@ def command() -> None:
 @click.option("--message", metavar="TEXT", help="Message of the commit.")
 @license_option
 @base_option
+@click.option(
+    "--include",
+    metavar="PATTERN",
+    multiple=True,
+    help="Push further files of the folder, such as modeling.py; may be repeated.",
+)
 @click.option("--dry-run", is_flag=True, help="Print what would be pushed, without asking the Hub.")
 def push_command(
     src: Path,
@@ -56,14 +64,16 @@ def push_command(
     message: str | None,
     license: str | None,
     base_model: str | None,
+    include: tuple[str, ...],
     dry_run: bool,
 ) -> int:
     """Push a model to the Hugging Face Hub, as one commit, with a model card and its recipe.
 
     SRC is RUN (its newest good checkpoint), RUN/checkpoints/step-N, or a folder that titan
-    convert-checkpoint has written, which is pushed as it is. Only weights, configs, tokenizer, card and
-    recipe are pushed; local paths are left out of the card and the recipe. A README.md in the folder is
-    pushed in place of the card, and one that somebody wrote on the Hub is kept.
+    convert-checkpoint has written, which is pushed as it is. Only files that a model's folder has by name are
+    pushed: weights, configs, tokenizer, card and recipe; --include adds others. Nothing is pushed if a file
+    looks as if it held credentials. Local paths are left out of the card and the recipe. A README.md in the
+    folder is pushed in place of the card, and one that somebody wrote on the Hub is kept.
 
     The token is huggingface_hub's: hf auth login, or HF_TOKEN. Without a network the command prints what it
     would push, and exits with code 69.
@@ -78,7 +88,7 @@ def push_command(
             missing = error
     with nullcontext() if source.exported else tempfile.TemporaryDirectory(prefix="titan-hub-") as own:
         folder = source.folder(Path(own) / "model" if own else None, note)
-        files = _files(source, folder, target, license, base_model)
+        files = _files(source, folder, target, license, base_model, include)
         _print_plan(target, files)
         if dry_run:
             return int(ExitCode.OK)
@@ -101,16 +111,21 @@ def card_command(src: Path, to: str, license: str | None, base_model: str | None
 
 
 def _files(
-    source: Source, folder: Path, target: Target, license: str | None, base_model: str | None
+    source: Source,
+    folder: Path,
+    target: Target,
+    license: str | None,
+    base_model: str | None,
+    include: Sequence[str],
 ) -> list[File]:
     """Return the files to push, in the order of their names: those of the folder, card and recipe.
 
     Raises:
-        TitanError: the folder has no whole weights.
+        TitanError: the folder has no whole weights, or a file looks as if it held credentials.
     """
-    files, left = collect(folder)
+    files, left = collect(folder, include)
     if left:
-        note(f"not pushed: {', '.join(left)}")
+        note(f"not pushed (--include adds a file): {', '.join(left)}")
     files = {**files, **without_local_paths(files, base_model or source.base_model, note)}
     if CARD in files:
         note(f"{folder / CARD} is pushed as it is, in place of a model card")
@@ -124,7 +139,9 @@ def _files(
         files[CARD] = File(CARD, text.encode(), made=True)
     if RECIPE not in files and (recipe := recipe_file(source)) is not None:
         files[RECIPE] = File(RECIPE, recipe.encode())
-    return [files[name] for name in sorted(files)]
+    chosen = [files[name] for name in sorted(files)]
+    refuse_secrets(chosen)
+    return chosen
 
 
 def _print_plan(target: Target, files: list[File]) -> None:

@@ -5,16 +5,28 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from titancli.errors import EnvironmentProblem
+from titancli.errors import EnvironmentProblem, UsageError
 
 CARD, RECIPE = "README.md", "recipe.toml"
-SUFFIXES = (".safetensors", ".gguf", ".json", ".jinja", ".model", ".tiktoken")
-NAMES = (CARD, RECIPE, "merges.txt", "vocab.txt", "LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE")
+NAMES = (
+    *(CARD, RECIPE, "LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt", "USE_POLICY.md"),
+    *("*.safetensors", "*.safetensors.index.json", "*.gguf", "config.json", "generation_config.json"),
+    *("adapter_config.json", "model_index.json", "quantize_config.json", "hf_quant_config.json"),
+    *("scheduler_config.json", "preprocessor_config.json", "processor_config.json"),
+    *("video_preprocessor_config.json", "image_processor_config.json"),
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "*.bpe.model"),
+    *("*.tiktoken", "tekken.json", "chat_template.json", "chat_template.jinja"),
+)
+"""Patterns of the names that are pushed; others need --include."""
+TEMPLATES = "additional_chat_templates"
+"""The folder of further chat templates."""
 OF_TRAINING = ("run.json", "note.json", "manifest.json", "trainer_state.json", "training_args.json")
 """JSON that belongs to a run or a checkpoint, with names of users, machines and folders."""
 OF_RANKS = ("rank-", "optimizer", "metadata")
@@ -38,10 +50,13 @@ class File:
         return len(self.data) if isinstance(self.data, bytes) else self.data.stat().st_size
 
 
-def collect(folder: Path) -> tuple[dict[str, File], list[str]]:
+def collect(folder: Path, include: Sequence[str] = ()) -> tuple[dict[str, File], list[str]]:
     """Return the files of a model's folder that are pushed, by name, and the names of all others.
 
     Links are not followed.
+
+    Args:
+        include: patterns of further files, by their paths in the folder.
 
     Raises:
         EnvironmentProblem: the folder is empty, cannot be read, or has no whole weights.
@@ -59,7 +74,7 @@ def collect(folder: Path) -> tuple[dict[str, File], list[str]]:
         folders[:] = [name for name in folders if name not in hidden]
         for name in names:
             file = Path(path) / name
-            if _is_pushed(file):
+            if _is_pushed(file, (here / name).as_posix(), include):
                 found[(here / name).as_posix()] = File((here / name).as_posix(), file)
             else:
                 left.append((here / name).as_posix())
@@ -67,13 +82,19 @@ def collect(folder: Path) -> tuple[dict[str, File], list[str]]:
         raise EnvironmentProblem(
             f"{folder} is empty", hint="write a model there: titan convert-checkpoint RUN FOLDER --to hf"
         )
+    for pattern in include:
+        if not any(fnmatchcase(name, pattern) for name in found):
+            raise UsageError(f"--include {pattern}: {folder} has no such file that can be pushed")
     _require_weights(folder, found)
     return found, sorted(left)
 
 
-def _is_pushed(file: Path) -> bool:
+def _is_pushed(file: Path, path: str, include: Sequence[str]) -> bool:
+    """Return whether a file is pushed; `path` is its path in the folder. What belongs to a run never is."""
     name = file.name
-    known = name in NAMES or name.endswith(SUFFIXES)
+    known = any(fnmatchcase(name, pattern) for pattern in NAMES)
+    known |= file.parent.name == TEMPLATES and name.endswith(".jinja")
+    known |= any(fnmatchcase(path, pattern) for pattern in include)
     private = name.startswith(".") or name in OF_TRAINING or name.startswith(OF_RANKS)
     return known and not private and stat.S_ISREG(file.lstat().st_mode)
 
