@@ -210,7 +210,7 @@ def test_stochastic_rounding_goes_to_neighbours_and_is_right_on_average() -> Non
     x[:, ::16] = 6.0  # each block's scale is the same
     near = nvfp4(x, x.abs().amax()).dequantized(torch.float32)
     drawn = torch.stack(
-        [nvfp4(x, x.abs().amax(), stochastic=True).dequantized(torch.float32) for _ in range(1000)]
+        [nvfp4(x, x.abs().amax(), noise=torch.rand_like(x)).dequantized(torch.float32) for _ in range(1000)]
     )
     grid = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     grid = torch.cat((grid, -grid)).unique()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import low_cases
@@ -65,7 +66,6 @@ def test_skip_takes_layers_and_experts() -> None:
 
 
 def test_sides_that_are_no_whole_blocks_are_left_and_told(caplog: pytest.LogCaptureFixture) -> None:
-    from dataclasses import replace
 
     with caplog.at_level(logging.WARNING, "titancli"):
         convert(model(replace(DENSE, hidden_dim=144)), MXFP8Linear(skip=["output"]))
@@ -195,6 +195,15 @@ def test_tensor_parallel_gives_the_gradients_of_one(ranks: Any, name: str) -> No
     (one,) = ranks(1, low_cases.gradients, layout_of(name))
     for found in ranks(2, low_cases.gradients, layout_of(name, {"tp": 2})):
         assert distance(found, one) < edge(name)
+
+
+@pytest.mark.parametrize("hadamard", [True, False])
+def test_tensor_parallel_rounds_as_one_rank(ranks: Any, hadamard: bool) -> None:
+    """At random, but each rank its part of what one rank draws."""
+    layout = low_cases.Layout(config=DENSE, converters=[NVFP4Linear(skip=["output"], hadamard=hadamard)])
+    (one,) = ranks(1, low_cases.gradients, layout)
+    for found in ranks(2, low_cases.gradients, replace(layout, mesh={"tp": 2})):
+        assert distance(found, one) < edge("nvfp4_linear")
 
 
 @pytest.mark.parametrize(

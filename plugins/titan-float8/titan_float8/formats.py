@@ -138,28 +138,31 @@ def _floor(largest: Tensor) -> tuple[Tensor, Tensor]:
 # -------------------------------------------------------------------------------------------------- NVFP4
 
 
-def nvfp4(x: Tensor, largest: Tensor, *, rows: int = 1, stochastic: bool = False, block: int = 16) -> Codes:
+def nvfp4(
+    x: Tensor, largest: Tensor, *, rows: int = 1, noise: Tensor | None = None, block: int = 16
+) -> Codes:
     """Round to e2m1 with two factors: one of all numbers, and an e4m3 scale of each tile.
 
     Args:
         x: […, rows, K].
         largest: the largest magnitude that the first factor is made of; broadcasts to the tiles' scales.
         rows: rows of a tile, which is `block` wide.
-        stochastic: round up or down at random, so that the expected value is x.
+        noise: uniform in [0, 1), of x's shape: round up or down by it, so that the expected value is x.
+            None: round to the nearest.
     """
     whole = largest.float() / (LARGEST_E4M3 * LARGEST_E2M1)
     whole = torch.where(whole == 0, 1.0, whole)  # of zeros alone
     scale = largest_of(x.float(), rows, block) / LARGEST_E2M1 / whole
     scale = scale.clamp(SMALLEST_E4M3, LARGEST_E4M3).to(E4M3)
     scaled = _times(x.float(), (1.0 / whole) / scale.float()).clamp(-LARGEST_E2M1, LARGEST_E2M1)
-    return Codes(_encoded(_randomly(scaled) if stochastic else scaled), scale, whole)
+    return Codes(_encoded(scaled if noise is None else _randomly(scaled, noise)), scale, whole)
 
 
-def _randomly(x: Tensor) -> Tensor:
+def _randomly(x: Tensor, noise: Tensor) -> Tensor:
     """Round to a neighbour among the numbers of e2m1, the nearer the likelier."""
     size = x.abs()
     step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
-    return torch.copysign((size / step + torch.rand_like(x)).floor() * step, x)
+    return torch.copysign((size / step + noise).floor() * step, x)
 
 
 def _encoded(x: Tensor) -> Tensor:

@@ -52,6 +52,8 @@ class Scheme(NamedTuple):
         largest: Tensor | None = None,
         group: Tensor | None = None,
         groups: int = 0,
+        cut: Cut | None = None,
+        cut_dim: int = -1,
     ) -> Codes:
         """Cast along the last dimension.
 
@@ -59,6 +61,7 @@ class Scheme(NamedTuple):
             x: […, rows, K].
             largest: NVFP4: see `formats.nvfp4`.
             group: float8 rowwise: the group of each column, of `groups`; None: a row has one scale.
+            cut: how operands are shards; a gradient's along `cut_dim`.
         """
         if self.format == "rowwise":
             return formats.rowwise(x, group, groups, self.block)
@@ -67,8 +70,8 @@ class Scheme(NamedTuple):
         if self.format == "mxfp8":
             return formats.mxfp8(x, floor=self.floor)
         assert largest is not None
-        rows, stochastic = self.block if role == "weight" else 1, self.stochastic and role == "grad"
-        return formats.nvfp4(x, largest, rows=rows, stochastic=stochastic)
+        noise = _noise(x, cut, cut_dim) if self.stochastic and role == "grad" else None
+        return formats.nvfp4(x, largest, rows=self.block if role == "weight" else 1, noise=noise)
 
 
 # ------------------------------------------------------------------------------------------ linear layers
@@ -121,19 +124,28 @@ class _Product(torch.autograd.Function):
         if ctx.needs_input_grad[1] and scheme.plain_grad_weight:
             for_weight = grad.t() @ rows
         elif ctx.needs_input_grad[1]:
-            left = _cast(_over_tokens(grad, scheme), "grad", scheme, cut)
+            left = _cast(_over_tokens(grad, scheme), "grad", scheme, cut, cut_dim=0)
             right = _cast(_over_tokens(rows, scheme), "input", scheme, cut)
             for_weight = _multiply(scheme, left, right, x.dtype)
         return for_x, for_weight, None, None
 
 
-def _cast(x: Tensor, role: Role, scheme: Scheme, cut: Cut | None) -> Codes:
+def _noise(x: Tensor, cut: Cut | None, dim: int) -> Tensor:
+    """Return the part for x of the random numbers of a whole gradient, which all ranks draw alike."""
+    if cut is None or not cut.grad:
+        return torch.rand_like(x, dtype=torch.float32)
+    shape = list(x.shape)
+    shape[dim] *= cut.size
+    return torch.rand(shape, device=x.device).chunk(cut.size, dim)[cut.rank]
+
+
+def _cast(x: Tensor, role: Role, scheme: Scheme, cut: Cut | None, cut_dim: int = -1) -> Codes:
     largest = None
     if scheme.format == "nvfp4":
         largest = x.abs().amax().float()
         if cut is not None and getattr(cut, role):
             largest = all_reduce(largest, "max", Group(cut.name, cut.size, cut.rank))
-    return scheme.cast(x.contiguous(), role, largest)
+    return scheme.cast(x.contiguous(), role, largest, cut=cut, cut_dim=cut_dim)
 
 
 def _over_tokens(x: Tensor, scheme: Scheme) -> Tensor:
