@@ -50,6 +50,23 @@ def test_padding_of_rows(documents: bool, share: float) -> None:
         assert counts == Counts(int((~expected).sum()), int(there.sum()), int(expected.sum()))
 
 
+def test_counts_where_rows_go_to_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are made before, and found there without reading it."""
+    batch = Batch(padded())
+    expected = batch.counts()
+    assert expected is not None and expected.padding >= ROWS * (LENGTH - TAIL)
+
+    class There(Tensor):
+        is_cuda = True  # type: ignore[assignment]
+
+    there = torch.zeros(0).as_subclass(There)
+    assert not hasattr(batch.to("cpu")["targets"], "counts")
+    monkeypatch.setattr(Tensor, "to", lambda self, *args, **kwargs: there)
+    moved = batch.to("cuda")
+    assert moved.counts() == expected
+    assert Batch({**moved, "more": there}).counts() == expected
+
+
 def padded() -> dict[str, Tensor]:
     """Rows whose second half has no targets."""
     batch = dict(whole_batch())

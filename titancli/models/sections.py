@@ -241,11 +241,11 @@ class MoE:
     because fine-tuning with transformers freezes it, too."""
 
     z_loss_coeff: Annotated[float, Ge(0)] = 0.0
-    """Weight of the router z-loss (arXiv 2202.08906): for each layer, the mean over all tokens of a step,
-    not only the targets, of the squared log-sum-exp of the router's logits; added to the loss, whatever
-    that is an average over. It affects the gradients but not the reported loss. All micro-batches of a
-    step must be passed to one call of forward_backward; if there are several, an additional forward pass
-    first counts their weights."""
+    """Weight of the router z-loss (arXiv 2202.08906): for each layer, the mean over all tokens of a step
+    (prompts and targets, but not padding) of the squared log-sum-exp of the router's logits; added to the
+    loss, whatever that is an average over. It affects the gradients but not the reported loss. All
+    micro-batches of a step must be passed to one call of forward_backward; if there are several, an
+    additional forward pass first counts their weights."""
 
     aux_loss_coeff: Annotated[float, Ge(0)] = 0.0
     """Weight of the load-balancing loss (arXiv 2101.03961): for each layer, num_experts times the sum over
