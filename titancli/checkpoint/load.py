@@ -53,6 +53,7 @@ def load_checkpoint(
     optional: str | None = None,
     group: dist.ProcessGroup | None = None,
     begin: Callable[[], None] | None = None,
+    widens: bool = False,
 ) -> dict[str, Any]:
     """Fill tensors in place from a checkpoint, whatever layout it was saved under; return its JSON state.
 
@@ -64,7 +65,8 @@ def load_checkpoint(
 
     Tensors in `exclude` are left as they are. Of tensors whose names begin with `optional`, those that the
     checkpoint lacks are left as they are, and those that nobody requests are left out; both are logged.
-    `begin` is called before the first tensor is written.
+    `begin` is called before the first tensor is written. With `widens`, the checkpoint may hold bfloat16 of
+    what is float32 here.
 
     Raises:
         EnvironmentProblem: the folder is not a checkpoint, or is damaged; names the file. After a wrong
@@ -90,6 +92,8 @@ def load_checkpoint(
         tensors = _others(tensors, lacking)
     strict = parts != {"model"}
     wanted = {name: (shape, dtype if strict else None) for name, (shape, dtype) in asked.items()}
+    if widens:
+        wanted = {name: _widened(there.get(name), *one) for name, one in wanted.items()}
     if found := _mismatch(there, wanted):
         raise TitanError(
             f"checkpoint {folder} does not fit this recipe: {found}",
@@ -232,6 +236,14 @@ def _on_each(ranks: Ranks, folder: Path, function: Callable[[], T]) -> T:
         raise
     except EnvironmentProblem as cause:
         raise DamagedCheckpoint(folder, cause.message) from cause
+
+
+def _widened(
+    has: Described | None, shape: tuple[int, ...], dtype: torch.dtype | None
+) -> tuple[tuple[int, ...], torch.dtype | None]:
+    """Return a shape, and None for a dtype that holds all stored values."""
+    stored = None if has is None else TORCH_DTYPE[has.dtype]
+    return shape, None if (stored, dtype) == (torch.bfloat16, torch.float32) else dtype
 
 
 Asked = dict[str, tuple[tuple[int, ...], torch.dtype]]

@@ -16,18 +16,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.linalg import vector_norm
 from torch.nn.functional import linear, pad
 
+from titancli.converters.dora import MAGNITUDE, Magnitudes
 from titancli.converters.lora_experts import MULTIPLE, AdaptedExperts, stacks_of
-from titancli.distributed.collectives import Group, all_reduce
+from titancli.distributed.collectives import Group
 from titancli.distributed.local import call_with, local
 from titancli.errors import RecipeError
 from titancli.models.blocks.head import Output
 from titancli.models.blocks.init import fill, normal_, uniform_, zeros_
 from titancli.models.blocks.moe import moe_layers
 from titancli.models.blocks.state import named_state
+from titancli.parallel.fsdp import reshard
 from titancli.recipe.problems import nearest
 
 if TYPE_CHECKING:
@@ -37,7 +40,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 OWN = ("lora_a", "lora_b")
-MAGNITUDE = "lora_magnitude"
 MERGED_ROWS = 1024
 """Rows of a weight that are merged at a time."""
 STYLES = {
@@ -49,26 +51,23 @@ STYLES = {
 }
 
 
-class Adapted(nn.Module):
+class Adapted(Magnitudes):
     """A frozen layer with an adapter of its weight, [out, in]; of an embedding [words, width]."""
 
     weight: Tensor
     lora_a: nn.Parameter
     lora_b: nn.Parameter
-    lora_magnitude: Any
-    """The norms of the rows, if they are trained (DoRA), or None."""
-    lora_scale: float
     enabled = True
     """False: the layer is the base's."""
-    _columns: Group | None = None
-    """The ranks that have the other columns of the weight."""
 
     @classmethod
     def adapt(cls, layer: Any, rank: int, scale: float, dora: bool = False) -> None:
         """Change a layer in place; its parameters are frozen already."""
         layer.__class__ = cls
         out, inner = layer.weight.shape
-        like: dict[str, Any] = {"dtype": layer.weight.dtype, "device": layer.weight.device}
+        # FSDP2 wants one dtype of all that is trained.
+        dtype = torch.float32 if dora else layer.weight.dtype
+        like: dict[str, Any] = {"dtype": dtype, "device": layer.weight.device}
         layer.lora_a = nn.Parameter(torch.empty(rank, inner, **like))
         layer.register_parameter(MAGNITUDE, nn.Parameter(torch.empty(out, **like)) if dora else None)
         layer.lora_b = nn.Parameter(torch.empty(out, rank, **like))  # the last: see `Adapters.merged`
@@ -78,21 +77,9 @@ class Adapted(nn.Module):
         """Return the sharding of an adapter's parameters for a weight that is sharded in a style."""
         return STYLES[style or ""]
 
-    def base_weight(self) -> Tensor:
-        """Return this rank's part of the frozen weight, [out, in], as values to compute with."""
-        return local(self.weight)
-
     def whole_weight(self) -> Tensor:
         """Return the whole frozen weight, outside of a forward. Collective."""
         return self.weight.full_tensor() if isinstance(self.weight, DTensor) else self.weight
-
-    def ratio(self, a: Tensor, b: Tensor) -> Tensor:
-        """Return magnitudes / norms of the rows of W + scale·B·A, [out], the norms constant (paper, 4.3)."""
-        with torch.no_grad():
-            norms = vector_norm(self.base_weight() + self.lora_scale * (b @ a), dim=1, dtype=torch.float32)
-            if self._columns is not None:
-                norms = all_reduce(norms.square(), "sum", self._columns).sqrt()
-        return (local(self.lora_magnitude) / norms).to(a.dtype)
 
 
 class AdaptedLinear(Adapted, nn.Linear):
@@ -103,7 +90,7 @@ class AdaptedLinear(Adapted, nn.Linear):
     def tensor_parallel(self, group: Group, style: str | None) -> None:
         """Called by the `decoder` plan, when the parameters have been cut over `group`."""
         self._adds_bias = group.rank == 0 or style != "row"
-        self._columns = group if style == "row" else None
+        self._columns, self._rows = (group, None) if style == "row" else (None, group)
 
     def forward(self, x: Tensor) -> Tensor:
         """[…, in] -> […, out]; under tensor parallelism of this rank's columns, or its part of the sum."""
@@ -114,7 +101,8 @@ class AdaptedLinear(Adapted, nn.Linear):
         a, b = local(self.lora_a), local(self.lora_b)
         if self.lora_magnitude is None:
             return self.base_product(x, bias) + self.lora_scale * linear(linear(x, a), b)
-        out = (self.base_product(x, None) + self.lora_scale * linear(linear(x, a), b)) * self.ratio(a, b)
+        out = self.base_product(x, None) + self.lora_scale * linear(linear(x, a), b)
+        out = (out * self.ratio(a, b)).to(out.dtype)
         return out if bias is None else out + bias
 
     def base_product(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -125,6 +113,11 @@ class AdaptedLinear(Adapted, nn.Linear):
 class AdaptedOutput(Adapted, Output):
     """The output projection: its loss multiplies with one matrix, of which B is further columns."""
 
+    def tensor_parallel(self, group: Group, style: str | None) -> None:
+        """Called by the `decoder` plan, see `Output.tensor_parallel`."""
+        super().tensor_parallel(group, style)
+        self._rows = self.tensor_group
+
     def matrix(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         weight = self.base_weight()
         if not self.enabled:
@@ -133,7 +126,7 @@ class AdaptedOutput(Adapted, Output):
         low, more = self.lora_scale * linear(hidden, a), -a.shape[0] % 8  # rows of whole 16 bytes
         weight = torch.cat((weight, pad(b, (0, more))), 1)
         if self.lora_magnitude is not None:
-            weight = weight * self.ratio(a, b)[:, None]
+            weight = (weight * self.ratio(a, b)[:, None]).to(weight.dtype)
         return torch.cat((hidden, pad(low, (0, more))), -1), weight
 
 
@@ -200,8 +193,15 @@ class Adapters:
             "lora: %d layers, %s parameters in addition to %s", len(chosen), f"{trained:,}", f"{whole:,}"
         )
 
+    @torch.no_grad()
     def after_step(self, model: nn.Module) -> None:
-        """Nothing follows from the weights."""
+        """Renew the magnitudes that layers keep where FSDP2 gathers parameters. Collective."""
+        if not self._config.dora or not any(isinstance(one, FSDPModule) for one in model.modules()):
+            return
+        reshard(model)
+        for layer in model.modules():
+            if isinstance(layer, Adapted) and layer.lora_magnitude is not None:
+                layer.renew_magnitudes()
 
     def plain(self, name: str, tensor: Tensor) -> Tensor:
         return tensor
@@ -237,6 +237,7 @@ class Adapters:
             if isinstance(layer, Adapted) and layer.lora_magnitude is not None:
                 norms = layer.whole_weight().float().norm(dim=1)
                 fill(layer.lora_magnitude, lambda whole, norms=norms: whole.copy_(norms))  # type: ignore[misc]
+        Adapters.after_step(self, model)
 
     @contextmanager
     def disabled(self, parts: Iterable[nn.Module]) -> Iterator[None]:

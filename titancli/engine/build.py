@@ -97,7 +97,7 @@ def build_engine(
         fill(parts)
     else:
         first = first_weights(recipe, parts, converters, device, mesh, placement, form, awaited)
-    optimizer, hooks = None, Hooks()
+    optimizer, hooks = None, Hooks([Renewal(parts, converters)])
     if not frozen:
         balancing = Balancing(
             parts,

@@ -116,7 +116,15 @@ def _load_state(
         engine.spoil(f"loading {folder} failed after it had started", "load" if optimizer else "weights")
 
     optional = None if optimizer else OPTIONAL
-    state = load_checkpoint(folder, tensors, verify=verify, exclude=exclude, optional=optional, begin=begin)
+    state = load_checkpoint(
+        folder,
+        tensors,
+        verify=verify,
+        exclude=exclude,
+        optional=optional,
+        begin=begin,
+        widens=engine.adapters is not None,  # those of older runs may be in bfloat16
+    )
     if optimizer:
         counters = counters_of(state, folder, engine.guard, exclude)
         if counters is not None:

@@ -114,6 +114,7 @@ class QuantisedBase(Adapters):
             part = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
             if isinstance(part, NF4Weight) and part.packed is None and not part.is_meta:
                 quantise_(parameter, part, uses_library(self._qlora.backend, part.device))
+        super().after_step(model)
 
     def plain(self, name: str, tensor: Tensor) -> Tensor:
         """Return the memory that values are loaded into; of a quantized weight the weight itself, whose
