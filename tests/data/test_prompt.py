@@ -15,7 +15,7 @@ from tests.generate.models import make_checkpoint
 from titancli.cli import main
 from titancli.data import ByteTokenizer, Chat, HFTokenizer, JsonLines
 from titancli.data.prompt import prompt_ids
-from titancli.errors import RecipeError, TitanError
+from titancli.errors import EnvironmentProblem, RecipeError, TitanError
 from titancli.generate.source import encode, encode_chat, find_source
 from titancli.protocols.samples import Prompt
 from titancli.registry.component import build
@@ -106,6 +106,20 @@ def test_bos_of_the_recipe(tmp_path: Path) -> None:
         make_checkpoint(tmp_path / kind / "step-1", *own, *data)
         source = find_source(tmp_path / kind / "step-1", tokenizer=None, component=None, say=print)
         assert [len(encode(source, ["ab"], bos=bos)[0]) for bos in (None, True)] == [2, 3], kind
+
+
+def test_a_resume_keeps_bos(tmp_path: Path) -> None:
+    """Prompts of a checkpoint from before they began with BOS are other prompts."""
+    tokenizer = build(HFTokenizer(path=chatml(tmp_path / "t", bos="<|begin|>", adds_bos=True)))
+    for prompt, is_text in ((Prompt("a"), True), (Prompt("", messages=tuple(USER)), False)):
+        source = PromptSource(Asks(prompt), tokenizer, longest=99)
+        source.take(1)
+        state = json.loads(json.dumps(source.state))
+        source.load_state(state)
+        assert state["data"].pop("bos", None) == (tokenizer.bos_id if is_text else None)
+        if is_text:
+            with pytest.raises(EnvironmentProblem, match="bos was"):
+                source.load_state(state)
 
 
 def test_rejected_prompts_are_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

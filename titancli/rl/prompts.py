@@ -35,6 +35,8 @@ class PromptSource:
         """Prepare the prompts of at most `longest` tokens."""
         self._task, self._tokenizer, self._longest = task, tokenizer, longest
         self._identity = {**task.identity, "tokenizer": tokenizer_identity(tokenizer)}
+        if tokenizer.adds_bos and not self.are_messages:  # earlier versions left it out
+            self._identity["bos"] = tokenizer.bos_id
         self._next = 0
         self.too_long = 0
         """Number of prompts skipped as too long since this process began."""
