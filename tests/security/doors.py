@@ -122,7 +122,7 @@ DOORS = [
     Door(
         "sockets and stores that ranks meet through",
         "launchers.agent distributed.process_group distributed.together engine.ranks data.workers"
-        " titan_proof.prove.rank titan_proof.prove.pool titan_ft.replicas",
+        " titan_proof.prove.rank titan_proof.prove.pool titan_ft.replicas titan_ft.transport",
         f"{RUN}test_listening.py::test_two_ranks_listen_to_this_machine_alone_also_after_a_restart",
         "tests/launchers/test_agent.py::test_a_program_at_the_endpoint_that_never_answers_is_not_waited_for",
     ),
@@ -153,8 +153,8 @@ DOORS = [
     ),
     Door(
         "weights of Hugging Face folders",
-        "checkpoint.hf.* checkpoint.format.tensorfile checkpoint.format.tensors titan_hub.files titan_hub.secrets"
-        " titan_hub.source",
+        "checkpoint.hf.* checkpoint.format.tensorfile checkpoint.format.tensors titan_hub.files"
+        " titan_hub.secrets titan_hub.source",
         f"{RUN}test_hostile.py::test_a_run_refuses_them_and_nothing_is_executed",
         f"{HF}::test_a_truncated_file_is_named",
     ),
@@ -238,6 +238,9 @@ ENVIRONMENT = {
     f"{RUN}test_start_over.py::test_a_launcher_records_no_outcome_of_another_attempt": "TITAN_ATTEMPT",
     f"{RUN}test_orphans.py": "TITAN_PARENT TITAN_ASKED_TO_STOP TORCHELASTIC_USE_AGENT_STORE TITAN_PROVE_RANK",
     f"{RUN}test_listening.py::test_an_interface_that_was_chosen_stays": "GLOO_SOCKET_IFNAME",
+    "plugins/titan-ft/tests/test_ft.py::test_a_recipe_names_no_lighthouse": "TORCHFT_LIGHTHOUSE",
+    f"{RUN}test_other_launchers.py": "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE OMPI_COMM_WORLD_SIZE"
+    " OMPI_COMM_WORLD_LOCAL_SIZE SLURM_STEP_TASKS_PER_NODE",
     "tests/cli/test_terminal.py": "CI FORCE_COLOR NO_COLOR TERM",
     "tests/data/test_remote_shards.py::test_a_limit_that_cannot_be_kept_is_said": "TITAN_SHARDS_GB",
     "tests/recipe/test_env.py::test_a_variable_is_taken_and_kept_in_the_lock": "CUBLAS_WORKSPACE_CONFIG"

@@ -61,7 +61,7 @@ CLASSES: dict[str, tuple[list[str], str]] = {
     # a folder in memory that is written into
     "folder": ([], "copies/titan-peers/peers.folder"),
     # a store or a server
-    "url": (["", "../../x", "a/b", "$(touch CANARY)"], "checkpoint.remote loop/titan-ft/ft.lighthouse"),
+    "url": (["", "../../x", "a/b", "$(touch CANARY)"], "checkpoint.remote"),
     # the name of a repository on the Hub
     "repository": (["../../x", "/tmp/x", "$(touch CANARY)", "http://127.0.0.1:9/x"], "assets"),
     # the name of a file or folder in the run folder, or the beginning of it

@@ -65,7 +65,7 @@ NEEDS = {
     "loop/titan-distil/distil_on_policy": 'teacher = {weights = "./w"}, task = {type = "sum"}, '
     'generator = {type = "local", max_new_tokens = 4}',
     "loop/titan-eval/lm_eval": 'tasks = ["arc_easy"]',
-    "loop/titan-ft/ft": 'lighthouse = "http://localhost:1", replica = 0, replicas = 2',
+    "loop/titan-ft/ft": "replica = 0, replicas = 2",
     "optimizer/titan-optimizers/by_name": 'groups = [{match = ["*norm*"]}]',
     "task/titan-rl/prompts": 'path = "./x.jsonl"',
     "loss/titan-heads/classification": 'classes = ["a", "b"]',

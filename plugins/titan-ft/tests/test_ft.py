@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
+import re
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save
 
 os.environ.setdefault("RUST_LOG", "error")  # read when torchft is imported
 
@@ -26,6 +30,8 @@ from tests.run.conftest import Command, Finished, furnish, losses
 from titan_ft import loop
 from titan_ft.replicas import BUCKET_BYTES, buckets, fingerprint, had_company
 from titan_ft.replicas import Replicas as ReplicasOfOne
+from titan_ft.replicas import lighthouse as lighthouse_address
+from titan_ft.transport import SafeTransport, packed, unpacked
 from titan_testing import check_plugin
 from titancli import TitanError
 
@@ -52,7 +58,7 @@ class Replicas:
     def start(self, replica: int, *more: str, run: str | None = None) -> Command:
         folder = run or f"r{replica}"
         (self.here / "out" / folder).mkdir(parents=True, exist_ok=True)
-        loop = ["loop.type=ft", f'loop.lighthouse="{self.lighthouse}"', "loop.replicas=2"]
+        loop = ["loop.type=ft", "--env", f"TORCHFT_LIGHTHOUSE={self.lighthouse}", "loop.replicas=2"]
         (self.here / "tiny.toml").exists() or furnish(self.here)
         command = Command(
             self.here / "out" / folder,
@@ -371,7 +377,6 @@ def test_recipes_are_the_same_but_for_the_replica(tmp_path: Path) -> None:
     [
         ("loop.replica=2", "numbered from 0 to 1"),
         ("loop.min_replicas=3", "never more than 2"),
-        ('loop.lighthouse="node0:1"', "is not an address"),
         ("model.moe.aux_loss_coeff=0.1", "model.moe.aux_loss_coeff multiplies a mean over all tokens"),
     ],
 )
@@ -380,7 +385,7 @@ def test_wrong_settings_are_said_at_once(
 ) -> None:
     from titancli.cli import main
 
-    loop = ["loop.type=ft", 'loop.lighthouse="http://node0:1"', "loop.replicas=2"]
+    loop = ["loop.type=ft", "loop.replicas=2"]
     replica = [] if "replica=" in override else ["loop.replica=0"]
     recipe = "qwen3_moe_debug" if "moe" in override else "llama3_debug"
     assert main(["validate", recipe, *loop, *replica, override]) == 3
@@ -394,3 +399,101 @@ def test_buckets_hold_every_tensor_once_and_one_dtype() -> None:
     found = list(buckets(tensors))
     assert [len(bucket) for bucket in found] == [4, 4, 1, 1, 1]
     assert [tensor for bucket in found for tensor in bucket] == tensors or sum(map(len, found)) == 11
+
+
+# -------------------------------------------------------------------------------------- what a replica sends
+
+
+STATE = {
+    "user": {
+        "default": {"tensors": {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(3, dtype=torch.bfloat16)}}
+    },
+    "torchft": {"step": 7, "batches_committed": 14},
+    "data": {"epoch": 0, "rows": [1, 2], "none": None, "tensor": 0, "table": {"json": 1}},
+}
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    return bool(one == other)
+
+
+def test_a_state_is_received_as_sent() -> None:
+    sender, receiver = (SafeTransport(timedelta(seconds=10), lambda: 1 << 20) for _ in range(2))
+    found: list[Any] = []
+
+    def receive() -> None:
+        found.append(receiver.recv_checkpoint(0, sender.metadata(), 7, timedelta(seconds=10)))
+
+    asking = threading.Thread(target=receive)
+    asking.start()  # before there is one
+    sender.send_checkpoint([1], 6, {"old": 1}, timedelta(seconds=10))
+    sender.send_checkpoint([1], 7, STATE, timedelta(seconds=10))
+    asking.join(10)
+    assert same(found[0], STATE)
+    for one in (sender, receiver):
+        one.shutdown()
+
+
+class Bomb:
+    def __reduce__(self) -> Any:
+        return os.system, ("touch bomb",)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pickle.dumps(Bomb()),
+        b"",
+        b"\xff" * 64,
+        (4).to_bytes(8, "big") + b"nope",
+        (13).to_bytes(8, "big") + b'{"tensor": 0}' + save({}),
+        (11).to_bytes(8, "big") + b'{"json": 1}' + save({}),
+        packed(STATE)[:-3],
+    ],
+)
+def test_nothing_else_is_taken_or_run(data: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(TitanError, match="something else than a state"):
+        unpacked(data)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_state_has_a_size_and_an_address() -> None:
+    sender = SafeTransport(timedelta(seconds=1), lambda: 0)
+    sender.send_checkpoint([1], 7, {"x": "y" * (65 << 20)}, timedelta(seconds=5))
+    receiver = SafeTransport(timedelta(seconds=1), lambda: 0)
+    with pytest.raises(TitanError, match="sends more than"):
+        receiver.recv_checkpoint(0, sender.metadata(), 7, timedelta(seconds=30))
+    with pytest.raises(TitanError, match="has no state of step 8"):
+        receiver.recv_checkpoint(0, sender.metadata(), 8, timedelta(seconds=30))
+    for wrong in ("file:///etc/passwd?", "http://", "ftp://host/"):
+        with pytest.raises(TitanError, match="is not the address"):
+            receiver.recv_checkpoint(0, wrong, 7, timedelta(seconds=1))
+    for one in (sender, receiver):
+        one.shutdown()
+
+
+def test_the_plugin_unpickles_nothing() -> None:
+    import titan_ft
+
+    text = "".join(file.read_text() for file in Path(titan_ft.__file__).parent.glob("*.py"))
+    assert not re.search(r"\bpickle\.|torch\.load|HTTPTransport", text)
+
+
+def test_a_recipe_names_no_lighthouse(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from titancli.cli import main
+
+    loop = ["loop.type=ft", "loop.replicas=2", "loop.replica=0"]
+    assert main(["validate", "llama3_debug", *loop, "loop.lighthouse='http://evil:1'"]) == 3
+    assert main(["validate", "llama3_debug", *loop, "env.TORCHFT_LIGHTHOUSE='http://evil:1'"]) == 3
+    assert "it is not on the list" in capsys.readouterr().err
+    for value in ("", "evil:1"):
+        monkeypatch.setenv("TORCHFT_LIGHTHOUSE", value)
+        with pytest.raises(TitanError, match="TORCHFT_LIGHTHOUSE"):
+            lighthouse_address()

@@ -18,13 +18,12 @@ if TYPE_CHECKING:
 class FaultTolerant:
     """Pretraining in several replicas, each a run of its own, that sum their gradients in each step.
 
-    A failed replica costs the others one step; one that rejoins receives their state.
+    A failed replica costs the others one step; one that rejoins receives their state. Who starts a replica
+    names torchft's lighthouse, which tracks them, in TORCHFT_LIGHTHOUSE=http://HOST:PORT; a recipe cannot.
     """
 
     joins_other_runs: ClassVar[bool] = True
 
-    lighthouse: str
-    """Address of torchft's lighthouse, which tracks the replicas: http://HOST:PORT."""
     replica: Annotated[int, Ge(0)]
     """Index of this replica, from 0; the only value in which the replicas' recipes differ."""
     replicas: Annotated[int, Gt(0)]
@@ -41,8 +40,6 @@ class FaultTolerant:
     finished. Otherwise it waits for them, and ends with an error."""
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
-        if not self.lighthouse.startswith("http://"):
-            yield "lighthouse", f"{self.lighthouse!r} is not an address such as http://node0:29510"
         if self.replica >= self.replicas:
             yield "replica", f"replicas are numbered from 0 to {self.replicas - 1}"
         if self.min_replicas > self.replicas:

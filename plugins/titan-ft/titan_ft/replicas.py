@@ -28,6 +28,8 @@ os.environ.setdefault("RUST_LOG", "warn")  # read at import; otherwise it prints
 
 from torchft import Manager, ProcessGroupGloo, ProcessGroupNCCL
 
+from titan_ft.transport import SafeTransport, bytes_of
+
 if TYPE_CHECKING:
     from titan_ft import FaultTolerant
     from titancli.data.loader import Loader
@@ -66,6 +68,7 @@ class Replicas:
         self._folder = folder
         self.count = 0
         """Replicas that took part in the last exchange."""
+        self._lighthouse = lighthouse()
         limit = timedelta(seconds=config.timeout_seconds)
         group = ProcessGroupNCCL(limit) if engine.device.type == "cuda" else ProcessGroupGloo(limit)
         self._store = own_store()
@@ -84,13 +87,14 @@ class Replicas:
                 world_size=dist.get_world_size(),
                 store_addr=self._store.host,
                 store_port=self._store.port,
-                lighthouse_addr=config.lighthouse,
+                lighthouse_addr=self._lighthouse,
+                checkpoint_transport=SafeTransport(limit, lambda: bytes_of(shared_state(engine)[0])),
                 replica_id=f"replica-{config.replica}",
                 hostname=socket.gethostname(),
             )
         except RuntimeError as error:
             raise EnvironmentProblem(
-                f"the lighthouse {config.lighthouse} cannot be reached: {error}",
+                f"the lighthouse {self._lighthouse} cannot be reached: {error}",
                 hint="start it first: torchft_lighthouse --min_replicas 1",
             ) from error
         self._manager.load_state_dict({"step": engine.step, "batches_committed": 0})
@@ -135,7 +139,7 @@ class Replicas:
             failure = error
         if on_any_rank(failure is not None):
             raise NoQuorum(
-                f"too few replicas joined at {self._config.lighthouse}: "
+                f"too few replicas joined at {self._lighthouse}: "
                 f"{failure or 'another rank of this replica waited without success'}",
                 hint="start the lighthouse and the other replicas, or raise loop.quorum_timeout_seconds",
             ) from failure
@@ -153,7 +157,7 @@ class Replicas:
             return False
         if on_any_rank(self._is_late()):
             raise NoQuorum(
-                f"no other replica is at {self._config.lighthouse}, but others were before this one joined: "
+                f"no other replica is at {self._lighthouse}, but others were before this one joined: "
                 "they may have finished",
                 hint="see their run folders; start them again, or train without them: loop.alone=true",
             )
@@ -223,6 +227,23 @@ class Replicas:
         self._data.load_state(state["data"])
         self._position = self._data.state
         self._taken_over = True
+
+
+def lighthouse() -> str:
+    """Return the address of the lighthouse, which only who starts the run can name: replicas that meet there
+    train one model.
+
+    Raises:
+        EnvironmentProblem: TORCHFT_LIGHTHOUSE is not set, or is not an address.
+    """
+    address = os.environ.get("TORCHFT_LIGHTHOUSE", "")
+    if not address.startswith("http://"):
+        what = f"is {address!r}, which is not an address" if address else "is not set"
+        raise EnvironmentProblem(
+            f"TORCHFT_LIGHTHOUSE {what}: the loop ft needs the address of its lighthouse",
+            hint="add --env TORCHFT_LIGHTHOUSE=http://HOST:PORT",
+        )
+    return address
 
 
 def on_any_rank(value: bool) -> bool:
