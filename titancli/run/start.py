@@ -16,6 +16,7 @@ from titancli.errors import EnvironmentProblem, TitanError
 from titancli.launch import LaunchRequest
 from titancli.launchers import Local
 from titancli.launchers.devices import visible_gpus
+from titancli.launchers.others import refuse_other_launchers
 from titancli.process import environment, no_room, own_folder
 from titancli.registry.component import component_info, load_target
 from titancli.run.fit import check_devices, check_worlds
@@ -53,7 +54,9 @@ def launch_request(plan: Plan, ranks: Ranks, *, may_exceed: bool = False) -> Lau
 
     Raises:
         EnvironmentProblem: there are not as many GPUs here.
+        UsageError: another launcher has started this command several times.
     """
+    refuse_other_launchers(ranks.nnodes)
     return LaunchRequest(
         run_folder=plan.folder.path,
         lock_file=plan.folder.recipe_lock,
