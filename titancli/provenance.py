@@ -191,8 +191,8 @@ def _repository(folder: Path) -> Iterator[_Repository]:
         raise FileNotFoundError(f"no repository around {folder}")
     bare = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     bare |= {"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull, "GIT_OPTIONAL_LOCKS": "0"}
-    asked = ("--show-toplevel", "--absolute-git-dir", "--show-object-format")
-    asked += ("--git-path", "objects", "--git-path", "index", "HEAD")
+    asked = ["--show-toplevel", "--absolute-git-dir", "--show-object-format"]
+    asked += ["--git-path", "objects", "--git-path", "index", "HEAD"]
     found = os.fsdecode(_git(top, bare, "rev-parse", *asked)).split("\n")
     shown, directory, form, objects, index, commit = found[:6]
     if not os.path.samefile(shown, top):  # core.worktree names another folder

@@ -103,7 +103,7 @@ def test_what_cannot_be_imported_is_told_under_strict_alone(titan: Titan, broken
 
 
 def test_what_cannot_be_imported_is_told_as_json(titan: Titan, broken: list[str]) -> None:
-    done = titan("validate", "--strict", "--format", "json", "llama3_8b", *broken)
+    done = titan("validate", "--strict", "--recipe-only", "--format", "json", "llama3_8b", *broken)
     [again, found] = json.loads(done.out)["recipes"]
     assert (done.code, found["ok"], again["ok"]) == (4, False, False)
     assert [problem["code"] for problem in found["problems"]] == ["import", "import"]
@@ -111,7 +111,7 @@ def test_what_cannot_be_imported_is_told_as_json(titan: Titan, broken: list[str]
 
 
 def test_what_can_be_imported_passes_under_strict(titan: Titan) -> None:
-    done = titan("validate", "--strict", "llama3_debug", "llama3_8b")
+    done = titan("validate", "--strict", "--recipe-only", "llama3_debug", "llama3_8b")
     assert (done.code, done.out) == (0, "ok: llama3_debug\nok: llama3_8b\n")
     assert done.err.startswith("note: llama3_8b: tokenizer.path: ") and done.err.count("\n") == 1
 

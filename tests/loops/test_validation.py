@@ -429,16 +429,15 @@ def test_what_is_wrong_with_validation_is_told_at_once(
     assert done.code == 5 and "validation.datasets.a.paths: " in done.err
 
 
-def test_validate_notes_what_a_recipe_reads_and_is_not_there(
+def test_validate_refuses_data_that_are_not_there(
     here: Path,  # noqa: F811
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    assert (
-        main(["validate", "tiny.toml", 'validation.datasets.a={type="text_files", paths=["gone.txt"]}']) == 0
-    )
+    missing = 'validation.datasets.a={type="text_files", paths=["gone.txt"]}'
+    assert main(["validate", "tiny.toml", missing]) == 5
     out, err = capfd.readouterr()
-    assert out == "ok: tiny.toml\n"
-    assert f"note: tiny.toml: validation.datasets.a.paths: {here}/gone.txt does not exist" in err
+    assert out == "" and f"error: validation.datasets.a.paths: {here}/gone.txt does not exist" in err
+    assert main(["validate", "tiny.toml", missing, "--recipe-only"]) == 0
 
 
 # ---------------------------------------------------------------------------- recipes of before [validation]

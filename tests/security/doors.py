@@ -239,8 +239,7 @@ ENVIRONMENT = {
     f"{RUN}test_orphans.py": "TITAN_PARENT TITAN_ASKED_TO_STOP TORCHELASTIC_USE_AGENT_STORE TITAN_PROVE_RANK",
     f"{RUN}test_listening.py::test_an_interface_that_was_chosen_stays": "GLOO_SOCKET_IFNAME",
     "plugins/titan-ft/tests/test_ft.py::test_a_recipe_names_no_lighthouse": "TORCHFT_LIGHTHOUSE",
-    f"{RUN}test_other_launchers.py": "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE OMPI_COMM_WORLD_SIZE"
-    " OMPI_COMM_WORLD_LOCAL_SIZE SLURM_STEP_TASKS_PER_NODE",
+    f"{RUN}test_other_launchers.py": "SLURM_STEP_TASKS_PER_NODE",
     "tests/cli/test_terminal.py": "CI FORCE_COLOR NO_COLOR TERM",
     "tests/data/test_remote_shards.py::test_a_limit_that_cannot_be_kept_is_said": "TITAN_SHARDS_GB",
     "tests/recipe/test_env.py::test_a_variable_is_taken_and_kept_in_the_lock": "CUBLAS_WORKSPACE_CONFIG"

@@ -105,7 +105,7 @@ def epochs(recipe: Recipe, data: Source | None, engine: Engine) -> str | None:
     rows = training.local_batch_size * engine.settings.accumulation * engine.mesh.degrees.dp
     size_of_step = rows * (training.seq_len if unit == "tokens" else 1)
     # Steps before a resume may have been of another size.
-    done = _consumed(data.state, unit, training.seq_len) if engine.step else 0
+    done = 0 if data is None or not engine.step else _consumed(data.state, unit, training.seq_len)
     total = (engine.step * size_of_step if done is None else done) + (
         training.steps - engine.step
     ) * size_of_step

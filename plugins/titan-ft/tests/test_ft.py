@@ -470,7 +470,7 @@ def test_a_state_has_a_size_and_an_address() -> None:
         receiver.recv_checkpoint(0, sender.metadata(), 7, timedelta(seconds=30))
     with pytest.raises(TitanError, match="has no state of step 8"):
         receiver.recv_checkpoint(0, sender.metadata(), 8, timedelta(seconds=30))
-    for wrong in ("file:///etc/passwd?", "http://", "ftp://host/"):
+    for wrong in ("file:///etc/passwd?", "http:///state/", "ftp://host/"):
         with pytest.raises(TitanError, match="is not the address"):
             receiver.recv_checkpoint(0, wrong, 7, timedelta(seconds=1))
     for one in (sender, receiver):
