@@ -21,6 +21,7 @@ from titan_preference import Preference
 from titancli.data import Chat, lengths
 from titancli.data.chat import ConversationReader
 from titancli.data.lengths import BAD, CHUNK, row_lengths
+from titancli.data.row_check import FIRST
 from titancli.errors import EnvironmentProblem
 from titancli.observe.metrics import collector
 
@@ -76,7 +77,7 @@ def test_each_rank_makes_its_own_examples_and_lengths_are_measured_once(
     monkeypatch.setattr(ConversationReader, "__call__", counted)
     config = Chat(path=chats, pack=False, length_index=True, repeat=False)
     global_rows(config, 5, dp_size=4, rows=8, seq_len=96)
-    assert made == 800 + 5 * 32, "lengths, by all ranks together, and rows"
+    assert made == FIRST + 800 + 5 * 32, "the check, lengths, by all ranks together, and rows"
     made = 0
     last = make(config, dp_rank=3, dp_size=4, rows=8, seq_len=96)
     assert last.skip(64) == 64

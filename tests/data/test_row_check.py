@@ -116,8 +116,9 @@ def test_strict_refuses_on_every_rank(tmp_path: Path, tokenizer_with: Any) -> No
             data_of(tmp_path, [GOOD, FORGED], tokenizer, strict=True, dp_rank=rank, dp_size=2)
         assert "dataset.strict = false" in str(caught.value.hint)
     list(data_of(tmp_path, [GOOD, LONG], tokenizer, strict=True))  # the recipe asks for truncated rows
+    bad = data_of(tmp_path, [{"messages": [user("a")]}, GOOD], tokenizer, strict=True)
     with pytest.raises(EnvironmentProblem, match="line 1: it has no assistant message"):
-        data_of(tmp_path, [{"messages": [user("a")]}, GOOD], tokenizer, strict=True)
+        list(bad)
 
 
 def test_only_the_first_rows_are_checked(

@@ -330,7 +330,7 @@ class RowsOfExamples:
     strict: bool = False
     """End the run at a bad row: not JSON, without messages or pair, rejected by the chat template, without
     a target, or (pairs; conversations with `too_long = "skip"`) longer than training.seq_len + 1 tokens; and
-    at its start if the check of the first 100 rows finds anything but truncated rows."""
+    at its start if the check of the first 100 rows finds more than truncated rows."""
     max_bytes: Annotated[int, Gt(0)] = 8_388_608
     """Maximum length of a line of JSON; longer ones are bad rows."""
     skip_damaged: bool = False

@@ -99,12 +99,12 @@ class RowCheck:
     def refuse(self) -> None:
         """
         Raises:
-            EnvironmentProblem: there is a finding that a strict check refuses.
+            EnvironmentProblem: there is a finding that a strict run refuses at its start. Bad rows end such a
+                run when it reads them.
         """
-        if self.faults:
-            one = self.faults[0]
+        if found := [one for one in self.faults if one.kind != BAD]:
             raise EnvironmentProblem(
-                f"{one.where}: {one.text}",
+                f"{found[0].where}: {found[0].text}",
                 hint="correct the rows, or set dataset.strict = false to train on them",
             )
 
