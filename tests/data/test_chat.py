@@ -78,7 +78,10 @@ def tokenizer_with(bpe_folder: Path, tmp_path: Path):
 def trained(tokenizer: Any, messages: list[dict[str, Any]], **options: Any) -> list[str]:
     """The stretches of a conversation that are trained on, as text with special tokens."""
     ids, mask = tokenizer.chat_with_mask(messages, **options)
-    assert ids == tokenizer.chat(messages) and len(mask) == len(ids)
+    whole = tokenizer.chat(messages)
+    # After a last turn that ends with the next role's marker, the marker is added.
+    assert ids[: len(whole)] == whole and ids[len(whole) :] in ([], [*tokenizer.turn_ends])
+    assert len(mask) == len(ids)
     found, before = [], False
     for token, flag in zip(ids, mask, strict=True):
         if flag:
@@ -137,7 +140,7 @@ CHATML_MARKED = CHATML.replace(
     "{% else %}{{ m['content'] | trim }}<|end|>\n{% endif %}",
 )
 LLAMA3 = "{{ '<|begin|>' }}" + CHATML.replace("<|end|>\n", "<|end|>").replace("|>\n", "|>\n\n")
-# An end marker in letters, which a tokenizer may merge with the line break; and none but line breaks.
+# An end marker in letters, which a tokenizer may merge with the line break; and none but the next role's.
 LETTERS = CHATML.replace("<|end|>\n", " END\n")
 NOTHING = CHATML.replace("<|end|>\n", "\n\n")
 
@@ -150,7 +153,7 @@ NOTHING = CHATML.replace("<|end|>\n", "\n\n")
         (CHATML.replace("<|end|>\n", "<|end|> \n\n"), "<|end|>", " \n\n"),
         (LLAMA3, "<|end|>", ""),
         (LETTERS, " END", "\n"),
-        (NOTHING, "\n\n", ""),
+        (NOTHING, "\n\n<|user|>", ""),
     ],
     ids=["chatml", "chatml, marked", "more space", "llama 3", "letters", "no marker"],
 )

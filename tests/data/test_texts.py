@@ -203,7 +203,7 @@ def test_turns_of_texts_of_families(tmp_path: Path, name: str) -> None:
     tokenizer = HFTokenizer(folder)
     talk = [user("Hello"), says("Yes."), user("And?"), says("No."), user("Bye")]
     ids, mask = tokenizer.chat_with_mask(talk)
-    text = tokenizer._template()._render(talk, None, False)
+    text = tokenizer.chat_text(talk)
     found, marked = tokenizer.text_with_mask(text)
     assert found == ids and marked == mask
 

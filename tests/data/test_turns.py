@@ -48,7 +48,9 @@ def trained(tokenizer: HFTokenizer, messages: Any, **options: Any) -> list[str]:
     ids, mask = tokenizer.chat_with_mask(messages, **options)
     theirs = PreTrainedTokenizerFast.from_pretrained(tokenizer._folder)
     asked = options.get("options") or {}
-    assert ids == theirs.apply_chat_template(messages, return_dict=False, **asked)
+    whole = theirs.apply_chat_template(messages, return_dict=False, **asked)
+    # After a last turn that ends with the next role's marker, the marker is added.
+    assert ids[: len(whole)] == whole and ids[len(whole) :] in ([], [tokenizer.turn_ends[0]])
     found: list[list[int]] = []
     for number, (token, flag) in enumerate(zip(ids, mask, strict=True)):
         if flag:
@@ -65,7 +67,7 @@ def outcomes() -> dict[tuple[str, str], Outcome]:
 def test_table_of_public_templates(outcomes: dict[tuple[str, str], Outcome]) -> None:
     """Of 41 templates and 16 shapes, titan trains on all that can be trained on."""
     assert len(outcomes) == len(NAMES) * len(SHAPES) == 41 * 16
-    assert Counter(one.kind for one in outcomes.values()) == {"same": 346, "better": 224, "refused": 86}
+    assert Counter(one.kind for one in outcomes.values()) == {"same": 359, "better": 211, "refused": 86}
     refused = Counter(one.why for one in outcomes.values() if one.kind == "refused")
     assert refused == {
         "the template rejects it": 39,
@@ -83,10 +85,10 @@ def test_table_of_public_templates(outcomes: dict[tuple[str, str], Outcome]) -> 
         ("phi3", "several turns", ["Yes.<|end|>", "No.<|end|>\n<|endoftext|>"]),
         ("phi3_5", "assistant first", ["Hi.<|end|>", "Yes.<|end|>\n<|endoftext|>"]),
         ("glm4moe", "thoughts of several turns", [
-            "\n<think></think>\nYes.<|user|>", "\n<think>well</think>\nNo."]),
+            "\n<think></think>\nYes.<|user|>", "\n<think>well</think>\nNo.<|user|>"]),
         ("glm4moe", "tool call", [
             "\n<think></think>\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n"
-            "</tool_call><|observation|>", "\n<think></think>\nSunny."]),
+            "</tool_call><|observation|>", "\n<think></think>\nSunny.<|user|>"]),
         ("qwen3_5_think", "assistant first", ["Hi.<|im_end|>", "\n</think>\n\nYes.<|im_end|>"]),
         ("qwen3", "empty answer", ["<|im_end|>", "<think>\n\n</think>\n\nNo.<|im_end|>"]),
         ("gemma4_v5", "two answers in a row", ["Yes.No.<turn|>"]),

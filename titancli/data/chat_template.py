@@ -65,8 +65,14 @@ class ChatTemplate:
         Raises:
             ChatRefused: the template rejects these messages, or leaves out what one of them says.
         """
-        trace = self._traced(messages, options, prompt=add_generation_prompt)
-        return list(self._encoded(trace.text)["input_ids"])
+        text = self.rendered(messages, options, add_generation_prompt=add_generation_prompt)
+        return list(self._encoded(text)["input_ids"])
+
+    def rendered(
+        self, messages: Messages, options: Options = None, *, add_generation_prompt: bool = False
+    ) -> str:
+        """Return the text of a conversation; see `ids`."""
+        return self._traced(messages, options, prompt=add_generation_prompt).text
 
     def ids_and_mask(
         self,
@@ -202,11 +208,18 @@ class ChatTemplate:
 
     def _renderer(self, options: Options) -> Any:
         def render(messages: Messages, prompt: bool) -> str:
-            return self._render(messages, options, prompt)
+            return self.render(messages, options, prompt)
 
         return render
 
-    def _render(self, messages: Messages, options: Options, prompt: bool) -> str:
+    def render(self, messages: Messages, options: Options, prompt: bool) -> str:
+        """Return what the template makes of messages as they are, unchecked.
+
+        Raises:
+            ChatRefused: the template rejects them.
+            RecipeError: it is not a template of Jinja.
+            EnvironmentProblem: a package that renders it is of another version.
+        """
         import jinja2
 
         asked = {**(options or {}), "tokenize": False, "add_generation_prompt": prompt}
@@ -263,7 +276,7 @@ class ChatTemplate:
             pairs = zip(encoded["input_ids"], ids, encoded["offset_mapping"], strict=False)
             return next((start for one, other, (start, _) in pairs if one != other), len(before))
 
-        return Turns(trace, self._renderer(options), self._tokens, self._special, divergence)
+        return Turns(trace, self._renderer(options), self._tokens, divergence)
 
     def _marker_end(self, text: str, start: int, end: int, marked: bool = False) -> int:
         """Return the end of a turn without the whitespace after its end marker.

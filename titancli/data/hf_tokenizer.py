@@ -22,7 +22,7 @@ from titancli.data import HFTokenizer as Config
 from titancli.data.chat_template import ChatTemplate
 from titancli.data.hub import local_folder
 from titancli.data.tokenizer_files import tokenizer_files
-from titancli.data.turn_ends import TurnEnds, ends_of_turns, rendering
+from titancli.data.turn_ends import TurnEnds, ends_of_turns
 from titancli.errors import EnvironmentProblem, RecipeError
 
 
@@ -121,9 +121,7 @@ class HFTokenizer:
     ) -> str:
         """Return the text of a conversation under the folder's chat template; see `chat`. Its ids are those
         of `encode_special`."""
-        self._template()  # raises if there is none
-        asked = {"add_generation_prompt": add_generation_prompt, **(options or {})}
-        return rendering(self._of_transformers, self._folder, messages, **asked)
+        return self._template().rendered(messages, options, add_generation_prompt=add_generation_prompt)
 
     def chat_with_mask(
         self,
@@ -171,7 +169,7 @@ class HFTokenizer:
 
     @cached_property
     def _ends(self) -> TurnEnds:
-        return ends_of_turns(self._of_transformers, self._folder)
+        return ends_of_turns(self._template(), self._of_transformers)
 
     def _find(self, role: str, named: str | None, *, required: bool) -> Any:
         """Return the id of the bos or eos token, as defined by the recipe or by the folder's files."""

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from titancli.data.chat_template import ChatRefused
-
-Messages = Sequence[Mapping[str, Any]]
+from titancli.data.chat_template import ChatTemplate
+from titancli.data.marks import Messages
+from titancli.errors import RecipeError
 
 ASKED, SAID, NEXT = "heron", "walnut", "pebble"
 """Contents of the rendered conversations; no template writes them itself."""
@@ -66,36 +64,21 @@ class TurnEnds(NamedTuple):
         return ids, found
 
 
-def rendering(tokenizer: Any, folder: Path, messages: Messages, **asked: Any) -> str:
-    """Return the text of a conversation under the chat template of a transformers tokenizer.
-
-    Raises:
-        ChatRefused: the template rejects it.
-    """
-    try:
-        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **asked))
-    except Exception as error:  # templates raise jinja exceptions of any class
-        raise ChatRefused(
-            f"the chat template in {folder} rejects a conversation: {error}",
-            hint="check which roles the template allows, and in which order",
-        ) from error
-
-
 class _Probe:
     """Renders conversations, and finds the added tokens after what the assistant says in them."""
 
-    def __init__(self, tokenizer: Any, folder: Path) -> None:
-        self._tokenizer, self._folder = tokenizer, folder
+    def __init__(self, template: ChatTemplate, tokenizer: Any) -> None:
+        self._template, self._tokenizer = template, tokenizer
         self._added = {name: i for name, i in tokenizer.get_added_vocab().items() if name.strip()}
         longest_first = sorted(self._added, key=len, reverse=True)
         self._names = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self.markers = frozenset(self._added.values())
 
-    def text(self, messages: Messages, **asked: Any) -> str:
-        """Return a conversation as text; nothing if the template rejects it."""
+    def text(self, messages: Messages, *, prompt: bool = False) -> str:
+        """Return a conversation as text; nothing if the template rejects it, or is not valid."""
         try:
-            return rendering(self._tokenizer, self._folder, messages, **asked)
-        except ChatRefused:
+            return self._template.render(messages, None, prompt)
+        except RecipeError:
             return ""
 
     def tokens(self, text: str) -> list[int]:
@@ -117,11 +100,15 @@ class _Probe:
         return found[-1] if token.special and rest.rstrip().endswith(token.content) else None
 
 
-def ends_of_turns(tokenizer: Any, folder: Path) -> TurnEnds:
-    """Return what ends turns under the chat template of a transformers tokenizer; nothing if the template
-    rejects a question with its answer, or leaves the answer out."""
-    probe = _Probe(tokenizer, folder)
-    prompt = probe.text(PROBE[:1], add_generation_prompt=True)
+def ends_of_turns(template: ChatTemplate, tokenizer: Any) -> TurnEnds:
+    """Return what ends turns under a chat template; nothing if the template rejects a question with its
+    answer, or leaves the answer out.
+
+    Args:
+        tokenizer: the transformers tokenizer of the template.
+    """
+    probe = _Probe(template, tokenizer)
+    prompt = probe.text(PROBE[:1], prompt=True)
     speaker = next(iter(probe.tokens(prompt.rpartition(ASKED)[2])), None)
     last, within = probe.after(PROBE), probe.after([*PROBE, {"role": "user", "content": NEXT}], NEXT)
     if last is None:
@@ -131,6 +118,8 @@ def ends_of_turns(tokenizer: Any, folder: Path) -> TurnEnds:
     if last:
         # A last turn may have more after it than others have (Phi 3), or another end (gpt-oss).
         answer = ([one for one in last if one in (within or ())] or last)[-1]
+    elif probe.text(PROBE).rpartition(SAID)[2].strip():  # it ends in plain text
+        answer = None
     else:
         answer = next(iter(within or ()), None)
     return TurnEnds(answer, call, not last and answer is not None, call_follows, speaker, probe.markers)

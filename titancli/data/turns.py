@@ -36,19 +36,16 @@ class Turns:
         trace: Trace,
         render: Render,
         tokens: Sequence[str],
-        special: Sequence[str],
         divergence: Callable[[str], int],
     ) -> None:
         """Prepare to locate turns.
 
         Args:
             tokens: the added tokens of the vocabulary.
-            special: those of them that are special.
             divergence: returns where, at the earliest, a token of the rendering begins that a text does not
                 have in common with it.
         """
         self._trace, self._render, self._divergence = trace, render, divergence
-        self._special = tuple(special)
         self._tokens = re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or r"(?!)")
 
     def of(self, number: int) -> Turn:
@@ -129,7 +126,7 @@ class Turns:
             found = self._history_end(number, anchor, alone, rest)
         if found is None:
             raise self._unclear(number, "it ends differently when it is the last one")
-        return len(found) + self._next_marker(found, rest)
+        return len(found)
 
     def _history_end(self, number: int, anchor: Mark | None, alone: Any, rest: str) -> str | None:
         """Return the end of a turn that has another one as the last turn (gpt-oss: `<|return|>`, Phi 3: the
@@ -145,14 +142,6 @@ class Turns:
         else:
             return None
         return end if end.strip() and rest.startswith(end) else None
-
-    def _next_marker(self, end: str, rest: str) -> int:
-        """Return the length of the next role's marker if it is what ends turns (GLM: `<|user|>`): sampling
-        stops there. Otherwise 0."""
-        following = self._tokens.match(rest, len(end))
-        if following is None or following[0] not in self._special or end.rstrip().endswith(self._special):
-            return 0
-        return following.end() - len(end) if self._answer_end == "" else 0
 
     @cached_property
     def prompt(self) -> str:
