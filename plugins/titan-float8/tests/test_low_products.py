@@ -103,8 +103,8 @@ def by_hand(scheme: Scheme, x: Tensor, weight: Tensor, grad: Tensor) -> list[Ten
 
 
 def beyond_rounding(found: Tensor, left: Tensor, right: Tensor) -> bool:
-    """Whether a product differs from that in fp64 by more than fp32 sums in any order, and a result rounded
-    to its dtype, can (Higham, Accuracy and Stability of Numerical Algorithms, section 3.5)."""
+    """Return whether a product differs from that in fp64 by more than fp32 sums in any order, and a result
+    rounded to its dtype, can (Higham, Accuracy and Stability of Numerical Algorithms, section 3.5)."""
     left, right = left.double(), right.double().t()
     exact, largest = left @ right, left.abs() @ right.abs()
     unit = torch.finfo(found.dtype).eps / 2
