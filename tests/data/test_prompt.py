@@ -123,7 +123,8 @@ def test_a_resume_keeps_bos(tmp_path: Path) -> None:
 
 
 def test_rejected_prompts_are_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}{{ messages[0].content }}"
+    refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    refuses += "{{ messages[0].content }}"
     (folder := chatml(tmp_path / "t")).joinpath("chat_template.jinja").write_text(refuses)
     tokenizer = build(HFTokenizer(path=folder))
     bad = Prompt("", messages=({"role": "system", "content": "s"},))
