@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from tests.engine.cases import Layout
-from tests.ranks.padding import ALL, BOTH, LAYOUTS, SHARED_ROWS, Place, differences, steps
+from tests.ranks.padding import ALL, BOTH, LAYOUTS, SHARED_ROWS, SLOW, Place, differences, steps
+from tests.rows import rows
 
 pytestmark = pytest.mark.ranks
 EVERY_LOSS = [name for name, place in LAYOUTS.items() if place.layout.config is BOTH and place.quick != ALL]
@@ -31,18 +32,18 @@ def one_by_one(ranks: Any) -> Any:
 def check(ranks: Any, one_by_one: Any, place: Place, losses: Sequence[str]) -> None:
     expected = one_by_one(place.layout.config, losses)
     for found in ranks(place.ranks, steps, place.layout, losses):
-        for (loss, rows), own in found.items():
+        for (loss, kind), own in found.items():
             far = differences(own, expected[loss, "one by one"])
-            if rows in SHARED_ROWS and getattr(place.layout.config, "n_mtp_layers", 0):
+            if kind in SHARED_ROWS and getattr(place.layout.config, "n_mtp_layers", 0):
                 # In a row of several documents, the last target of each is none of the tokens further ahead:
                 # in text it is the next document's.
                 far |= {"gradient": 0.0}
-            assert far.pop("gradient") < 2e-5, (loss, rows)
-            assert far.pop("loss") < 1e-5, (loss, rows)
-            assert not any(far.values()), (loss, rows, far)
+            assert far.pop("gradient") < 2e-5, (loss, kind)
+            assert far.pop("loss") < 1e-5, (loss, kind)
+            assert not any(far.values()), (loss, kind, far)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", rows(LAYOUTS, slow=SLOW))
 def test_padding_counts_for_nothing(ranks: Any, one_by_one: Any, name: str) -> None:
     check(ranks, one_by_one, LAYOUTS[name], LAYOUTS[name].quick)
 
