@@ -219,11 +219,11 @@ def window_off_by_one() -> Iterator[None]:
 def router_sees_local_tokens() -> Iterator[None]:
     """Center tokens by the mean of this rank's tokens, before the router scores them."""
 
-    def forward(original: Any, self: MoE, x: Tensor, *rest: Any) -> Tensor:
+    def forward(original: Any, self: MoE, x: Tensor, **more: Any) -> Tensor:
         keep = self.router.forward
         mean = x.flatten(0, -2).mean(0)
         with patch.object(self.router, "forward", lambda tokens, *given: keep(tokens - mean, *given)):
-            return original(self, x, *rest)
+            return original(self, x, **more)
 
     with wrapped(MoE, "forward", forward):
         yield
