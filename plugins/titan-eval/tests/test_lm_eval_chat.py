@@ -127,7 +127,7 @@ def test_the_command_applies_the_template(
     assert [one["num_fewshot"] for one in scores] == [0, 1]
 
 
-def test_system_messages_are_left_out_once_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_system_messages_may_be_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     step, _ = made(tmp_path, "no BOS")
     refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHATML
     (tmp_path / "t/chat_template.jinja").write_text(refuses)
