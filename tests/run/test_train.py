@@ -264,7 +264,7 @@ def test_a_run_folder_in_use_is_refused(train: Train, here: Path) -> None:
 def test_a_dry_run_tells_what_is_missing_and_a_run_refuses_it(train: Train) -> None:
     words = ("tiny.toml", "tokenizer.type=hf", "tokenizer.path=./assets")
     done = train(*words, "--dry-run")
-    assert done.code == 0
+    assert done.code == 5  # as the start
     assert "missing     tokenizer.path: " in done.out
     refused = train(*words)
     assert refused.code == 5

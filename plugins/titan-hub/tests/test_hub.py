@@ -323,7 +323,7 @@ def test_credentials_are_refused_and_not_shown(model: Path, titan: Any, hub: Hub
 
 
 def test_a_models_own_files_hold_no_credentials(model: Path, titan: Any, hub: Hub) -> None:
-    """What real folders have: names of tokens, addresses, hashes, tokens that look like keys."""
+    """Accept what real folders have: names of tokens, addresses, hashes, tokens that look like keys."""
     config = {
         "eos_token": "<|end_of_text|>",
         "pad_token_id": 0,
