@@ -9,17 +9,22 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from tests.cli.conftest import Titan, titan
+from tests.converters.test_lora_experts import OWN
 from tests.engine.cases import recipe, small, whole_batch
 from titan_testing.behaviour.engines import weights
 from titancli.checkpoint.hf.peft_in import PeftFolder
+from titancli.checkpoint.hf.peft_names import placed
 from titancli.checkpoint.hf.which import hf_form
 from titancli.converters import LoRA
+from titancli.converters.lora import Adapters, adapter_names, weights_of
 from titancli.engine import Engine
 from titancli.errors import EnvironmentProblem, RecipeError, TitanError
 from titancli.recipe import load_recipe
+from titancli.registry.component import build
 
 __all__ = ["titan"]
 peft = pytest.importorskip("peft", reason="the extra [dev] installs it")
@@ -227,3 +232,29 @@ def test_a_run_trains_on(titan: Titan, folders: dict[str, Path], base: Path, tmp
     done = titan("train", "r.toml", *few, "--run-dir", "merged")
     assert done.code == 0, done.err
     assert "merging the adapters in" in done.err
+
+
+def test_adapters_of_experts_come_back(tmp_path: Path) -> None:
+    """Folders with experts one by one, whose export is compared with peft elsewhere."""
+    config = dataclasses.replace(OWN)
+    with torch.device("meta"):
+        model = build(config, seq_len=1)
+    Adapters(LoRA(rank=8, alpha=6.0, targets=["wq", "wo", "experts.*"])).convert(model)
+    own = {
+        name: torch.randn(parameter.shape) for name, parameter in model.named_parameters() if "lora_" in name
+    }
+    tensors: dict[str, Tensor] = {}
+    for weight, several in placed(config, weights_of(own)).items():
+        for one in several:
+            made = one.of(*(own[name] for name in adapter_names(weight)))
+            tensors |= dict(zip(one.keys, made, strict=False))
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    keys = {"peft_type": "LORA", "r": 8, "lora_alpha": 6.0, "bias": "none"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(keys))
+    found = dict(PeftFolder(tmp_path, config).tensors())
+    assert found.keys() == own.keys()
+    assert all(torch.equal(found[name], own[name]) for name in own)
+    del tensors[next(key for key in tensors if "experts.1." in key)]
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(EnvironmentProblem, match="it lacks"):
+        PeftFolder(tmp_path, config)
