@@ -196,6 +196,16 @@ def test_parts_in_the_form_of_the_template(tokenizer_with: Any) -> None:
     assert "Hello you|" in reads.decode(reads.chat(text)) and "Yes.|" in reads.decode(reads.chat(text))
 
 
+def test_text_of_a_conversation_has_its_ids(tokenizer_with: Any) -> None:
+    """Evaluation harnesses render a conversation first, and encode it later."""
+    parts = [{"type": "text", "text": "Hello "}, {"type": "text", "text": "you"}]
+    talk = [{"role": "user", "content": parts}, says("Yes."), user("And?")]
+    tokenizer = tokenizer_with(CHATML)
+    text = tokenizer.chat_text(talk, add_generation_prompt=True)
+    assert "Hello you" in text
+    assert tokenizer.encode_special(text) == tokenizer.chat(talk, add_generation_prompt=True)
+
+
 def test_template_that_is_none(tokenizer_with: Any) -> None:
     """A template with a mistake in it is one error of the folder, not one of each row."""
     with pytest.raises(RecipeError, match="is not a template of Jinja: line 1") as caught:
