@@ -16,7 +16,10 @@ from tests.cli.run_folders import attempt, began, ended, make
 from tests.cli.run_folders import step as done_step
 from tests.run.conftest import Finished, losses
 from titan_proof.digests import read_digests
+from titancli import registry
+from titancli.errors import PluginError, TitanError
 from titancli.observe.events import read_events
+from titancli.recipe import load_recipe
 from titancli.runs import RunFolder
 
 Train = Callable[..., Finished]
@@ -327,6 +330,22 @@ def test_a_resume_says_which_plugin_file_is_missing_or_changed(train: Train, her
     done = train("r", "--resume", "training.steps=3", "-p", "./faulty.py")
     assert done.code == 0, done.err
     assert "changed since the run was last started: plugin file faulty.py: " in done.err
+
+
+def test_recipes_of_a_run_name_its_plugin_files(train: Train, here: Path) -> None:
+    """As generate, eval and convert-checkpoint read them, of the run or of a checkpoint."""
+    options = ("-p", "./faulty.py", "loss=faulty", "training.steps=1")
+    assert train("tiny.toml", *options, "--run-dir", "r").code == 0
+    registry.configure()
+    for folder in ("r", "r/checkpoints/step-1"):
+        with pytest.raises(
+            PluginError, match=f"r was started with -p {here}/faulty.py; without it: "
+        ) as told:
+            load_recipe(here / folder / "recipe.lock.toml", runnable=False)
+        assert told.value.hint == f"add -p {here}/faulty.py"
+    (here / "r/run.json").write_text("{")  # damaged: the fault itself is told
+    with pytest.raises(TitanError, match="no plugin 'faulty'"):
+        load_recipe(here / "r/recipe.lock.toml")
 
 
 def test_a_resume_names_an_installed_plugin_that_was_upgraded(train: Train, here: Path) -> None:

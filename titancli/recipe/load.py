@@ -6,6 +6,7 @@ import dataclasses
 import enum
 import json
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -28,6 +29,7 @@ from titancli.registry.component import is_config
 from titancli.registry.fields import fields_of
 from titancli.registry.first_party import install_command
 from titancli.registry.kinds import BUILTIN
+from titancli.runs import LOCK_NAME, RECORD_NAME, RunFolder
 from titancli.seal import LOCK_SEAL
 from titancli.version import __version__
 
@@ -80,9 +82,40 @@ def load_recipe(
     path = find_recipe(reference, registry=registry)
     try:
         return _load(path, overrides, unset, run, registry, runnable=runnable)
-    except RecipeError:
-        refuse_foreign(path, registry)
+    except (RecipeError, PluginError) as error:
+        if isinstance(error, RecipeError):
+            refuse_foreign(path, registry)
+        refuse_missing_files(path, run, error)
         raise
+
+
+def refuse_missing_files(path: Path, run: Path | None, error: TitanError) -> None:
+    """Refuse the recipe of a run that was started with plugin files (`-p`) which this process has not.
+
+    Args:
+        path: the recipe; a lock file lies in a run's folder, in a checkpoint or in an export.
+        run: a run folder of the recipe, if it is known.
+        error: what is wrong without them.
+
+    Raises:
+        PluginError: some are missing.
+    """
+    from titancli.registry import plugin_files
+
+    lies_in = [path.parent, *path.parents[2:3]] if path.name == LOCK_NAME else []
+    found = next((one for one in [*([run] if run else []), *lies_in] if (one / RECORD_NAME).is_file()), None)
+    if found is None:
+        return
+    try:
+        recorded = RunFolder(found).last_loaded().get("plugin_files") or []
+    except EnvironmentProblem:  # where the run is resumed, that is an error
+        return
+    given = set(map(str, plugin_files()))
+    if missing := [entry["path"] for entry in recorded if entry["path"] not in given]:
+        flags = " ".join(f"-p {shlex.quote(file)}" for file in missing)
+        raise PluginError(
+            f"{found} was started with {flags}; without it: {error.message}", hint=f"add {flags}"
+        ) from error
 
 
 def _load(

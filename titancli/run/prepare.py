@@ -3,14 +3,13 @@ error that can be known in advance is reported here, before a process is started
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titancli.checkpoint.format.manifest import last_serial
 from titancli.data.hub import Hosted
-from titancli.errors import EnvironmentProblem, PluginError, RecipeError, TitanError
+from titancli.errors import EnvironmentProblem
 from titancli.run.drift import Change, changes, sections
 from titancli.run.inputs import require_inputs, tokenizer_folder
 from titancli.run.request import Request, Where, find_run
@@ -87,14 +86,11 @@ def _load(request: Request, where: Where) -> tuple[Loaded, Loaded | None]:
         return loaded, None
     run = where.folder.path
     reference = run if request.run_dir is None else request.reference
-    try:
-        loaded = load_recipe(reference, request.overrides, unset=request.unset, run=run)
-        before = load_recipe(run)
-        if pins := _pins(request, loaded.recipe, before.recipe):
-            overrides = [*request.overrides, *pins]
-            loaded = load_recipe(reference, overrides, unset=request.unset, run=run)
-    except (PluginError, RecipeError) as error:
-        raise _with_missing_plugins(error, where.folder, request.plugin_files) from error
+    loaded = load_recipe(reference, request.overrides, unset=request.unset, run=run)
+    before = load_recipe(run)
+    if pins := _pins(request, loaded.recipe, before.recipe):
+        overrides = [*request.overrides, *pins]
+        loaded = load_recipe(reference, overrides, unset=request.unset, run=run)
     refused = [change for change in changes(before.data, loaded.data) if change.guarded]
     if refused and not request.allow_drift:
         listed = "\n".join(f"  {change}" for change in refused)
@@ -159,21 +155,3 @@ def _pins(request: Request, recipe: Recipe, before: Recipe | None = None) -> lis
             request.say(f"{key}: the run keeps {pinned.url}; --allow-drift takes {hosted.url} as it is now")
         overrides.append(f'{key}="{pinned.url}"')
     return overrides
-
-
-# ---------------------------------------------------------------------------------------------- plugins
-
-
-def _recorded_plugin_files(folder: RunFolder) -> list[dict[str, str]]:
-    return folder.last_loaded().get("plugin_files") or []
-
-
-def _with_missing_plugins(error: TitanError, folder: RunFolder, given: Sequence[Path]) -> TitanError:
-    """Return the error, or one that says which `-p` of the run is missing now."""
-    missing = [e["path"] for e in _recorded_plugin_files(folder) if e["path"] not in set(map(str, given))]
-    if not missing:
-        return error
-    flags = " ".join(f"-p {path}" for path in missing)
-    return PluginError(
-        f"{folder.path} was started with {flags}; without it: {error.message}", hint=f"add {flags}"
-    )
