@@ -141,5 +141,5 @@ def test_a_mix_has_rows_of_one_length(tmp_path: Path) -> None:
         f'recipe = 1\nextends = "{shipped}"\n[dataset]\ntype = "mix"\nweights = {{ sums = 1.0 }}\n'
         '[dataset.datasets.sums]\ntype = "chat"\npath = "titan:sums"\npack = false\npadding = "none"\n'
     )
-    with pytest.raises(RecipeError, match="rows of a mix have one length"):
+    with pytest.raises(RecipeError, match="rows of several datasets have one length"):
         load_recipe(str(recipe))

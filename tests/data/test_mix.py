@@ -177,7 +177,7 @@ def test_a_recipe_with_a_wrong_mix_is_told_all_of_it(
     said = capsys.readouterr()
     for what in (
         "there is no dataset 'books': they are web, pairs, inner",
-        "a mix cannot be part of a mix",
+        "it is made of datasets itself",
         "preference pairs cannot be mixed",
         "at least one weight must be above 0",
         "the stages must be in the order of from_step",

@@ -241,20 +241,12 @@ class MixStage:
     """Weights by dataset name; datasets that are not listed contribute no rows."""
 
 
-@component("dataset", "mix", target="titancli.data.mix:build")
-class Mix:
-    """Rows of several datasets, by weight."""
+@section
+class SeveralDatasets:
+    """Fields of datasets that are made of others."""
 
     datasets: Annotated[dict[str, Annotated[Component, Slot("dataset")]], MinLen(1)]
     """Datasets by name, as in `[dataset.datasets.web]`."""
-    weights: dict[str, Annotated[float, Ge(0)]]
-    """Shares of the rows by dataset name; they need not add up to 1."""
-    stages: list[MixStage] = field(default_factory=list)
-    """Changes of the weights, in the order of their steps."""
-    exhausted: Literal["end", "continue"] = "end"
-    """When a dataset with `repeat = false` ends: end the run, or continue with the others."""
-
-    uncountable: ClassVar = "the datasets of a mix end at different times, by their weights"
 
     @property
     def needs_tokenizer(self) -> bool:
@@ -281,6 +273,51 @@ class Mix:
     def skips_rows(self) -> bool:
         return all(one.skips_rows for one in self.datasets.values())
 
+    def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
+        for name, one in self.datasets.items():
+            if one.joins_rows:
+                yield f"datasets.{name}.padding", 'rows of several datasets have one length: use "seq_len"'
+            if one.gives_pairs:
+                yield f"datasets.{name}", "preference pairs cannot be mixed: each takes two rows of a batch"
+            if isinstance(one, SeveralDatasets):
+                yield f"datasets.{name}", "it is made of datasets itself: name those here instead"
+
+
+@component("dataset", "concat", target="titancli.data.mix:build_concat")
+class Concat(SeveralDatasets):
+    """All rows of several datasets, each exactly once in an epoch, mixed evenly."""
+
+    repeat: bool = True
+    """Begin again after all rows; false: end the run."""
+
+    @property
+    def uncountable(self) -> str | None:
+        return next((one.uncountable for one in self.datasets.values() if one.uncountable), None)
+
+    def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
+        yield from super().check(recipe)
+        if self.uncountable is not None:
+            yield "datasets", self.uncountable
+        for name, one in self.datasets.items():
+            if not one.repeat:
+                yield f"datasets.{name}.repeat", "the datasets end together: set dataset.repeat instead"
+
+
+@component("dataset", "mix", target="titancli.data.mix:build")
+class Mix(SeveralDatasets):
+    """Rows of several datasets, by weight."""
+
+    weights: dict[str, Annotated[float, Ge(0)]]
+    """Shares of the rows by dataset name; they need not add up to 1."""
+    stages: list[MixStage] = field(default_factory=list)
+    """Changes of the weights, in the order of their steps."""
+    exhausted: Literal["end", "continue"] = "end"
+    """When a dataset with `repeat = false` ends: end the run, or continue with the others."""
+
+    uncountable: ClassVar = (
+        "the datasets of a mix end at different times, by their weights (concat has epochs)"
+    )
+
     @property
     def repeat(self) -> bool:
         """Return whether the mix never ends, judging by the datasets used at the start."""
@@ -289,13 +326,7 @@ class Mix:
         return all(endless) if self.exhausted == "end" else any(endless)
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
-        for name, one in self.datasets.items():
-            if one.joins_rows:
-                yield f"datasets.{name}.padding", 'rows of a mix have one length: use "seq_len"'
-            if one.gives_pairs:
-                yield f"datasets.{name}", "preference pairs cannot be mixed: each takes two rows of a batch"
-            if isinstance(one, Mix):
-                yield f"datasets.{name}", "a mix cannot be part of a mix: name its datasets in this one"
+        yield from super().check(recipe)
         if self.stages and any(self is one for one in recipe.validation.datasets.values()):
             yield (
                 "stages",
@@ -445,6 +476,6 @@ class HFTokenizer:
 
 
 COMPONENTS: list[type] = [
-    *(TextFiles, PythonStdlib, JsonLines, Parquet, TokenShards, Mix, HFDataset, Chat),
+    *(TextFiles, PythonStdlib, JsonLines, Parquet, TokenShards, Mix, Concat, HFDataset, Chat),
     *(ByteTokenizer, HFTokenizer),
 ]

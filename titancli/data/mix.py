@@ -1,4 +1,4 @@
-"""The dataset `mix`: rows of several datasets, by weight.
+"""Rows of several datasets: `mix`, by weight, and `concat`, all of them in each epoch.
 
 Each row comes from the dataset that lags furthest behind its share of the rows so far. So shares are exact to
 a row everywhere, and the position is a count per dataset, independent of the ranks. Each rank draws its own
@@ -7,14 +7,16 @@ rows and skips those of the others.
 
 from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from titancli.data import Mix
+from titancli.data import Concat, Mix
 from titancli.data.loader import copied
 from titancli.data.packing import STATE_VERSION, refuse_other_data
 from titancli.errors import EnvironmentProblem, RecipeError
@@ -23,7 +25,8 @@ from titancli.protocols import Dataset, Tokenizer
 from titancli.protocols.batch import IGNORE, MIX, Batch
 from titancli.registry.component import build as build_component
 
-LABEL = "dataset mix"
+T = TypeVar("T", bound="SeveralDatasets")
+
 KEYS = ("tokens", "targets", "positions")
 COUNTS = ("bad_rows", "cut_rows")
 """Metrics that are summed over the datasets of a mixture."""
@@ -70,12 +73,15 @@ class _Source:
         self._rows = iter(self.dataset)
 
 
-class MixDataset:
+class SeveralDatasets(ABC):
     """Batches of rows of several datasets: the `Dataset` of `titancli.protocols`."""
+
+    label: str
+    """Name in error messages."""
 
     def __init__(
         self,
-        config: Mix,
+        config: Concat | Mix,
         datasets: Mapping[str, Dataset],
         *,
         seq_len: int,
@@ -84,30 +90,18 @@ class MixDataset:
         dp_rank: int,
         dp_size: int,
     ) -> None:
-        self.rows_per_step: int | None = None
-        self._config, self._seq_len, self._filler_id = config, seq_len, filler_id
+        self._seq_len, self._filler_id = seq_len, filler_id
         self._rows, self._dp_rank, self._dp_size = rows, dp_rank, dp_size
         self._sources = {name: _Source(name, dataset) for name, dataset in datasets.items()}
         self._masks = config.document_mask
         self._counts = dict.fromkeys(datasets, 0)
         """Global rows of each dataset."""
         self._stage_counts = dict.fromkeys(datasets, 0)
-        """Global rows of each dataset since the current weights began."""
-        self._step = self._row_of_step = 0
-        self._ended: list[str] = []
-        self._over = False
+        """Global rows of each dataset since the current shares began."""
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield batches from the current position on; the last one may be padded with rows without targets.
-
-        Raises:
-            RecipeError: the weights change at a step, but the dataset is not used in training.
-        """
-        if self._config.stages and self.rows_per_step is None:
-            raise RecipeError(
-                "dataset.stages are for training alone: elsewhere there are no steps",
-                hint="remove them there",
-            )
+        """Yield batches from the current position on; the last one may be padded with rows without
+        targets."""
         while (batch := self._batch()) is not None:
             yield batch
 
@@ -154,7 +148,7 @@ class MixDataset:
 
     def _row(self, mine: bool) -> dict[str, Tensor] | None:
         """Return the next global row, or an empty dict if it is another rank's; None at the end."""
-        while not self._over and (name := self._choose()) is not None:
+        while (name := self._choose()) is not None:
             source = self._sources[name]
             if mine and (batch := source.next()) is not None:
                 self._count(name)
@@ -162,39 +156,30 @@ class MixDataset:
             if not mine and source.skip():
                 self._count(name)
                 return {}
-            self._ended.append(name)
-            self._over = self._config.exhausted == "end"
+            self._has_ended(name)
         return None
 
-    def _choose(self) -> str | None:
-        """Return the dataset that lags furthest behind its share of the rows; None if all have ended."""
-        weights = {
-            name: weight for name, weight in self._weights().items() if name not in self._ended and weight
-        }
-        if not weights:
-            return None
-        total = sum(weights.values())
-        done = 1 + sum(self._stage_counts[name] for name in weights)
-        return max(weights, key=lambda name: weights[name] / total * done - self._stage_counts[name])
-
-    def _weights(self) -> dict[str, float]:
-        begun = [stage.weights for stage in self._config.stages if stage.from_step <= self._step]
-        return begun[-1] if begun else self._config.weights
+    def _furthest_behind(self, shares: Mapping[str, float]) -> str:
+        """Return the dataset that lags furthest behind its share of the rows."""
+        total = sum(shares.values())
+        done = 1 + sum(self._stage_counts[name] for name in shares)
+        return max(shares, key=lambda name: shares[name] / total * done - self._stage_counts[name])
 
     def _count(self, name: str) -> None:
         self._counts[name] += 1
         self._stage_counts[name] += 1
 
+    @abstractmethod
+    def _choose(self) -> str | None:
+        """Return the dataset of the next row; None at the end."""
+
+    @abstractmethod
+    def _has_ended(self, name: str) -> None:
+        """Take note that a dataset has no more rows."""
+
     def _go_on(self, rows: int) -> None:
-        """Count rows towards steps, and apply new weights where a stage begins."""
-        if self.rows_per_step is None:
-            return
-        before = self._weights()
-        self._row_of_step += rows
-        while self._row_of_step >= self.rows_per_step:
-            self._step, self._row_of_step = self._step + 1, self._row_of_step - self.rows_per_step
-        if self._weights() is not before:
-            self._stage_counts = dict.fromkeys(self._stage_counts, 0)
+        """Take note that this many rows were dealt."""
+        return
 
     def _same_keys(self, name: str, batch: Batch) -> dict[str, Tensor]:
         row = dict(batch)
@@ -226,9 +211,7 @@ class MixDataset:
 
     @property
     def _identity(self) -> dict[str, Any]:
-        weights = {"weights": self._config.weights, "exhausted": self._config.exhausted}
-        stages = [[stage.from_step, stage.weights] for stage in self._config.stages]
-        return {**weights, "stages": stages, "datasets": list(self._sources)}
+        return {"datasets": list(self._sources)}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last batch, the same on every rank; `rows` counts each dataset's
@@ -237,11 +220,8 @@ class MixDataset:
         return {
             "version": STATE_VERSION,
             "epoch": min(int(state.get("epoch", 0)) for state in states.values()),
-            "step": [self._step, self._row_of_step],
             "rows": dict(self._counts),
             "rows_of_stage": dict(self._stage_counts),
-            "ended": list(self._ended),
-            "over": self._over,
             "sources": states,
             "data": {
                 **self._identity,
@@ -249,40 +229,180 @@ class MixDataset:
             },
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *more: str) -> None:
         """Continue from a position, with any number of ranks and rows.
 
+        Args:
+            more: other keys that the state must have.
+
         Raises:
-            EnvironmentProblem: the state was saved with other data or weights, or does not belong to a mix.
+            EnvironmentProblem: the state was saved with other data or shares, or is another dataset's.
         """
-        keys = ("step", "rows", "rows_of_stage", "ended", "over", "sources")
         own = {name: value for name, value in state.get("data", {}).items() if name in self._identity}
-        refuse_other_data({**state, "data": own}, self._identity, LABEL, *keys)
+        keys = ("rows", "rows_of_stage", "sources", *more)
+        refuse_other_data({**state, "data": own}, self._identity, self.label, *keys)
         for name, source in self._sources.items():
             source.load(state["sources"][name])
-        self._step, self._row_of_step = state["step"]
         self._counts, self._stage_counts = dict(state["rows"]), dict(state["rows_of_stage"])
+
+
+class MixDataset(SeveralDatasets):
+    """Rows of several datasets, by weight."""
+
+    label = "dataset mix"
+
+    def __init__(self, config: Mix, datasets: Mapping[str, Dataset], **options: Any) -> None:
+        """Create the dataset; see `SeveralDatasets`."""
+        super().__init__(config, datasets, **options)
+        self.rows_per_step: int | None = None
+        self._mix = config
+        self._step = self._row_of_step = 0
+        self._ended: list[str] = []
+        self._over = False
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield batches from the current position on; the last one may be padded with rows without targets.
+
+        Raises:
+            RecipeError: the weights change at a step, but the dataset is not used in training.
+        """
+        if self._mix.stages and self.rows_per_step is None:
+            raise RecipeError(
+                "dataset.stages are for training alone: elsewhere there are no steps",
+                hint="remove them there",
+            )
+        return super().__iter__()
+
+    def _choose(self) -> str | None:
+        weights = {
+            name: weight for name, weight in self._weights().items() if name not in self._ended and weight
+        }
+        return self._furthest_behind(weights) if weights and not self._over else None
+
+    def _has_ended(self, name: str) -> None:
+        self._ended.append(name)
+        self._over = self._mix.exhausted == "end"
+
+    def _weights(self) -> dict[str, float]:
+        begun = [stage.weights for stage in self._mix.stages if stage.from_step <= self._step]
+        return begun[-1] if begun else self._mix.weights
+
+    def _go_on(self, rows: int) -> None:
+        """Count rows towards steps, and apply new weights where a stage begins."""
+        if self.rows_per_step is None:
+            return
+        before = self._weights()
+        self._row_of_step += rows
+        while self._row_of_step >= self.rows_per_step:
+            self._step, self._row_of_step = self._step + 1, self._row_of_step - self.rows_per_step
+        if self._weights() is not before:
+            self._stage_counts = dict.fromkeys(self._stage_counts, 0)
+
+    @property
+    def _identity(self) -> dict[str, Any]:
+        weights = {"weights": self._mix.weights, "exhausted": self._mix.exhausted}
+        stages = [[stage.from_step, stage.weights] for stage in self._mix.stages]
+        return {**weights, "stages": stages, **super()._identity}
+
+    def state_dict(self) -> dict[str, Any]:
+        own = {"step": [self._step, self._row_of_step], "ended": list(self._ended), "over": self._over}
+        return {**super().state_dict(), **own}
+
+    def load_state_dict(self, state: Mapping[str, Any], *more: str) -> None:
+        super().load_state_dict(state, "step", "ended", "over", *more)
+        self._step, self._row_of_step = state["step"]
         self._ended, self._over = list(state["ended"]), state["over"]
 
 
-def build(
-    config: Mix,
-    *,
-    tokenizer: Tokenizer | None,
-    seq_len: int,
-    rows: int,
-    dp_rank: int,
-    dp_size: int,
-    seed: int,
-) -> MixDataset:
+class ConcatDataset(SeveralDatasets):
+    """All rows of several datasets in each epoch, mixed by how many rows each has in it."""
+
+    label = "dataset concat"
+
+    def __init__(self, config: Concat, datasets: Mapping[str, Dataset], **options: Any) -> None:
+        """Create the dataset; see `SeveralDatasets`."""
+        super().__init__(config, datasets, **options)
+        self._epoch = 0
+        self._epochs: float = math.inf
+        self._sizes: dict[str, int] = {}
+        """Rows of each dataset in the epoch; empty: not counted yet."""
+        if not config.repeat:
+            self.end_after(1)
+
+    def rows_left(self, epochs: int) -> int:
+        """Return the rows from the position to the end of the first `epochs` epochs.
+
+        Raises:
+            TitanError: a dataset cannot count its rows.
+        """
+        return sum(self._left(name, epochs) for name in self._sources)
+
+    def end_after(self, epochs: int) -> None:
+        """End after this many epochs."""
+        self._epochs = epochs
+        for source in self._sources.values():
+            source.dataset.end_after(epochs)
+
+    def _choose(self) -> str | None:
+        while True:
+            sizes = self._sizes = self._sizes or {name: self._size(name) for name in self._sources}
+            if any(self._stage_counts[name] < sizes[name] for name in sizes):
+                # A dataset that is done with its share lags behind no other.
+                return self._furthest_behind(sizes)
+            if self._epoch + 1 >= self._epochs:
+                return None
+            self._epoch, self._sizes = self._epoch + 1, {}
+            self._stage_counts = dict.fromkeys(self._stage_counts, 0)
+
+    def _size(self, name: str) -> int:
+        """Return the rows of a dataset in the current epoch."""
+        return self._left(name, self._epoch + 1) - self._left(name, self._epoch)
+
+    def _left(self, name: str, epochs: int) -> int:
+        left = self._sources[name].dataset.rows_left(epochs)
+        if left is None:
+            raise RecipeError(
+                f"datasets.{name} does not say how many rows an epoch has, which {self.label} needs",
+                hint="use dataset.type = mix, or a dataset with rows_left",
+            )
+        return left
+
+    def _has_ended(self, name: str) -> None:
+        raise EnvironmentProblem(
+            f"datasets.{name} has fewer rows than it counted", hint="its files may have changed: start anew"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "epoch": self._epoch}
+
+    def load_state_dict(self, state: Mapping[str, Any], *more: str) -> None:
+        super().load_state_dict(state, "epoch", *more)
+        self._epoch, self._sizes = state["epoch"], {}
+
+
+def build(config: Mix, **runtime: Any) -> MixDataset:
     """Build `[dataset] type = "mix"`.
 
     Raises:
         TitanError: one of the datasets cannot be built.
     """
+    return _built(MixDataset, config, **runtime)
+
+
+def build_concat(config: Concat, **runtime: Any) -> ConcatDataset:
+    """Build `[dataset] type = "concat"`.
+
+    Raises:
+        TitanError: one of the datasets cannot be built.
+    """
+    return _built(ConcatDataset, config, **runtime)
+
+
+def _built(
+    cls: type[T], config: Any, *, tokenizer: Tokenizer | None, seq_len: int, seed: int, **options: int
+) -> T:
+    """Build the datasets of a config, each for one rank and one row per batch, and what is made of them."""
     one = {"tokenizer": tokenizer, "seq_len": seq_len, "rows": 1, "dp_rank": 0, "dp_size": 1, "seed": seed}
     datasets = {name: build_component(part, **one) for name, part in config.datasets.items()}
     filler = 0 if tokenizer is None else tokenizer.eos_id
-    return MixDataset(
-        config, datasets, seq_len=seq_len, filler_id=filler, rows=rows, dp_rank=dp_rank, dp_size=dp_size
-    )
+    return cls(config, datasets, seq_len=seq_len, filler_id=filler, **options)

@@ -199,7 +199,8 @@ def test_a_warm_up_in_proportion_is_rounded_as_the_tools_do(steps: int) -> None:
     assert down.warmup(steps) == (2 if expected == 1 else expected)
 
 
-def test_several_data_sets_are_a_mixture_by_their_rows(made: Callable[..., Translation], at: Path) -> None:
+def test_several_data_sets(made: Callable[..., Translation], at: Path) -> None:
+    """They are concatenated, with epochs; in given shares they are a mixture, with steps."""
     (at / "data").mkdir()
     info = {name: {"file_name": f"{name}.jsonl"} for name in ("small", "large")}
     (at / "data" / "dataset_info.json").write_text(json.dumps(info))
@@ -207,18 +208,17 @@ def test_several_data_sets_are_a_mixture_by_their_rows(made: Callable[..., Trans
     (at / "data" / "large.jsonl").write_text('{"instruction": "a", "output": "b"}\n' * 500)
     text = configs.LLAMAFACTORY.replace("dataset: talks", "dataset: small,large")
     recipe = loaded(made("llamafactory", text)).recipe
-    assert list(recipe.dataset.weights.values()) == [20.0, 100.0]  # max_samples: 100
-    assert recipe.training.steps == 45 and recipe.training.epochs is None  # 120 rows, 3 times, 8 a step
+    assert list(recipe.dataset.datasets) == ["rows0", "rows1"] and not hasattr(recipe.dataset, "weights")
+    assert (recipe.training.steps, recipe.training.epochs) == (0, 3.0)
+    recipe = loaded(made("llamafactory", text + "interleave_probs: 0.25,0.75\n")).recipe
+    assert list(recipe.dataset.weights.values()) == [0.25, 0.75] and recipe.training.epochs is None
 
 
-def test_data_sets_of_unknown_size_have_steps_that_are_told_to_be_set(
-    made: Callable[..., Translation],
-) -> None:
-    found = made("axolotl", "base_model: x\nlearning_rate: 1e-4\ndatasets:\n"
+def test_data_sets_of_unknown_size_have_epochs(made: Callable[..., Translation]) -> None:
+    found = made("axolotl", "base_model: x\nlearning_rate: 1e-4\nnum_epochs: 2\ndatasets:\n"
                  "  - {path: a/b, type: alpaca}\n  - {path: c/d, type: alpaca}\n")  # fmt: skip
-    assert loaded(found).recipe.training.steps == 1000
-    [remark] = [remark for remark in found.lost if remark.name == "num_epochs"]
-    assert remark.line is None and "set it to rows x 1" in remark.text
+    assert loaded(found).recipe.training.epochs == 2
+    assert not [remark for remark in found.lost if remark.name == "num_epochs"]
 
 
 PAIRS = "stage: dpo\npref_loss: {0}\ndataset: pairs\nmodel_name_or_path: x\nper_device_train_batch_size: 2\n"

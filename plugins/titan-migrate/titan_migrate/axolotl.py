@@ -216,7 +216,7 @@ def _pretraining(config: Config, elements: list[str]) -> None:
     config.take("sample_packing", "pretraining_dataset", f"{at}.path")
     config.ignore("pad_to_sequence_len", "excess_length_strategy", "train_on_inputs", "val_set_size")
     for extra in elements[1:]:
-        config.lose(f"{extra}.path", "the first one is read: name several in a `mix`")
+        config.lose(f"{extra}.path", "the first one is read: name several in a `concat`")
     if config.elements("datasets"):
         for name in config.below("datasets"):
             config.lose(name, "pretraining_dataset is what is trained on")

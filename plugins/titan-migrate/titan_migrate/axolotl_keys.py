@@ -74,7 +74,7 @@ DATA = [
     part("excess_length_strategy", TEXT, "drop", "`dataset.too_long`"),
     part("train_on_inputs", FLAG, False, "`dataset.train_on`"),
     part("val_set_size", NUMBER, 0.0, "`[validation.datasets.validation]`, and `split`"),
-    part("datasets.*.path", TEXT, None, "`dataset.path`; several data sets: a `mix`"),
+    part("datasets.*.path", TEXT, None, "`dataset.path`; several data sets: a `concat`"),
     part("datasets.*.type", (str, dict), None, "`dataset.type` and `format`"),
     part("datasets.*.split", TEXT, "train", "`dataset.split`"),
     part("datasets.*.name", TEXT, None, "`dataset.name`"),

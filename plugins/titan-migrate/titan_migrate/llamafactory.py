@@ -216,10 +216,8 @@ def _datasets(config: Config) -> tuple[list[Rows], dict[str, Any] | None]:
     info, folder = _info(config)
     names = _listed(config.value("dataset"))
     found = [_rows(config, name, info, folder, "dataset") for name in names]
-    probabilities = _listed(config.value("interleave_probs"))
-    if probabilities and len(probabilities) == len(found):
-        for row, share in zip(found, probabilities, strict=True):
-            row.count = max(1, round(float(share) * 1000))
+    probabilities = [float(share) for share in _listed(config.value("interleave_probs"))]
+    shares = probabilities if probabilities and len(probabilities) == len(found) else None
     config.take("interleave_probs", "mix_strategy", "dataset_dir", "max_samples")
     held_out = None
     if others := _listed(config.value("eval_dataset")):
@@ -229,7 +227,7 @@ def _datasets(config: Config) -> tuple[list[Rows], dict[str, Any] | None]:
     elif config.value("val_size"):
         held_out = hold_out(config, found, "val_size")
     config.ignore("val_size")
-    config.put("dataset", merged(config, found))
+    config.put("dataset", merged(config, found, shares))
     if config.value("streaming"):
         config.lose("streaming", "conversations are read whole; text streams with dataset.streaming = true")
     for name in ("dataset", "eval_dataset", "train_on_prompt", "packing", "neat_packing"):

@@ -54,7 +54,7 @@ ADAPTERS = [
           "freeze_trainable_* freeze_extra_modules use_llama_pro", METHOD),
 ]  # fmt: skip
 DATA = [
-    part("dataset", (str, list), None, "`dataset`, as dataset_info.json describes it; several: a `mix`"),
+    part("dataset", (str, list), None, "`dataset`, as dataset_info.json describes it; several: a `concat`"),
     part("eval_dataset", (str, list), None, "`[validation.datasets.validation]`"),
     part("dataset_dir", (str, dict), "data", "where dataset_info.json is looked for"),
     part("cutoff_len", WHOLE, 2048, "`training.seq_len`"),
@@ -64,7 +64,7 @@ DATA = [
     part("max_samples", WHOLE, None, "`dataset.split`, as in `train[:1000]`"),
     part("val_size", NUMBER, 0.0, "`[validation.datasets.validation]`, and `split`"),
     part("streaming", FLAG, False, "`dataset.streaming` of text; conversations are read whole"),
-    part("mix_strategy", TEXT, "concat", "a `mix`, by the rows of each"),
+    part("mix_strategy", TEXT, "concat", "a `concat`, or with `interleave_probs` a `mix`"),
     part("interleave_probs", (str, list), None, "`dataset.weights`"),
     *gone("template tool_format default_system", TEMPLATE),
     *gone("mask_history eval_on_each_dataset", "all turns of the assistant are trained on"),

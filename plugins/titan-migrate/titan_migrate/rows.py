@@ -24,8 +24,8 @@ class Rows:
     """Rows that are used of it, if they are known."""
 
 
-def merged(config: Config, found: list[Rows]) -> dict[str, Any]:
-    """Return one table: a `mix` of several, by their rows where these are known, else in equal shares."""
+def merged(config: Config, found: list[Rows], shares: list[float] | None = None) -> dict[str, Any]:
+    """Return one table: of several data sets a `mix` if the config gives shares, else a `concat`."""
     if len(found) == 1:
         return found[0].table
     places = [f"{row.at}{end}" for row in found[1:] for end in ("", ".path")]
@@ -33,18 +33,13 @@ def merged(config: Config, found: list[Rows]) -> dict[str, Any]:
     if found[0].table["type"] not in ("chat", "hf", "jsonl"):
         config.lose(later, "pairs are not mixed: put the rows of all data sets into one folder of files")
         return found[0].table
-    counts = [row.count for row in found]
-    known = None not in counts
     names = [f"rows{number}" for number in range(len(found))]
-    shares = [float(count) for count in counts if count] if known and all(counts) else [1.0] * len(found)
-    config.change(later, f"a mix of {len(found)} data sets, "
-                  + ("by their rows" if known else "in equal shares: dataset.weights should be their "
-                                                   "rows"))  # fmt: skip
-    return {
-        "type": "mix",
-        "weights": dict(zip(names, shares, strict=True)),
-        "datasets": {name: row.table for name, row in zip(names, found, strict=True)},
-    }
+    datasets = {name: row.table for name, row in zip(names, found, strict=True)}
+    if shares is not None:
+        config.change(later, f"a mix of {len(found)} data sets, in the given shares")
+        return {"type": "mix", "weights": dict(zip(names, shares, strict=True)), "datasets": datasets}
+    config.change(later, f"a concat of {len(found)} data sets: each row of each once in an epoch")
+    return {"type": "concat", "datasets": datasets}
 
 
 def count(path: str) -> int | None:
