@@ -70,7 +70,7 @@ def test_settings_that_need_a_gpu(titan: Titan) -> None:
 def test_compiling_without_openssl(titan: Titan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     done = titan("train", "llama3_debug", "compile.enable=true", "--run-dir", "r")
-    assert done.code == 5 and "openssl, not found on PATH" in done.err
+    assert done.code == 5 and "needs g++ and openssl on a CPU, not found on PATH" in done.err
     assert "apt install g++ openssl" in done.err and not Path("r").exists()
 
 
@@ -101,5 +101,6 @@ def test_weights_of_another_model(titan: Titan) -> None:
 def test_a_checkpoint_of_another_model(titan: Titan) -> None:
     Path("w").mkdir()
     Path("w/recipe.lock.toml").write_text('[model]\ntype = "lab/other"\ndim = 256\n')
+    Path("w/manifest.json").write_text("{}")
     exp(RECIPE)
     assert "holds a 'lab/other' model, but this recipe trains a 'llama3'" in titan("train", "exp.toml").err

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from tests.docs.markdown import ROOT, blocks
+from titan_migrate.known_keys import KEYS
 from titancli.cli import main
 from titancli.converters import LoRA
 from titancli.observe.events import read_events
 from titancli.recipe import load_recipe
-from titancli.recipe.elsewhere import SYNONYMS
 from titancli.recipe.schema import Recipe
 from titancli.registry import current
 from titancli.registry.component import component_info
@@ -97,10 +97,10 @@ def test_hints_for_unknown_keys_name_what_the_page_names() -> None:
         for found, last in rows(section)
         for name in found
     }
-    for name in told.keys() & SYNONYMS.keys():
-        key = re.match(r"[a-z_]+\.[a-z_.]+[a-z]", SYNONYMS[name])
+    for name in told.keys() & KEYS.keys():
+        key = re.match(r"[a-z_]+\.[a-z_.]+[a-z]", KEYS[name])
         if key is not None and not told[name].startswith("none"):
-            assert key[0].partition(":")[0] in told[name], f"{name}: {SYNONYMS[name]}"
+            assert key[0].partition(":")[0] in told[name], f"{name}: {KEYS[name]}"
 
 
 def test_defaults_that_differ_are_as_told() -> None:

@@ -33,7 +33,7 @@ def test_each_line_of_the_samples_is_toml(block: str) -> None:
 
 def test_every_section_stands_in_the_table_and_no_other() -> None:
     listed = re.findall(r"^\| `(\[+)(\w+)\]+` ", TEXT, re.MULTILINE)
-    top = {"recipe", "name", "description", "weights", "assets"}
+    top = {"recipe", "name", "description", "weights", "weights_vocab", "assets"}
     assert {name for _, name in listed} == set(fields_of(Recipe)) - top
     for brackets, name in listed:
         is_array = name in recipe_slots() and not fields_of(Recipe)[name].type.slot
@@ -54,6 +54,7 @@ def test_every_code_is_explained() -> None:
     source = "".join(file.read_text() for file in files)
     used = set(re.findall(r'(?:problems\.add\(\s*|Problem\(|cls\(|code = |return )"([a-z0-9-]+)",\s', source))
     used |= set(re.findall(r'code = "([a-z-]+)" if .* else "([a-z-]+)"', source).pop())
+    used |= set(re.findall(r'= "([a-z-]+)"\n"""Code of the problem', source))
     rows = [line.split("|")[1] for line in TEXT.split("| code |")[1].splitlines()[1:]]
     explained = set(re.findall(r"`([a-z0-9-]+)`", "".join(rows)))
     assert used | {"recipe"} == explained

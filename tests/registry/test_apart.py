@@ -19,7 +19,7 @@ from titancli.registry.discover import load_plugins
 PATCHES = """
 import torch
 old = torch.nn.functional.silu
-torch.nn.functional.silu = lambda x: old(x) * 2
+torch.nn.functional.silu = lambda *x, **y: old(*x, **y) * 2
 def step(self, *x, **y): return None
 torch.optim.Adam.step = step
 class Own(torch.nn.Linear): pass
@@ -118,7 +118,8 @@ def test_what_is_loaded_when_it_is_needed_is_not_loaded_by_looking_at_it(site: S
 
 
 def test_what_a_plugin_changes_in_torch_is_told(site: Site, tmp_path: Path) -> None:
-    install(site, {"patches": HABITS["patches"]})
+    real = loss("patches").replace("nowhere:build", "titancli.losses.cross_entropy:CrossEntropy")
+    site.add("patches", HABITS["patches"][0] + real)
     recipe(tmp_path)
     done = titan(site, "train", "recipe.toml", "training.steps=1", "--dry-run", TITAN_PLUGINS="patches")
     assert done.returncode == 0, done.stderr

@@ -76,3 +76,12 @@ def templated(call: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     if options and "options" not in inspect.signature(call).parameters:
         raise BadRow(f"the tokenizer's chat template takes no {' or '.join(map(repr, options))}")
     return {"options": options} if options else {}
+
+
+def has_chat_template(tokenizer: Any) -> bool:
+    """Return whether a tokenizer can render conversations."""
+    try:
+        tokenizer.chat_fingerprint  # noqa: B018 - it raises without a template
+    except RecipeError:
+        return False
+    return True

@@ -17,15 +17,6 @@ from titancli.errors import RecipeError
 Markers = Literal["auto", "read", "turns", "plain"]
 
 
-def has_chat_template(tokenizer: Any) -> bool:
-    """Return whether a tokenizer can render conversations."""
-    try:
-        tokenizer.chat_fingerprint  # noqa: B018 - it raises without a template
-    except RecipeError:
-        return False
-    return True
-
-
 class Texts:
     """Encodes texts and masks what is trained on."""
 

@@ -31,6 +31,7 @@ from titancli.engine.sampling import not_training
 from titancli.engine.skip_step import Guard
 from titancli.engine.status import (
     EngineSettings,
+    Learned,
     MendedBy,
     Status,
     Unusable,
@@ -48,7 +49,6 @@ from titancli.registry.component import build
 
 if TYPE_CHECKING:
     from titancli.distributed.mesh import Mesh
-    from titancli.engine.turn_ends import Learned
     from titancli.parallel.pipeline import Placement
     from titancli.protocols import Converter, HFForm, Loss, Tokenizer
     from titancli.protocols.batch import Batch

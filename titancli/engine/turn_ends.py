@@ -4,25 +4,18 @@ turns with."""
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from titancli.checkpoint.hf.kept import end_ids, with_ends
 from titancli.data.turn_ends import PROBE
 from titancli.distributed.together import Ranks
+from titancli.engine.status import Learned
 
 if TYPE_CHECKING:
     from titancli.engine.core import EngineCore
     from titancli.recipe.schema import Recipe
 
 logger = logging.getLogger(__name__)
-
-
-class Learned(NamedTuple):
-    """The ends of turns that a run trains on, with the end and the beginning of its tokenizer's texts."""
-
-    ends: tuple[int, ...]
-    eos_id: int
-    bos_id: int | None
 
 
 def trains_on_turns(recipe: Recipe) -> bool:

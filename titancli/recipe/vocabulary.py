@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 from titancli.errors import EnvironmentProblem
+from titancli.files import read_json
 from titancli.recipe.find import beside, url_of
 from titancli.recipe.toml import Node
 
@@ -49,7 +49,7 @@ def ids_in(folder: Path) -> int:
     """
     path = folder / FILE
     try:
-        found = json.loads(path.read_bytes())
+        found = read_json(path)
         vocabulary = found["model"]["vocab"]
         # Unigram has a list of pieces, the others a table of ids.
         ids = range(len(vocabulary)) if isinstance(vocabulary, list) else vocabulary.values()

@@ -12,8 +12,8 @@ from titancli.data.chat import Masked
 from titancli.data.chat_source import dataset_of
 from titancli.data.fitting import Conversation, row_of
 from titancli.data.jsonl import BadRow, value_of
+from titancli.data.prompt import has_chat_template
 from titancli.data.row_formats import Names, answered
-from titancli.data.texts import has_chat_template
 
 if TYPE_CHECKING:
     from titan_preference import Unpaired
