@@ -16,7 +16,7 @@ import titancli
 PACKAGE = Path(titancli.__file__).parent
 FLOORS = [
     {"errors", "version", "torch_version", "tested", "seal", "files", "object_store", "terminal"}
-    | {"signals", "locks", "runs", "provenance", "process", "fingerprint", "launch"},
+    | {"signals", "locks", "closing", "runs", "provenance", "process", "fingerprint", "launch"},
     {"registry", "layout"},
     {"distributed", "recipe"},
     {"protocols", "observe"},

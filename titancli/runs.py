@@ -88,10 +88,11 @@ _TYPES: dict[str, dict[str, type | tuple[type, ...]]] = {
         **dict.fromkeys(("recipe", "checkpoint"), str),
         **dict.fromkeys(("world", "serial", "step", "restarts"), int),
         "loaded": bool,
-        **dict.fromkeys(("mesh", "versions", "git", "outcome", "origins", "env"), dict),
+        **dict.fromkeys(("mesh", "versions", "git", "outcome", "origins", "env", "closing"), dict),
         **dict.fromkeys(("argv", "drift", "code_drift", "plugin_files"), list),
     },
     "outcome": {"why": str, "signal": str, "step": int, "checkpoint": str, "error": str, "metrics": dict},
+    "closing": {"step": int, "why": str, "left": list},
     "git": {"commit": str, "branch": str},
     "plugin file": {"path": str, "sha256": str},
 }
@@ -103,7 +104,9 @@ def _other_types(record: dict[str, Any]) -> str | None:
     found: list[tuple[str, Any]] = [("record", record)]
     for attempt in record.get("attempts", []):
         found.append(("attempt", attempt))
-        found += [(name, attempt[name]) for name in ("outcome", "git") if attempt.get(name) is not None]
+        found += [
+            (name, attempt[name]) for name in ("outcome", "closing", "git") if attempt.get(name) is not None
+        ]
         files = attempt.get("plugin_files")
         found += [("plugin file", file) for file in (files if isinstance(files, list) else [])]
     for kind, table in found:

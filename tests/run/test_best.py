@@ -39,7 +39,8 @@ def kept(run: Path) -> dict[str, Any]:
     assert os.readlink(run / "best").startswith("exports/step-")
     assert len(list((run / "exports").glob("step-*-best"))) == 1
     manifest = read_manifest(run / "best")
-    facts: dict[str, Any] = manifest.state["best"]
+    facts: dict[str, Any] = {**manifest.state["best"]}
+    facts.pop("replaces", None)
     assert manifest.step == facts["step"]
     return facts
 

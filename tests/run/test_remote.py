@@ -29,6 +29,7 @@ from titancli.checkpoint.remote.requests import Unreachable
 from titancli.checkpoint.remote.store import RemotePath, at
 from titancli.checkpoint.remote.transfer import upload
 from titancli.cli import main
+from titancli.observe.summary import summarize
 from titancli.process import Place
 from titancli.recipe.schema import Checkpoint
 from titancli.runs import RunFolder
@@ -220,7 +221,9 @@ def test_a_signal_ends_a_run_whose_store_hangs(
     stopped_at = outcome["step"]
     again = command("r", "--resume", "-p", str(STORES), f"training.steps={stopped_at}").wait()
     assert again.code == 0, again.err
-    assert f"finished: step {stopped_at} of {stopped_at}" in again.err
+    words = f": step {stopped_at} of {stopped_at}" if when == "at the end" else f" at step {stopped_at}"
+    assert f"finished{words}" in again.err
+    assert summarize(here / "r").state == "finished"
     # What keep_latest_k leaves there; here an older one stays until the next save.
     assert _left(here) >= {path.name for path in steps(here / "store/r")} >= {f"step-{stopped_at}"}
     assert all(_is_good(path) for path in steps(here / "store/r"))

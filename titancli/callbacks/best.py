@@ -37,6 +37,8 @@ class Best:
         path = self._run.folder / NAME if self._run.folder else None
         if path is None or not is_checkpoint(path):
             return None
+        if self._run.checkpoints is not None:
+            self._run.checkpoints.remove_replaced(path)
         try:
             kept = read_manifest(path).state.get(NAME, {})
         except EnvironmentProblem as error:

@@ -20,7 +20,7 @@ from titancli.checkpoint.format.manifest import read_manifest, remove, steps
 from titancli.checkpoint.format.plan import SavePlan
 from titancli.checkpoint.format.storage import Pieces, pieces_of
 from titancli.checkpoint.remote.uploads import Uploads
-from titancli.checkpoint.save import Draft, mesh_of, refuse_link, run_save
+from titancli.checkpoint.save import Draft, mesh_of, refuse_link, run_save, sweep
 from titancli.checkpoint.staging import Staging
 from titancli.distributed.process_group import new_patient_group
 from titancli.distributed.together import Ranks
@@ -32,6 +32,9 @@ from titancli.runs import Claim
 logger = logging.getLogger(__name__)
 
 AT_WORK = "at work"
+EXPORTS = "exports"
+REPLACES = "replaces"
+"""Where the state of a named checkpoint says which one it replaces."""
 SIGN_SECONDS = 600.0
 """Interval at which rank 0 signals to waiting ranks that it is still working."""
 
@@ -193,11 +196,13 @@ class Checkpointer:
             EnvironmentProblem: the disk is full, or a name is taken by something else.
             TitanError: this save failed, or the one before it.
         """
+        old = self._named(link)
+        if old is not None and old.name != path.name:
+            state = {**state, link.name: {**state[link.name], REPLACES: old.name}}
         self.save_apart(path, tensors, state)
 
         def name() -> None:
             new = link.with_name(f".{link.name}-{self._run_id}")
-            before = link.resolve()
             try:
                 new.unlink(missing_ok=True)
                 new.symlink_to(os.path.relpath(path, link.parent))
@@ -207,20 +212,36 @@ class Checkpointer:
                     f"{link} cannot be made a link to {path}: {error.strerror}",
                     hint="remove what has this name; the disk must take symbolic links",
                 ) from error
-            is_export = before.parent == path.parent.resolve()
-            if is_export and before.name != path.name and self._has_named(before, link):
-                remove(before, self._run_id)
+            if old is not None and old.name != path.name:
+                remove(old, self._run_id)
 
         self.on_main(f"naming {link}", name)
 
+    def remove_replaced(self, link: Path) -> None:
+        """Remove what a `save_named` of this run was to delete, if that was killed before; on rank 0."""
+        if (named := self._named(link)) is None:
+            return
+        sweep(named.parent, self._run_id, self._spared)
+        replaced = read_manifest(named).state[link.name].get(REPLACES)
+        if isinstance(replaced, str) and replaced != named.name:
+            old = named.parent / Path(replaced).name
+            if old.exists() and self._has_named(old, link):
+                remove(old, self._run_id)
+
+    def _named(self, link: Path) -> Path | None:
+        """Return the export that a link points to, if `save_named` of this run has made it."""
+        target = link.resolve()
+        is_export = link.is_symlink() and target.parent == link.parent.resolve() / EXPORTS
+        return target if is_export and target.exists() and self._has_named(target, link) else None
+
     def _has_named(self, old: Path, link: Path) -> bool:
-        """Return whether `save_named` of this run has made a checkpoint that a link pointed to."""
+        """Return whether `save_named` of this run has made a checkpoint for a link."""
         try:
             manifest = read_manifest(old)
         except EnvironmentProblem as error:
             logger.warning("%s stays, since it may not be this run's: %s", old, error.message)
             return False
-        own = manifest.run_id == self._run_id and link.name in manifest.state
+        own = manifest.run_id == self._run_id and isinstance(manifest.state.get(link.name), dict)
         return own and old.name == f"step-{manifest.step}-{link.name}"
 
     def on_main(self, doing: str, function: Callable[[], None]) -> None:

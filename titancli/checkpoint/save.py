@@ -136,7 +136,7 @@ class Draft:
         try:
             parent.mkdir(parents=True, exist_ok=True)
             recover(parent)
-            self._sweep()
+            sweep(parent, self.run_id, self.spared)
             need(parent, needed)
             attempt = f"{self.claim.token[:8]}-" if self.claim and self.claim.token else ""
             prefix = hidden_prefix(self.folder.name, self.run_id)
@@ -202,20 +202,6 @@ class Draft:
         remedy = "free some space, or lower checkpoint.keep_latest_k"
         return refusal(error, self.folder, needed, kept=kept, remedy=remedy)
 
-    def _sweep(self) -> None:
-        """Remove replaced checkpoints, and what interrupted saves of this run left behind."""
-        for path in list(self.folder.parent.glob(".*")):
-            name = path.name[1:].partition(".")[0]
-            prefix = hidden_prefix(name, self.run_id)
-            mine = path.name.startswith(prefix)
-            if mine and path.is_dir() and not path.is_symlink():
-                attempt = path.name.removeprefix(prefix).partition("-")[0]
-                if any(token.startswith(attempt) for token in self.spared) and not _abandoned(path):
-                    continue
-                shutil.rmtree(path, ignore_errors=True)
-            elif REPLACED_NAME.match(path.name) and _run_of(path) == self.run_id:
-                remove(path, self.run_id)
-
     def _check_claim(self) -> None:
         if self.claim is not None:
             self.claim.check()
@@ -275,6 +261,25 @@ def run_save(
     except BaseException:
         draft.discard()
         raise
+
+
+def sweep(parent: Path, run_id: str, spared: Collection[str] = ()) -> None:
+    """Remove replaced checkpoints, and what interrupted saves of a run left behind.
+
+    Args:
+        spared: see `Draft`.
+    """
+    for path in list(parent.glob(".*")):
+        name = path.name[1:].partition(".")[0]
+        prefix = hidden_prefix(name, run_id)
+        mine = path.name.startswith(prefix)
+        if mine and path.is_dir() and not path.is_symlink():
+            attempt = path.name.removeprefix(prefix).partition("-")[0]
+            if any(token.startswith(attempt) for token in spared) and not _abandoned(path):
+                continue
+            shutil.rmtree(path, ignore_errors=True)
+        elif REPLACED_NAME.match(path.name) and _run_of(path) == run_id:
+            remove(path, run_id)
 
 
 def _abandoned(folder: Path) -> bool:

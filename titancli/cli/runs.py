@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 RUN = RunName()
 JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-STYLES = {"running": "bold green", "failed": "red", "died": "red", "unknown": "yellow"}
+STYLES = {"running": "bold green", "failed": "red", "died": "red", "closing": "yellow", "unknown": "yellow"}
 LOOK_BACK = 200
 """Number of events before the last step that are searched for an evaluation."""
 DAY = 86400
@@ -30,7 +30,8 @@ def command() -> None:
     """List, show, watch, compare and remove runs.
 
     RUN is a run folder. A run is `running` while a process holds its folder; `died` means that it was killed
-    before it could record an outcome, and `unknown` that this cannot be seen from this machine.
+    before it could record an outcome, `closing` that its last step is done and a resume does what is left,
+    and `unknown` that this cannot be seen from this machine.
     """
 
 

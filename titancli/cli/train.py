@@ -198,8 +198,10 @@ def _train(request: Request, ranks: Ranks) -> int:
         note(line)
     for change in plan.drift:
         note(f"changed: {change}")
-    if plan.finished:
+    if plan.finished or plan.only_uploads:
         return _say_finished(plan)
+    if plan.last_step_done:
+        note(f"step {plan.start_step}, the last one, is done: the rest of the run's end follows")
     for line in effects(plan, launch.world):
         note(f"changed: {line}")
     return _run(plan, launch, ranks)

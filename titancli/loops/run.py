@@ -14,9 +14,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 import torch.distributed as dist
 
+from titancli.closing import CALLBACKS, ENDED, EVALUATION
+from titancli.distributed.together import Ranks
 from titancli.errors import EnvironmentProblem
 from titancli.loops.hooks import RunHooks
 from titancli.observe.phases import phase
+from titancli.signals import NODES_JOIN
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
     from titancli.checkpoint import Checkpointer
     from titancli.engine import Engine
     from titancli.errors import TitanError
+    from titancli.loops.closing import Closing
     from titancli.loops.validation import Validation
     from titancli.protocols import Dataset
     from titancli.protocols.batch import Batch
@@ -96,6 +100,8 @@ class Run:
     """The loop's source of batches; None before `run_start` of hooks, and if the loop does not train."""
     hooks: RunHooks = field(default_factory=RunHooks)
     """The hooks that take part in the run."""
+    closing: Closing | None = None
+    """What is left after the last step; None: it is not recorded."""
     why: str = "finished"
     """The way it ended: finished, stopped, interrupted, data_ended or skipped (too many steps in a row)."""
     signal: str | None = None
@@ -130,7 +136,7 @@ class Run:
     @property
     def has_ended(self) -> bool:
         """Return whether the run, once its loop is done, came to its end and was not stopped before."""
-        return self.why in ("finished", "data_ended")
+        return self.why in ENDED
 
     def asked_to_stop(self) -> bool:
         """Return whether this rank got a signal."""
@@ -210,7 +216,8 @@ class Run:
             self.checkpoints.wait()
 
     def finish(self, engine: Engine, data: Placed) -> None:
-        """Save the last step, if it has not been, and wait until it is on the disk; then evaluate it.
+        """Save the last step, if it has not been, and wait until it is on the disk; then evaluate it, unless
+        an earlier attempt has.
 
         Raises:
             EnvironmentProblem: it cannot be saved.
@@ -226,8 +233,62 @@ class Run:
             self.checkpoints.wait()
         if self.guard is not None and self.why == "skipped":
             raise self.guard.verdict(f"checkpoints/step-{self.saved_step}" if self.checkpoints else None)
-        if self.validation is not None and self.steps_here and self.why != "skipped":
-            self.validation.at_end(engine.step, self.asked_to_stop, stopped_at=self._stopped_at)
+        is_last = self.saved_step == engine.step and (self.has_ended or engine.step >= self.steps)
+        if self.closing is not None and is_last:
+            why = self.why if self.has_ended else "finished"
+            self.closing.begin(engine.step, why, anew=self.steps_here > 0)
+        if self.validation is not None and (self.steps_here or self._is_left(EVALUATION)):
+            self._evaluate_last(engine.step, self.validation)
+
+    def _evaluate_last(self, step: int, validation: Validation) -> None:
+        """Evaluate the last step; after a signal, only if there is time."""
+        if not self.has_ended:
+            if validation.at_end(step, self.asked_to_stop, stopped_at=self._stopped_at):
+                self._done(EVALUATION)
+            return
+        self.close(EVALUATION, lambda: validation.at_end(step, self.asked_to_stop, stopped_at=None))
+
+    @property
+    def _is_closing(self) -> bool:
+        """Return whether the last step is saved, and run.json says what is left."""
+        return self.closing is not None and self.closing.began
+
+    def _is_left(self, name: str) -> bool:
+        return self.closing is not None and name in self.closing.left
+
+    def close(self, name: str, work: Callable[[], bool]) -> None:
+        """Do something that is left after the last step, and record it. If a signal comes before it is done,
+        the run stops, and a resume does it. Collective.
+
+        Args:
+            work: returns whether it came to its end, which it does unless a signal came.
+        """
+        if self._is_closing and not self._is_left(name):
+            return
+        if self._goes_on_closing() and self.has_ended:
+            if not all(Ranks().gather(work())):
+                self.stopped_by(self._agree()[0])
+            else:
+                self._done(name)
+
+    def _done(self, name: str) -> None:
+        if self.closing is not None:
+            self.closing.done(name)
+
+    def _goes_on_closing(self) -> bool:
+        """Return whether no signal asks to stop; otherwise the run has stopped. Nodes that join can wait."""
+        signal = self._agree()[0] if self.has_ended else None
+        if signal not in (None, NODES_JOIN.name):
+            self.stopped_by(signal)
+        return self.has_ended
+
+    def end(self) -> None:
+        """Let the hooks know that the loop has ended. Collective."""
+        if self._is_left(CALLBACKS):
+            self._goes_on_closing()
+        self.hooks.call("run_end", self.why)
+        if self.has_ended:
+            self._done(CALLBACKS)
 
     def saved(self, step: int, path: Path) -> None:
         """A checkpoint is complete."""
@@ -244,6 +305,9 @@ class Run:
         if self.checkpoints is None or self.folder is None:
             return
         path = self.folder / "exports" / f"step-{step}-{name}"
+        if self._is_closing and not self._is_left(CALLBACKS):
+            logger.info("weights only, as before: exports/%s", path.name)
+            return
         state = {"engine": {"adapters": adapters}} if adapters else {}
         self.checkpoints.save_apart(path, {f"model.{key}": tensor for key, tensor in weights.items()}, state)
         logger.info("weights only: exports/%s", path.name)

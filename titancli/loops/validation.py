@@ -96,25 +96,24 @@ class Validation:
             self._run(step, asked_to_stop)
         return due
 
-    def at_end(self, step: int, asked_to_stop: Callable[[], bool], *, stopped_at: float | None) -> None:
-        """Evaluate the last step, which is saved. Collective.
+    def at_end(self, step: int, asked_to_stop: Callable[[], bool], *, stopped_at: float | None) -> bool:
+        """Evaluate the last step, which is saved; return whether that is done. Collective.
 
         Args:
             stopped_at: when a signal was heeded, by `time.monotonic`: then there is little time. Or None.
         """
         if step == self._evaluated:
-            return
+            return True
         if stopped_at is None:
-            self._run(step, asked_to_stop)
-            return
+            return self._run(step, asked_to_stop)
         passed = time.monotonic() - stopped_at
         left = STOP_SECONDS - max(Ranks().gather(passed))
         if self._seconds is None or self._seconds > left:
             took = "" if self._seconds is None else f", which took {self._seconds:.0f} s before"
             logger.info("stopped: no evaluation of step %d%s", step, took)
-            return
+            return False
         deadline = time.monotonic() + left
-        self._run(step, lambda: time.monotonic() > deadline)
+        return self._run(step, lambda: time.monotonic() > deadline)
 
     def alone(self, step: int, asked_to_stop: Callable[[], bool]) -> bool:
         """Evaluate, with the number of tokens and, where the text is known, its bytes. Collective.

@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from titancli.closing import is_closing
 from titancli.errors import EnvironmentProblem
 from titancli.observe import notes
 from titancli.observe.console import numbers
@@ -25,12 +26,16 @@ ENDS = ("finished", "data_ended", "stopped", "interrupted", "failed")
 
 running
     A process holds the folder.
+closing
+    It has done its last step, but an evaluation, exports or uploads are left: a resume does them.
 died
     It has no outcome, and no process of this machine, where it ran, holds the folder: it was killed.
 unknown
     Nothing says which: it ran on another machine, whose locks may not be seen from here, or its files cannot
     be read.
 """
+CUT_SHORT = ("stopped", "interrupted", "failed", "died")
+"""How a run ends before its end."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,7 @@ class Summary:
 
     path: Path
     state: str
-    """One of `ENDS`, or `running`, `died`, `unknown`."""
+    """One of `ENDS`, or `running`, `closing`, `died`, `unknown`."""
     recipe: str | None
     """The recipe's name."""
     step: int | None
@@ -124,11 +129,15 @@ def summarize(path: Path, *, look_back: int = 0) -> Summary:
     last = _Last.of(backwards(folder.events), look_back)
     state, why = _state(folder, newest, outcome.get("why") or (last.why if not attempts else None))
     done, metrics = outcome.get("step"), outcome.get("metrics")
+    done = done if isinstance(done, int) else last.step
+    saved = (folder.checkpoints / f"step-{done}").is_dir()
+    if state in CUT_SHORT and saved and is_closing(attempts, last.steps, done):
+        state = "closing"
     return Summary(
         path=path,
         state=state,
         recipe=record.get("name"),
-        step=done if isinstance(done, int) else last.step,
+        step=done,
         steps=last.steps,
         metrics=numbers({"metrics": metrics}) if metrics else last.metrics,
         created=record.get("created"),

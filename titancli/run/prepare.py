@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titancli.checkpoint.format.manifest import last_serial
+from titancli.closing import has_ended, uploads_alone
 from titancli.data.hub import Hosted
 from titancli.errors import EnvironmentProblem
 from titancli.run.drift import Change, changes, sections
@@ -54,7 +55,18 @@ class Plan:
 
     @property
     def finished(self) -> bool:
-        """Return whether there is no step left to do; of epochs, whose rows are not counted yet, False."""
+        """Return whether there is nothing left to do; of epochs, whose rows are not counted yet, False."""
+        return self.last_step_done and has_ended(self.folder.last_loaded(), self.start_step)
+
+    @property
+    def only_uploads(self) -> bool:
+        """Return whether uploads are all that is left, which need no ranks."""
+        attempts = self.folder.record().get("attempts") or [{}]
+        return self.last_step_done and not self.drift and uploads_alone(attempts[-1], self.start_step)
+
+    @property
+    def last_step_done(self) -> bool:
+        """Return whether there is no step left to do; of epochs False."""
         return 0 < self.loaded.recipe.training.steps <= self.start_step
 
 

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     import torch
 
     from titancli.engine import Engine
+    from titancli.loops.run import Run
     from titancli.observe.observers import Observers
     from titancli.protocols import Copies
     from titancli.recipe.schema import Recipe
@@ -301,18 +302,18 @@ class Rank:
             with garbage_between_steps():
                 ranks = Ranks()
                 ranks.local("beginning the run", lambda: run.hooks.call("run_start", engine.step))
-                ranks.one("replacing the recipe of the run", lambda: self._adopt(start.lock_text))
+                ranks.one("replacing the recipe of the run", lambda: self._adopt(start.lock_text, run))
                 observers.run_start({"step": engine.step})
                 go()
-                run.hooks.call("run_end", run.why)
+                run.end()
         name = f"checkpoints/step-{run.saved_step}" if run.saved_step is not None else None
         return {"why": run.why, "signal": run.signal, "step": engine.step, "checkpoint": name}
 
-    def _adopt(self, lock_text: str) -> None:
+    def _adopt(self, lock_text: str, run: Run) -> None:
         """Make the recipe that all ranks have loaded that of the run: until here, a start that fails changes
         nothing."""
         self.folder.adopt_recipe_lock(lock_text)
-        self.folder.update_attempt(loaded=True)
+        self.folder.update_attempt(loaded=True, closing=run.closing and run.closing.known)
 
     def record_leaving(self) -> None:
         """Write the outcome of a run that the user did not wait for."""

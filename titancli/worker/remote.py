@@ -16,9 +16,10 @@ from titancli.checkpoint.format.manifest import (
     read_manifest,
     steps,
 )
+from titancli.closing import finished, uploads_alone
 from titancli.errors import EnvironmentProblem
 from titancli.observe.events import backwards
-from titancli.runs import STEP_NAME, RunFolder
+from titancli.runs import STEP_NAME, RunFolder, timestamp
 
 if TYPE_CHECKING:
     from titancli.checkpoint.format.manifest import Verify
@@ -194,6 +195,9 @@ def upload_rest(folder: RunFolder, section: Checkpoint) -> None:
         hold = folder.hold()
         try:
             uploads_of(folder, section, folder.record()["run_id"]).finish()
+            attempt = folder.begun()["attempts"][-1]
+            if uploads_alone(attempt, (attempt.get("closing") or {}).get("step", 0)):
+                folder.update_attempt(**finished(attempt), ended=timestamp())
         finally:
             hold.release()
 

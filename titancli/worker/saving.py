@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +18,10 @@ import torch.distributed as dist
 
 from titancli.checkpoint import Checkpointer
 from titancli.checkpoint.save import refuse_link
+from titancli.closing import CALLBACKS, EVALUATION, UPLOADS, closing_before
+from titancli.distributed.together import Ranks
 from titancli.errors import TitanError
+from titancli.loops.closing import Closing
 from titancli.registry.component import build
 from titancli.runs import Claim, RunFolder
 from titancli.signals import NODES_JOIN
@@ -26,7 +32,9 @@ if TYPE_CHECKING:
     from titancli.loops.run import Run
     from titancli.protocols import Copies
     from titancli.recipe.schema import Checkpoint, Recipe
-    from titancli.worker.opened import Opened
+    from titancli.worker.opened import Opened, Start
+
+EXPORTS = "exports/"
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +77,7 @@ def saved(opened: Opened) -> Iterator[None]:
         yield
         return
     recipe, run, engine = opened.recipe, opened.run, opened.engine
+    run.closing = open_closing(opened.start, engine, run, opened.folder)
     uploads = open_uploads(recipe, opened.folder, opened.start.run_id, run)
     if recipe.checkpoint.enable:
         run.checkpoints = open_checkpoints(opened, uploads)
@@ -133,20 +142,50 @@ def leave_behind(recipe: Recipe, engine: Engine, run: Run, folder: RunFolder) ->
     """Write the exports of a finished run, and finish its uploads."""
     if run.checkpoints is None:
         return
-    ended = run.has_ended
-    if ended and engine.step:
-        export(recipe.checkpoint, engine, run.checkpoints, folder.path, anew=run.steps_here > 0)
-    if not run.checkpoints.finish_uploads() and ended:
+    for name in run.closing.left if run.closing is not None and run.has_ended else ():
+        if name.startswith(EXPORTS):
+            run.close(name, partial(_export, recipe.checkpoint, engine, run.checkpoints, folder.path / name))
+    in_store = all(Ranks().gather(run.checkpoints.finish_uploads()))
+    if run.has_ended and not in_store:
         run.stopped_by(run.stop.requested)  # so that the exit code tells the caller to resume
+    elif run.closing is not None and run.has_ended:
+        run.closing.done(UPLOADS)
 
 
-def export(
-    section: Checkpoint, engine: Engine, checkpointer: Checkpointer, run_folder: Path, *, anew: bool
-) -> None:
-    """Write `exports/step-N`, weights alone, and `exports/step-N-hf`, if enabled. Collective.
+def open_closing(start: Start, engine: Engine, run: Run, folder: RunFolder) -> Closing:
+    """Return what the run has left after its last step; if that is done already, the loop does no other."""
+    known = closing_before(start.record["attempts"], engine.step) if engine.step else None
+    claim = Claim.of(folder, start.record)
 
-    Args:
-        anew: whether the run did steps; otherwise a folder that is there is left as it is.
+    def record(closing: dict[str, Any]) -> None:
+        claim.check()
+        folder.update_attempt(closing=closing)
+
+    if known is not None and known["left"] and known.get("why") == "finished" and engine.step < run.steps:
+        run.end_early(f"step {engine.step} was its last one")  # as a callback had decided
+    return Closing(known, partial(wanted_at_end, start.recipe, folder.path), record)
+
+
+def wanted_at_end(recipe: Recipe, run_folder: Path, step: int, chosen: Sequence[str]) -> list[str]:
+    """Return all that a run does after its last step, in order. An export for transformers gets a name that
+    is free, unless one was `chosen` before."""
+    section = recipe.checkpoint
+    wanted = [EVALUATION] * bool(recipe.validation.datasets) + [CALLBACKS] * bool(recipe.callbacks)
+    if not section.enable:
+        return wanted
+    if section.last_save_model_only:
+        wanted.append(f"{EXPORTS}step-{step}")
+    if section.last_save_in_hf:
+        name = f"{EXPORTS}step-{step}-hf"
+        numbered = re.compile(re.escape(name) + r"(-\d+)?\Z")
+        names = (f"{name}{f'-{number}' * (number > 1)}" for number in itertools.count(1))
+        mine = next(filter(numbered.match, chosen), None)
+        wanted.append(mine or next(name for name in names if not (run_folder / name).exists()))
+    return wanted + [UPLOADS] * (section.remote is not None)
+
+
+def _export(section: Checkpoint, engine: Engine, checkpointer: Checkpointer, target: Path) -> bool:
+    """Write `exports/step-N`, weights alone, or `exports/step-N-hf`. Collective.
 
     The last checkpoint is already on the disk: a failure here loses nothing.
 
@@ -154,31 +193,26 @@ def export(
         EnvironmentProblem: the disk is full, or cannot be written.
         TitanError: the model has no Hugging Face form.
     """
-    name = f"step-{engine.step}"
-    if section.last_save_model_only:
-        dtype = getattr(torch, section.export_dtype)
-        tensors = {
-            f"model.{parameter}": tensor.to(dtype) if tensor.is_floating_point() else tensor
-            for parameter, tensor in engine.plain_parameters()
-        }
-        checkpointer.save_apart(run_folder / "exports" / name, tensors)
-        logger.info("weights only: exports/%s", name)
-    if section.last_save_in_hf:
-        checkpointer.on_main(f"exporting {name}", lambda: _to_hf(section, run_folder, name, anew))
+    if target.name != f"step-{engine.step}":
+        checkpointer.on_main(f"exporting {target.name}", partial(_to_hf, section, engine.step, target))
+        return True
+    dtype = getattr(torch, section.export_dtype)
+    tensors = {
+        f"model.{parameter}": tensor.to(dtype) if tensor.is_floating_point() else tensor
+        for parameter, tensor in engine.plain_parameters()
+    }
+    checkpointer.save_apart(target, tensors)
+    logger.info("weights only: exports/%s", target.name)
+    return True
 
 
-def _to_hf(section: Checkpoint, run_folder: Path, name: str, anew: bool) -> None:
+def _to_hf(section: Checkpoint, step: int, target: Path) -> None:
     from titancli.checkpoint.hf.convert import to_hf
 
-    target, number = run_folder / "exports" / f"{name}-hf", 1
-    if target.exists() and not anew:  # the run had finished before
-        logger.info("Hugging Face folder, as before: exports/%s", target.name)
-        return
     refuse_link(target.parent)
-    while target.exists():  # an export of the same step by another run, which may be in use
-        number += 1
-        target = target.with_name(f"{name}-hf-{number}")
+    if target.exists():  # whole: the attempt that chose its name was killed before it could record it
+        return
     target.parent.mkdir(exist_ok=True)
-    source = run_folder / "checkpoints" / name
+    source = target.parent.parent / "checkpoints" / f"step-{step}"
     to_hf(source, target, dtype=section.export_dtype, say=logger.debug)
     logger.info("Hugging Face folder: exports/%s", target.name)
