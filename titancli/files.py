@@ -60,6 +60,20 @@ def read_bytes(path: Path, limit: int = LARGEST) -> bytes:
         return file.read(limit)
 
 
+def out_of_inodes(error: OSError, folder: Path | str) -> str | None:
+    """Return that a disk refuses because it has as many files as it can have, and how many these are; None if
+    that is not why an error was raised."""
+    if error.errno != errno.ENOSPC:
+        return None
+    try:
+        disk = os.statvfs(folder)
+    except OSError:
+        return None
+    if disk.f_favail or not disk.f_files:  # some file systems have no fixed number
+        return None
+    return f"all {disk.f_files:,} inodes of that disk are in use, so it takes no further file"
+
+
 def parse_json(data: bytes | str) -> Any:
     """Return what JSON says.
 

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from titancli.errors import EXIT_ENVIRONMENT, EnvironmentProblem, TitanError
-from titancli.files import denied, parse_json, read_bytes
+from titancli.files import denied, out_of_inodes, parse_json, read_bytes
 from titancli.locks import IN_USE, Hold, holder, is_locked, locked
 from titancli.seal import RECORD_SEAL, changed_lock
 
@@ -75,8 +75,9 @@ def write_atomically(path: Path, text: str) -> None:
     except OSError as error:
         if temporary:
             Path(temporary).unlink(missing_ok=True)
+        inodes = out_of_inodes(error, path.parent)
         raise EnvironmentProblem(
-            f"cannot write {path}: {error.strerror}",
+            f"cannot write {path}: {error.strerror}{f': {inodes}' if inodes else ''}",
             hint=denied(error) or "free some space, or use another --run-dir",
         ) from error
 

@@ -143,13 +143,14 @@ def test_a_full_disk_does_not_end_the_training(asynchronous, caplog):
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_the_last_step_is_tried_once_more_and_then_is_an_error(asynchronous):
+def test_the_last_step_is_tried_once_more_and_then_is_an_error(asynchronous, caplog):
     run, engine = Run(steps=4, stop=Stop()), Engine(step=4)
     disk = Disk(run, asynchronous=asynchronous)
     disk.full = True
     run.save(engine, Data())
     with pytest.raises(EnvironmentProblem, match="no room for step-4"):
         run.finish(engine, Data())
+    assert caplog.text.count("no room for step-4") == 1 and "training continues" not in caplog.text
     disk.full = False
     run.finish(engine, Data())
     assert run.saved_step == 4

@@ -203,7 +203,8 @@ class Run:
         except EnvironmentProblem as error:
             if self.save_or_stop:
                 raise
-            logger.warning("step %d was not saved, training continues: %s", engine.step, error)
+            follows = self._what_follows(engine.step)
+            logger.warning("step %d was not saved, %s: %s", engine.step, follows, error)
 
     def save_seed(self, engine: Engine, data: Placed) -> None:
         """Save what the run begins with, and wait until it is on the disk.
@@ -227,7 +228,7 @@ class Run:
         if self.why == "data_ended":  # another rank may be in the next step, and would wait for this one
             with engine.call("finish (its data have ended)").agreed():
                 pass
-        self._settle()
+        self._settle(ending=True)
         if self.checkpoints is not None and self.saved_step != engine.step and engine.step > 0:
             self._save(engine, data)
             self.checkpoints.wait()
@@ -328,7 +329,11 @@ class Run:
             path = self.folder / "exports" / f"step-{engine.step}-{name}"
             self.checkpoints.save_named(self.folder / name, path, tensors, state)
 
-    def _settle(self) -> None:
+    def _what_follows(self, step: int) -> str:
+        ends = step >= self.steps or self.why != "finished" or self._early is not None
+        return "a second try follows" if ends else "training continues"
+
+    def _settle(self, ending: bool = False) -> None:
         """Wait for the save that is under way, and tell of it if it failed."""
         try:
             if self.checkpoints is not None:
@@ -337,7 +342,8 @@ class Run:
         except EnvironmentProblem as error:
             if self.save_or_stop:
                 raise
-            logger.warning("a checkpoint could not be written, training continues: %s", error)
+            follows = "the last step is saved next" if ending else "training continues"
+            logger.warning("a checkpoint could not be written, %s: %s", follows, error)
 
     def _save(self, engine: Engine, data: Placed) -> None:
         if self.checkpoints is not None:

@@ -7,6 +7,7 @@ no rank waits for another.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from collections.abc import Callable
@@ -249,11 +250,13 @@ def _record_memory(wanted: bool) -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error, or one of its causes, means that a device is out of memory."""
+    """Return whether an error, or one of its causes, means that a device or the machine is out of memory."""
     import torch
 
     return any(
-        isinstance(cause, torch.OutOfMemoryError) or "DefaultCPUAllocator: " in str(cause)
+        isinstance(cause, torch.OutOfMemoryError | MemoryError)
+        or (isinstance(cause, OSError) and cause.errno == errno.ENOMEM)
+        or "DefaultCPUAllocator: " in str(cause)
         for cause in causes(error)
     )
 

@@ -11,6 +11,7 @@ import xxhash
 
 from titancli.checkpoint.format.hashed import Digest
 from titancli.errors import EnvironmentProblem
+from titancli.files import out_of_inodes
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -47,6 +48,12 @@ def refusal(error: OSError, path: Path, needed: int, *, kept: str, remedy: str) 
     """Return the error for a write of `needed` bytes to `path` that failed: why, what is safe, how to make
     room."""
     about = f"{path} cannot be written: {error.strerror or error}"
+    if error.errno == errno.ENOMEM:
+        hint = "this machine is out of memory, not of disk: run fewer processes here, or save less at a time"
+        return EnvironmentProblem(f"{about}. {kept}", hint=hint)
+    if (inodes := out_of_inodes(error, path.parent)) is not None:
+        hint = "remove files there, many small ones at best; `df -i` counts them"
+        return EnvironmentProblem(f"{about}: {inodes}. {kept}", hint=hint)
     if error.errno in FULL:
         try:
             free = f"{size_text(shutil.disk_usage(path.parent).free)} is free on that disk"
