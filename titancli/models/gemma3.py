@@ -95,4 +95,5 @@ class Gemma3(DecoderConfig):
         return self.block(attention, self.feed_forward(self.hidden_dim, activation="gelu_tanh"), norms="both")
 
     def shape(self) -> Decoder:
-        return replace(super().shape(), embedding_scale=self.dim**0.5, logit_cap=self.logit_cap)
+        scale = {"embedding_scale": self.dim**0.5, "scales_within_embedding": True}
+        return replace(super().shape(), **scale, logit_cap=self.logit_cap)

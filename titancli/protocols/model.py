@@ -145,6 +145,9 @@ class ModuleDefaults:
     """For the mixer of a block, or a block: whether `forward` continues rows by its argument `cache`, a
     `titancli.models.blocks.cache.LayerStep`. Declared by the class that defines `forward`; without it the
     model is trained, but not sampled from."""
+    later_factor: float = 1.0
+    """For an embedding: the factor that is a part of it, but that its model applies; see `embedding_scale` of
+    `titancli.protocols.shape.Decoder`."""
     is_plain_softmax: bool = False
     """For an attention: whether `core_attention` is plain softmax attention, which a ring can compute."""
     loss_backend: str | None = None

@@ -273,6 +273,9 @@ class Decoder:
     norm: Norm = field(default_factory=Norm)
     embedding_scale: float = 1.0
     """The factor of embeddings, rounded to their own dtype."""
+    scales_within_embedding: bool = False
+    """Whether that factor is a part of the embedding, as transformers has it (Gemma): noise on embeddings is
+    added after it, where it is otherwise multiplied by it (Granite)."""
     logit_scale: float = 1.0
     """The factor of logits."""
     logit_cap: float | None = None

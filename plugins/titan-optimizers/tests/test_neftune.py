@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import neftune_cases
@@ -10,10 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from tests.engine.cases import Layout, gradients, small
+from titan_families import Granite
 from titan_optimizers import Neftune
 from titancli import TitanError
+from titancli.checkpoint.hf.which import hf_form
 from titancli.layout.degrees import Degrees
-from titancli.models import Qwen3
+from titancli.models import Gemma3, Qwen3
 from titancli.models.sections import MoE
 from titancli.registry.component import build
 
@@ -115,6 +118,40 @@ def test_noise_follows_from_the_step(ranks: Any, mesh: dict[str, int]) -> None:
     assert later == whole[2:]
     evaluated = ranks(world, neftune_cases.evaluated, small(mesh, converters=NOISY))[0]
     assert evaluated == pytest.approx(quiet[0], rel=1e-6)
+
+
+def noise_of(model: nn.Module, block: nn.Module, convert: Callable[[], Any]) -> float:
+    """The size of the noise in what the first block is given."""
+    given: list[Tensor] = []
+    block.register_forward_pre_hook(
+        lambda _, args, kw: given.append([*args, *kw.values()][0]), with_kwargs=True
+    )
+    tokens = torch.arange(64)[None]
+    for _ in range(2):
+        with torch.no_grad():
+            model(tokens)
+        convert()
+    return float((given[1] - given[0]).abs().max())
+
+
+@pytest.mark.parametrize("config", [Qwen3, Gemma3, Granite], ids=lambda config: config.__name__)
+def test_noise_where_embeddings_are_scaled(config: Any) -> None:
+    """Gemma's factor of embeddings is a part of them, Granite's is not."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.integrations.neftune import activate_neftune
+
+    more = {"embedding_multiplier": 12.0} if config is Granite else {}
+    made = config(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=48, vocab_size=64, **more)
+    ours = build(made, seq_len=64).train()
+    ours.init_weights(lambda name: torch.Generator().manual_seed(1))
+    converter = build(Neftune(alpha=5.0), mesh=Degrees(), compile=False)
+    keys = hf_form(made).config_json()
+    hf = AutoConfig.for_model(**{key: value for key, value in keys.items() if key != "architectures"})
+    theirs = AutoModelForCausalLM.from_config(hf, attn_implementation="eager").train()
+    expected = noise_of(theirs, theirs.model.layers[0], lambda: activate_neftune(theirs, 5.0))
+    assert noise_of(ours, ours.layers["0"], lambda: converter.convert(ours)) == pytest.approx(
+        expected, rel=0.01
+    )
 
 
 def test_noise_has_the_size_of_the_paper() -> None:

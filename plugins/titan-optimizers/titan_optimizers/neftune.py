@@ -32,7 +32,7 @@ class NoisyEmbeddings(ConverterDefaults):
             raise TitanError("neftune: the model has no nn.Embedding", hint="remove the converter")
         kind: Any = type(embedding)
         embedding.__class__ = _noisy(kind)
-        embedding.noise_alpha = self.config.alpha
+        embedding.noise_alpha = self.config.alpha / getattr(embedding, "later_factor", 1.0)
 
     def after_step(self, model: nn.Module) -> None:
         """Do nothing: no value is derived from the weights."""

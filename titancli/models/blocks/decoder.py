@@ -46,6 +46,8 @@ class Decoder(nn.Module):
         self.config = config
         self.shape = config.shape()
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
+        if self.shape.scales_within_embedding:
+            vars(self.tok_embeddings)["later_factor"] = self.shape.embedding_scale
         self.layers = nn.ModuleDict({str(i): spec.build() for i, spec in enumerate(self.shape.blocks)})
         self.norm = norm_of(self.shape.norm, config.dim)
         self.output = Output(config.dim, config.vocab_size, bias=self.shape.output_bias)
