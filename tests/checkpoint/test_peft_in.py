@@ -51,14 +51,18 @@ KINDS: dict[str, tuple[dict[str, Any], LoRA]] = {
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("base")
+    in_transformers(MODEL).save_pretrained(folder)
+    return folder
+
+
+def in_transformers(model: Any) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(1)
-    keys = hf_form(MODEL).config_json()
+    keys = hf_form(model).config_json()
     config = AutoConfig.for_model(**{k: v for k, v in keys.items() if k != "architectures"})
-    folder = tmp_path_factory.mktemp("base")
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return folder
+    return AutoModelForCausalLM.from_config(config)
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +79,7 @@ def folders(base: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
                 elif "lora_" in key:
                     parameter.normal_(0.0, 0.2)
         made[name] = tmp_path_factory.mktemp(name)
-        model.save_pretrained(made[name], save_embedding_layers=False)
+        model.save_pretrained(made[name])  # with copies of the base's embedding and output, if they have any
     return made
 
 
@@ -129,7 +133,7 @@ def test_adapters_are_those_of_peft(ranks: Any, folders: dict[str, Path], base: 
         (LoRA(rank=4, alpha=8.0), "alpha = 6.0, but this recipe has 8.0"),
         (LoRA(rank=4, alpha=6.0, rslora=True), "rslora = False, but this recipe has True"),
         (LoRA(rank=4, alpha=6.0, dora=True), "dora = False, but this recipe has True"),
-        (LoRA(rank=4, alpha=6.0, targets=["wq"]), "other layers than this recipe"),
+        (LoRA(rank=4, alpha=6.0, targets=["wq"]), "targets of the converter to ['w1', 'w2', 'w3', 'wk'"),
     ],
 )
 def test_other_adapters_are_refused(ranks: Any, folders: dict[str, Path], lora: LoRA, words: str) -> None:
@@ -174,6 +178,64 @@ def test_what_titan_lacks_is_refused(
         PeftFolder(tmp_path, MODEL)
     assert words in caught.value.message
     assert "merge_and_unload" in str(caught.value.hint)
+
+
+def test_hint_of_adapters_of_some_layers(base: Path, tmp_path: Path) -> None:
+    how = peft.LoraConfig(r=4, lora_alpha=6.0, target_modules=["q_proj"], layers_to_transform=[1])
+    in_peft(base, how).save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = build(MODEL, seq_len=1)
+    adapters = Adapters(LoRA(rank=4, alpha=6.0, targets=["wq"]))
+    adapters.convert(model)
+    with pytest.raises(TitanError, match=r"only here: layers\.0\.attention\.wq\.weight") as caught:
+        PeftFolder(tmp_path, MODEL).require_same(adapters)
+    assert caught.value.hint == "set targets of the converter to ['layers.1.attention.wq']"
+
+
+@pytest.mark.parametrize("change", ["values", "vocabulary"])
+def test_another_copy_of_the_base_is_refused(
+    ranks: Any, folders: dict[str, Path], base: Path, tmp_path: Path, change: str
+) -> None:
+    """peft stores the embedding again, and would load it over the base's."""
+    from safetensors.torch import load_file
+
+    for path in folders["ends"].iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    file, key = (
+        tmp_path / "adapter_model.safetensors",
+        "base_model.model.model.embed_tokens.base_layer.weight",
+    )
+    tensors = load_file(file)
+    whole = tensors[key]
+    PeftFolder(tmp_path, MODEL).check_copies(base)
+    tensors[key] = whole + 0.1 if change == "values" else torch.cat((whole, whole[:1]))
+    save_file(tensors, file)
+    (said,) = ranks(1, refused, str(tmp_path), KINDS["ends"][1])
+    assert "which differs from tok_embeddings.weight" in said and "merge_and_unload" in said
+
+
+@pytest.mark.parametrize("end", ["embed_tokens", "lm_head"])
+def test_ends_of_a_tied_base_are_refused(tmp_path: Path, end: str) -> None:
+    """One merged weight would serve both, of which peft computes one without the adapter."""
+    from transformers import AutoModelForCausalLM
+
+    tied = dataclasses.replace(MODEL, tied=True)
+    in_transformers(tied).save_pretrained(tmp_path / "tied")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "tied")
+    made = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=[end, "q_proj"]))
+    for name, parameter in made.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, 0.0, 0.2)
+    made.save_pretrained(tmp_path / "adapters")
+    with pytest.raises(EnvironmentProblem, match="are one weight") as caught:
+        PeftFolder(tmp_path / "adapters", tied)
+    assert "tie_word_embeddings = false" in str(caught.value.hint)
+    own = AutoModelForCausalLM.from_pretrained(tmp_path / "tied", tie_word_embeddings=False)
+    own.lm_head.weight = torch.nn.Parameter(own.get_input_embeddings().weight.detach().clone())
+    merged = peft.PeftModel.from_pretrained(own, tmp_path / "adapters").merge_and_unload()
+    tokens = whole_batch()["tokens"]
+    with torch.no_grad():
+        torch.testing.assert_close(merged(tokens).logits, made.eval()(tokens).logits, rtol=1e-4, atol=1e-5)
 
 
 def test_only_tensors_are_read(folders: dict[str, Path], tmp_path: Path) -> None:

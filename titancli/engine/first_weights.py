@@ -187,6 +187,8 @@ def load_weights(
 
     ranks = Ranks(patient_group())
     folder, record, base = ranks.local(f"reading {start.source}", look)
+    if is_peft(folder):
+        ranks.one(f"reading {folder}", lambda: PeftFolder(folder, recipe.model).check_copies(base))
     source = replace(start, source=base)
     if adapters is None and folder != base:
         logger.info("merging the adapters in %s into their base %s", folder, base)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from titancli.checkpoint.format.tensorfile import read_header
 from titancli.checkpoint.format.tensors import read_tensor
+from titancli.checkpoint.hf.folder import read_hf
 from titancli.checkpoint.hf.peft_names import Adapter, placed
 from titancli.checkpoint.hf.virtual import Virtual, put
 from titancli.checkpoint.hf.which import hf_form, parameter_shapes
@@ -19,6 +20,7 @@ from titancli.converters.lora import adapter_names, magnitude_name, merge, scale
 from titancli.errors import EnvironmentProblem, TitanError
 from titancli.protocols import HFForm
 from titancli.recipe.peft_folder import CONFIG, PICKLED, WEIGHTS, config_of
+from titancli.registry.component import build
 
 FACTS = {"rank": "r", "alpha": "lora_alpha", "rslora": "use_rslora", "dora": "use_dora"}
 """Our facts of adapters, and their keys in adapter_config.json."""
@@ -32,6 +34,7 @@ HARMLESS = {
 """Keys that do not change what the stored adapters compute, or that are checked one by one."""
 HARMLESS_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 STEM = "base_model.model."
+MERGE = "merge the adapters with peft (merge_and_unload), and use the merged folder as weights"
 
 
 class PeftFolder:
@@ -48,8 +51,13 @@ class PeftFolder:
         self.facts = {ours: config.get(theirs) or False for ours, theirs in FACTS.items()}
         self.scale = scale_of(self.facts)
         self._header = read_header(folder / WEIGHTS)
-        self._adapters = self._placed(model)
         self._shapes = parameter_shapes(model)
+        self._form = hf_form(model)
+        self._copies: dict[str, str] = {}
+        """Keys of weights of the base that are stored again, and our names: peft copies embedding and output
+        if they have adapters, or if the vocabulary was resized."""
+        self._refuse_tied(model)
+        self._adapters = self._placed(model)
 
     @property
     def weights(self) -> list[str]:
@@ -100,13 +108,12 @@ class PeftFolder:
         if wrong:
             raise EnvironmentProblem(
                 f"{self.folder / CONFIG} has {', '.join(wrong)}, which titan's adapters do not have",
-                hint="merge the adapters with peft (merge_and_unload), and use the merged folder as weights",
+                hint=MERGE,
             )
 
     def _placed(self, model: Any) -> dict[str, list[Adapter]]:
         """Return the adapters of each weight, after a check that every tensor of the file is one of them."""
-        form = hf_form(model)
-        owners = {source: name for name in parameter_shapes(model) for source in form.sources(name)}
+        owners = {source: name for name in self._shapes for source in self._form.sources(name)}
         modules = {key.removeprefix(STEM).rpartition(".lora_")[0] for key in self._header}
         found = [owners[f"{module}.weight"] for module in sorted(modules) if f"{module}.weight" in owners]
         adapters = placed(model, dict.fromkeys(found))
@@ -118,18 +125,39 @@ class PeftFolder:
                 # each has an A of its own
                 known = {key: owner for key, owner in known.items() if owner != weight}
         self._rename_magnitudes()
+        for key in self._header:
+            if (owner := owners.get(key.removeprefix(STEM).replace(".base_layer", ""))) is not None:
+                self._copies[key] = owner
         lists = name_lists(
             {
-                "titan has no such adapters": sorted(self._header.keys() - known.keys()),
+                "titan has no such adapters": sorted(
+                    self._header.keys() - known.keys() - self._copies.keys()
+                ),
                 "it lacks": sorted(known.keys() - self._header.keys()),
             }
         )
         if lists or not known:
             raise EnvironmentProblem(
                 f"the adapters in {self.folder} do not fit this model: {lists or 'there are none'}",
-                hint="merge the adapters with peft (merge_and_unload), and use the merged folder as weights",
+                hint=MERGE,
             )
         return adapters
+
+    def _refuse_tied(self, model: Any) -> None:
+        """Refuse adapters of either end of a tied model: peft computes the other end without them."""
+        ends = [key for key in self._header if ".lora_embedding_" in key or ".lm_head.lora_" in key]
+        if not ends:
+            return
+        with torch.device("meta"):
+            built = build(model, seq_len=1)
+        every = [parameter for _, parameter in built.named_parameters(remove_duplicate=False)]
+        if len({*every}) < len(every):
+            raise EnvironmentProblem(
+                f"{self.folder} has {sorted(ends)[0]}, but embedding and output of its base are one weight, "
+                "whose other end peft computes without the adapter",
+                hint="give the output of the base a weight of its own (tie_word_embeddings = false), "
+                "merge the adapters with peft (merge_and_unload), and use the merged folder as weights",
+            )
 
     def _rename_magnitudes(self) -> None:
         end = ".lora_magnitude_vector"
@@ -137,6 +165,24 @@ class PeftFolder:
             key.removesuffix(".weight") if key.endswith(f"{end}.weight") else key: entry
             for key, entry in self._header.items()
         }
+
+    def check_copies(self, base: Path) -> None:
+        """Check that weights of the base which the folder has, too, are those of the base.
+
+        Raises:
+            EnvironmentProblem: they differ, as after resizing the vocabulary.
+        """
+        if not self._copies:
+            return
+        reader = read_hf(base, self._form)
+        for key, owner in self._copies.items():
+            own, theirs = self._form.from_hf(owner, [self._read(key)]), reader.parameter(owner)
+            if own.shape != theirs.shape or not torch.equal(own.to(theirs.dtype), theirs):
+                raise EnvironmentProblem(
+                    f"{self.folder} has {key} {list(own.shape)}, which differs from {owner} "
+                    f"{list(theirs.shape)} of its base {base}",
+                    hint=MERGE,
+                )
 
     def tensors(self) -> Iterable[tuple[str, Tensor]]:
         """Yield the adapters' parameters by our names."""
@@ -170,10 +216,12 @@ class PeftFolder:
         ours, own = set(adapters.weights), set(self.weights)
         if ours != own:
             lists = name_lists({"only there": sorted(own - ours), "only here": sorted(ours - own)})
-            ends = sorted({weight.removesuffix(".weight").rpartition(".")[2] for weight in own})
+            ends = {weight.rpartition(".")[0].rpartition(".")[2] for weight in own}
+            alike = {name for name in self._shapes if name.rpartition(".")[0].rpartition(".")[2] in ends}
+            names = ends if alike == own else {weight.removesuffix(".weight") for weight in own}
             raise TitanError(
                 f"{self.folder} holds adapters of other layers than this recipe: {lists}",
-                hint=f"set targets of the converter to {ends}",
+                hint=f"set targets of the converter to {sorted(names)}",
             )
 
 
