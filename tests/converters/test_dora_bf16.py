@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +15,9 @@ from torch import Tensor
 from tests.converters.lora_cases import lora_recipe, save_base
 from tests.engine.cases import my_batches, small, wholes
 from tests.ranks import Ranks
+from titancli import Batch, LossResult
 from titancli.converters import LoRA
+from titancli.distributed.local import local
 from titancli.engine import Engine
 from titancli.recipe.schema import Recipe
 
@@ -124,3 +129,58 @@ def compiled(base: Path) -> float:
 
 def test_compiled_blocks_see_new_magnitudes(ranks: Ranks, base: Path) -> None:
     assert max(ranks(2, compiled, base)) < 2e-2
+
+
+class Doubled:
+    """A hook that computes gradients where magnitudes are twice as large, as optimizers may elsewhere."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.once_more = engine, False
+
+    @contextmanager
+    def around_backward(self, backward: Any) -> Iterator[None]:
+        scaled(self.engine, 2.0)
+        if self.once_more:
+            backward.compute()
+            backward.forget()
+        yield
+        scaled(self.engine, 0.5)
+
+
+@torch.no_grad()
+def scaled(engine: Engine, factor: float) -> None:
+    for name, parameter in engine.named_parameters():
+        if name.endswith("magnitude"):
+            local(parameter).mul_(factor)
+
+
+def elsewhere(mesh: dict[str, int], base: Path, once_more: bool) -> list[Tensor]:
+    """Log-probabilities of passes with doubled magnitudes, what they are then, and with the usual ones."""
+    with Engine.build(in_bf16(mesh, base, "float32", DORA)) as engine:
+        seen: list[Tensor] = []
+        [batch] = my_batches(engine)
+
+        def loss(logprobs: Tensor, batch: Batch) -> LossResult:
+            seen.append(logprobs.detach().clone())
+            return LossResult(-logprobs.sum(), torch.tensor(1.0))
+
+        usual = engine.forward(batch)
+        hook = Doubled(engine)
+        hook.once_more = once_more
+        engine.hooks.add(hook)
+        engine.forward_backward(batch, loss)
+        after = engine.forward(batch)
+        scaled(engine, 2.0)
+        engine.hooks.weights_loaded()
+        return [*seen, engine.forward(batch), after, usual]
+
+
+@pytest.mark.parametrize("once_more", [False, True])
+@pytest.mark.parametrize("mesh", [{}, {"dp_shard": 2}], ids=str)
+def test_magnitudes_follow_hooks(ranks: Ranks, base: Path, mesh: dict[str, int], once_more: bool) -> None:
+    """Passes of a hook that moves the weights see them where they are, and later passes where they were."""
+    for *seen, meant, after, usual in ranks(2 if mesh else 1, elsewhere, mesh, base, once_more):
+        assert len(seen) == 1 + once_more and not torch.equal(meant, usual)
+        assert torch.equal(after, usual)
+        for one in seen:
+            assert torch.equal(one, meant)

@@ -153,16 +153,20 @@ class Hooks:
     def around_backward(
         self, backward: Backward, lent: Callable[[], AbstractContextManager[None]]
     ) -> Iterator[None]:
-        """Enter the hooks around the backward pass in the block.
+        """Enter the hooks around the backward pass in the block. They may move the weights meanwhile.
 
         Args:
             lent: lets hooks call verbs inside a block.
         """
+        moved = False
         with lent(), ExitStack() as entering:
             for hook in self._with("around_backward"):
                 context = hook.around_backward(backward)
                 if context is not None:
                     entering.enter_context(context)
+                    moved = True
+            if moved:
+                self.weights_moved()
             entered = entering.pop_all()
         try:
             yield
@@ -172,6 +176,14 @@ class Hooks:
             raise
         with lent():
             entered.close()
+            if moved:
+                self.weights_moved()
+
+    def weights_moved(self) -> None:
+        """Let the engine's own hooks renew what follows from weights that a hook has moved. Collective."""
+        for hook in self._with("weights_moved"):
+            if hook not in self._added:
+                hook.weights_moved()
 
     @property
     def wait_for_gradients(self) -> bool:

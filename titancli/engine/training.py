@@ -137,6 +137,7 @@ def _backward(
     """Return the backward pass as hooks see it."""
 
     def compute(some: Sequence[Batch]) -> None:
+        engine.hooks.weights_moved()
         if first is not None:
             first(step)
         with step.stream.copy().drawn():

@@ -89,9 +89,12 @@ class Renewal:
         self._parts, self._converters = parts, converters
 
     def step_applied(self, step: Step) -> None:
-        self.weights_loaded()
+        self.weights_moved()
 
     def weights_loaded(self) -> None:
+        self.weights_moved()
+
+    def weights_moved(self) -> None:
         for converter in self._converters:
             for part in self._parts:
                 with as_stored(part):
