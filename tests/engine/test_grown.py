@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.engine.cases import Layout, recipe, small
+from tests.engine.cases import Layout, recipe, small, whole_batch
 from titan_testing.behaviour.engines import weights
+from titancli.checkpoint.base import open_weights
 from titancli.checkpoint.hf.folder import export_hf
 from titancli.checkpoint.hf.grown import Grown, grown_form
 from titancli.checkpoint.hf.load import load_hf_weights
@@ -149,3 +150,31 @@ def test_untrained_rows_are_named(ranks: Any, folders: dict[bool, Path]) -> None
     (line,) = ranks(2, warned, folder, ["wq", "output"])[0]
     assert "rows of tok_embeddings.weight, which" in line
     assert ranks(2, warned, folder, ["tok_embeddings", "output"]) == [[], []]
+
+
+def adapted(folder: str, tied: bool, targets: list[str], saved: str) -> Tensor:
+    """Log-probabilities of adapters that were trained a step; their checkpoint is saved."""
+    with Engine.build(grown(folder, 64, tied, {}, LoRA(rank=4, targets=targets))) as engine:
+        engine.forward_backward(whole_batch())
+        engine.optim_step(1e-2)
+        engine.save(Path(saved))
+        return engine.forward(whole_batch())
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_adapters_of_new_rows_are_merged(
+    ranks: Any, folders: dict[bool, Path], tmp_path: Path, tied: bool
+) -> None:
+    """As exports do, also those that the warning above asks for."""
+    targets = ["wq"] if tied else ["wq", "tok_embeddings", "output"]
+    saved, model = tmp_path / "step-1", model_of(64, tied)
+    (beside,) = ranks(1, adapted, str(folders[tied]), tied, targets, str(saved))
+    made = build(model, seq_len=16)
+    weights = open_weights(saved, model)
+    made.load_state_dict({name: weights.read(name) for name in weights.names()}, strict=not tied)
+    batch = whole_batch()
+    with torch.no_grad():
+        merged = made(batch["tokens"]).log_softmax(-1)
+    found = merged.gather(-1, batch["targets"].clamp(0)[..., None])[..., 0].where(batch["targets"] >= 0, 0.0)
+    torch.testing.assert_close(found, beside, rtol=1e-4, atol=1e-5)

@@ -48,10 +48,11 @@ class Grown:
         shape = (self.rows - self.before, *made.shape[1:])
         if made.is_meta:
             return torch.cat((made, made.new_empty(shape)))
-        return torch.cat((made, _repeated(made, shape)))
+        new = _repeated(made, shape)
+        return torch.cat((made, new if isinstance(made, Virtual) else new.whole()))
 
 
-def _repeated(table: Tensor, shape: Sequence[int]) -> Tensor:
+def _repeated(table: Tensor, shape: Sequence[int]) -> Virtual:
     """Return rows that are the mean of a table's; only who reads one of them reads the table."""
 
     @cache
