@@ -217,3 +217,46 @@ def test_half_a_character_is_refused(tokenizer_with: Any) -> None:
     tokenizer = tokenizer_with(CHATML + "{{ tools | length if tools else '' }}{{ note }}")
     with pytest.raises(ChatRefused, match="surrogate"):
         tokenizer.chat_with_mask(TALK, options={"note": json.loads('"\\ud83d"')})
+
+
+def test_form_is_no_matter_of_other_rows(tokenizer_with: Any) -> None:
+    """A text that shows a call's arguments as Python does is no reason to print them as JSON text, in its row
+    or in later ones; nor are messages that share an object."""
+    calls = "{% for c in m.tool_calls or [] %}[{{ c.function | tojson }}]{% endfor %}<|im_end|>\n{% endfor"
+    tokenizer = tokenizer_with(CHATML.replace("<|im_end|>\n{% endfor", calls))
+
+    def asked(text: str, *arguments: Any) -> str:
+        made = [{"type": "function", "function": {"name": "f", "arguments": one}} for one in arguments]
+        return tokenizer.decode(tokenizer.chat([user(text), says("", tool_calls=made)]))
+
+    for arguments in ({"city": "Rome"}, {"n": 1}):
+        assert f'"arguments": {json.dumps(arguments)}' in asked(f"Call {arguments}.", arguments)
+    rome = {"city": "Rome"}
+    assert asked("Twice?", rome, rome).count('"arguments": {"city": "Rome"}') == 2
+    assert '"arguments": {"city": "Rome"}' in asked("Rome?", rome)
+
+
+def test_form_of_the_template_is_kept(tokenizer_with: Any) -> None:
+    """A row that the template cannot show in its form is refused, not shown in another."""
+    shows = (
+        "{% for c in m.tool_calls or [] %}{% if c.function.arguments is mapping and c.function.arguments.x %}"
+    )
+    shows += (
+        "{{ raise_exception('x') }}{% endif %}[{{ c.function | tojson }}]{% endfor %}<|im_end|>\n{% endfor"
+    )
+    tokenizer = tokenizer_with(CHATML.replace("<|im_end|>\n{% endfor", shows))
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": "1"}}}
+    with pytest.raises(ChatRefused, match="x"):
+        tokenizer.chat([user("?"), says("", tool_calls=[call])])
+
+
+def test_call_without_content(tokenizer_with: Any) -> None:
+    """Null contents, as OpenAI's files have them beside calls, are empty to a template that needs a text."""
+    needs = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ '' + m.content }}"
+    needs += (
+        "{% for c in m.tool_calls or [] %}[{{ c.function | tojson }}]{% endfor %}<|im_end|>\n{% endfor %}"
+    )
+    call = {"type": "function", "function": {"name": "f", "arguments": {"city": "Rome"}}}
+    made = {"role": "assistant", "tool_calls": [call]}
+    tokenizer = tokenizer_with(needs)
+    assert tokenizer.chat([user("?"), made]) == tokenizer.chat([user("?"), {**made, "content": ""}])

@@ -55,7 +55,7 @@ class ChatTemplate:
         added = [token for token in tokenizer.added_tokens_decoder.values() if token.content.strip()]
         self._tokens = tuple(token.content for token in added)
         self._special = tuple(token.content for token in added if token.special)
-        self._forms = Forms()
+        self._forms = Forms(lambda talk: self._checked(talk, None))
 
     def ids(
         self, messages: Messages, options: Options = None, *, add_generation_prompt: bool = False
@@ -152,18 +152,25 @@ class ChatTemplate:
     def _traced(self, messages: Messages, options: Options, *, prompt: bool = False) -> Trace:
         """Render messages in the form that the template reads, and check that nothing is left out."""
 
-        def attempt(formed: Messages) -> Trace:
-            trace = Trace(self._renderer(options), formed, prompt=prompt)
-            if printed_by_python(trace.text, formed):
-                raise self._refused("prints a content or the arguments of a call as Python does")
-            lost = trace.left_out()
-            if said := [leaf for leaf in lost if leaf.kind != "thought"]:
-                raise self._left_out(formed, said[0])
-            self._remark(trace, lost, options)
-            return trace
+        def attempt(formed: Messages) -> tuple[Trace, list[Leaf]]:
+            return self._checked(formed, options, prompt=prompt)
 
-        found: Trace = self._forms.first(messages, attempt)
+        trace, lost = self._forms.first(messages, attempt)
+        self._remark(trace, lost, options)
+        found: Trace = trace
         return found
+
+    def _checked(
+        self, messages: Messages, options: Options, *, prompt: bool = False
+    ) -> tuple[Trace, list[Leaf]]:
+        """Render messages as they are; return the rendering, and thoughts that it leaves out."""
+        trace = Trace(self._renderer(options), messages, prompt=prompt)
+        if printed_by_python(trace):
+            raise self._refused("prints a content or the arguments of a call as Python does")
+        lost = trace.left_out()
+        if said := [leaf for leaf in lost if leaf.kind != "thought"]:
+            raise self._left_out(messages, said[0])
+        return trace, lost
 
     def _remark(self, trace: Trace, lost: Sequence[Leaf], options: Options) -> None:
         """Remark on what a rendering lacks, or has too much, without being wrong."""

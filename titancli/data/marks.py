@@ -8,7 +8,6 @@ What has no mark in the rendering was left out by the template.
 
 from __future__ import annotations
 
-import copy
 import itertools
 import json
 import re
@@ -111,6 +110,9 @@ class Trace:
         self.text = render(messages, prompt)
         self.marks: list[Mark] = []
         """In the order of the rendering."""
+        self.marked: tuple[str, Messages] = self.text, messages
+        """The rendering with marks, and the messages that it is of; without marks if the template rejects
+        them."""
         self._tag = _unused(self.text, self.leaves)
         self._places: list[Sequence[int]] = [
             _ends_of(leaf) if self._is_marked(leaf) else () for leaf in self.leaves
@@ -129,7 +131,8 @@ class Trace:
 
     def _follow(self, places: Sequence[Sequence[int]]) -> bool:
         """Put marks into the texts, at these offsets; return whether the rendering is otherwise the same."""
-        self._marked = copy.deepcopy(list(self.messages))
+        self._marked = [_copied(message) for message in self.messages]
+        self.marked = self.text, self.messages
         self._numbers = [(leaf, offset) for leaf, offsets in enumerate(places) for offset in offsets]
         numbers = itertools.count()
         for leaf, offsets in zip(self.leaves, places, strict=True):
@@ -140,6 +143,7 @@ class Trace:
             rendered = self._render(self._marked, self._prompt)
         except ChatRefused:
             return False
+        self.marked = rendered, self._marked
         text, marks = self._without_marks(rendered)
         self.marks = marks if text == self.text else []
         return text == self.text
@@ -239,6 +243,13 @@ def _middle_of(leaf: Leaf) -> list[int]:
 def _with_marks(text: str, offsets: Sequence[int], marks: Sequence[str]) -> str:
     pieces = [text[start:end] for start, end in itertools.pairwise([0, *offsets, len(text)])]
     return "".join(itertools.chain(*zip(pieces, [*marks, ""], strict=True)))
+
+
+def _copied(value: Any) -> Any:
+    """Return a copy of a JSON value in which no two places share an object."""
+    if isinstance(value, dict):
+        return {key: _copied(inner) for key, inner in value.items()}
+    return [_copied(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _set(value: Any, path: Sequence[str | int], text: str) -> None:
