@@ -17,6 +17,9 @@ from tests.data.helpers import global_rows, make
 from titan_preference import Preference
 from titancli.data import Chat, HFTokenizer
 from titancli.data.chat_template import ChatRefused
+from titancli.data.jsonl import BadRow
+from titancli.data.remarks import remarks
+from titancli.data.row_formats import Names, talk_of
 from titancli.errors import EnvironmentProblem
 from titancli.observe.metrics import collector
 from titancli.protocols.batch import IGNORE
@@ -110,7 +113,7 @@ BAD = {
     "another format": (ALPACA, "it is Alpaca, but the first rows are ShareGPT (conversations): move it to"),
     "no field": ({"id": 1}, "it has no key 'conversations', only 'id'"),
     "nothing said": ({"conversations": []}, "'conversations' has no messages"),
-    "no value": ({"conversations": [{"from": "gpt"}]}, "conversations[0] has no 'value', only no other keys"),
+    "no value": ({"conversations": [{"from": "gpt"}]}, "conversations[0] has no 'value', only 'from'"),
     "a role": (
         {"conversations": [{"from": "narrator", "value": "x"}]},
         "conversations[0]: the role 'narrator' is unknown; if it is right, say which one it is, for example "
@@ -306,3 +309,34 @@ def test_prompt_and_completion_are_tokenized_as_trl_tokenizes_them(
     assert batch["tokens"][0, :count].tolist() == ids[:-1]
     labels = [IGNORE] * (begin - 1) + ids[begin:]
     assert batch["targets"][0, :count].tolist() == labels
+
+
+# ---------------------------------------------------------------------------------- files of other projects
+
+
+def test_functions_are_tools() -> None:
+    """OpenAI's earlier files have `functions` and `function_call`, with null contents."""
+    f = {"name": "f", "parameters": {"type": "object", "properties": {}}}
+    call = {"name": "f", "arguments": "{}"}
+    old = {
+        "messages": [ASKED, {"role": "assistant", "content": None, "function_call": call}, ANSWERED],
+        "functions": [f],
+    }
+    talk = talk_of(old, "messages", Names())
+    assert talk.options == {"tools": [{"type": "function", "function": f}]}
+    assert talk.messages[1] == {"role": "assistant", "tool_calls": [{"type": "function", "function": call}]}
+    with pytest.raises(BadRow, match="both 'tools' and 'functions'"):
+        talk_of({**old, "tools": [f]}, "messages", Names())
+
+
+@pytest.mark.parametrize("key", ["train", "loss"])
+def test_unread_weights_are_named(key: str) -> None:
+    for value, kinds in ((False, {"unread"}), (0, {"unread"}), (True, set()), (None, set())):
+        with remarks() as found:
+            talk_of({"messages": [ASKED, {**ANSWERED, key: value}]}, "messages", Names())
+        assert set(found) == kinds
+
+
+def test_role_that_is_likely_meant() -> None:
+    with pytest.raises(BadRow, match=re.escape('dataset.roles = { "Human" = "user" }')):
+        talk_of({"messages": [{"role": "Human", "content": "a"}]}, "messages", Names())

@@ -23,6 +23,7 @@ from tests.data.templates import (
 )
 from titancli.data.chat_template import ChatRefused
 from titancli.data.hf_tokenizer import HFTokenizer
+from titancli.data.remarks import remarks
 from titancli.errors import RecipeError
 
 CHATML = (
@@ -260,3 +261,14 @@ def test_call_without_content(tokenizer_with: Any) -> None:
     made = {"role": "assistant", "tool_calls": [call]}
     tokenizer = tokenizer_with(needs)
     assert tokenizer.chat([user("?"), made]) == tokenizer.chat([user("?"), {**made, "content": ""}])
+
+
+def test_thought_in_the_text_is_there(tmp_path: Path) -> None:
+    """Qwen 3 takes a thought out of the text and puts it back, which is nothing to remark on; a template that
+    leaves it out is."""
+    said = [user("Hi"), says("<think>\nhm\n</think>\n\nYes.")]
+    for name, kinds in (("qwen3", set()), ("deepseek_r1_distill", {"thoughts"})):
+        folder = tokenizer_of(tmp_path / name, (FOLDER / f"{name}.jinja").read_text(), "<|im_end|>")
+        with remarks() as found:
+            HFTokenizer(folder).chat(said)
+        assert set(found) == kinds

@@ -30,6 +30,9 @@ REMEDY = (
     'or train on all tokens (dataset.train_on = "all")'
 )
 
+OTHER_ROLES = {"developer": "system", "system": "user", "function": "tool", "ipython": "tool"}
+"""Roles that a template may know in place of one that it leaves out."""
+
 Options = Mapping[str, Any] | None
 Span = tuple[int, int]
 """First character, and the one after the last."""
@@ -203,8 +206,7 @@ class ChatTemplate:
         said = repr(text if len(text) <= 40 else f"{text[:39]}…")
         if leaf.kind in ("call", "argument"):
             remedy = "use the chat template of a model that calls tools, or remove the row"
-        elif role in ("developer", "system"):
-            other = "system" if role == "developer" else "user"
+        elif other := OTHER_ROLES.get(role):
             remedy = f'if the template knows {other!r}, set dataset.roles = {{ "{role}" = "{other}" }}'
         else:
             remedy = f"the template does not know the role {role!r} here, or shortens what it says"

@@ -207,9 +207,11 @@ class Trace:
                 continue
             if places := self._places[number] if self.followed else ():
                 whole = all((number, place) in there for place in places)
+                end = next((mark.at for mark in self.marks if mark[:2] == (number, places[-1])), None)
                 thought = "</think>" in said and self.messages[leaf.message]["role"] == "assistant"
-                if thought and (number, places[-1]) in there:
+                if thought and end is not None:
                     leaf = leaf._replace(kind="thought")
+                    whole = whole or self.text[:end].endswith(said)  # taken apart and put together
             else:
                 whole = said in self.text or json.dumps(said, ensure_ascii=False)[1:-1] in self.text
             found += [] if whole else [leaf]

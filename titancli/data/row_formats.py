@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from titancli.data import RowsOfExamples
 from titancli.data.jsonl import BadRow, check_characters, value_of
 from titancli.data.marks import THOUGHTS
+from titancli.data.remarks import remark
 from titancli.errors import EnvironmentProblem
 
 SAMPLED = 16
@@ -28,6 +29,8 @@ SPEAKERS = {
     **dict.fromkeys(("function_call", "function-call", "tool_call"), "function_call"),
 }
 """Roles by their names in ShareGPT; a `function_call` is a message of the assistant that calls tools."""
+UNREAD = ("train", "training", "trainable", "loss")
+"""Keys by which other trainers leave a message out of what is trained on."""
 NOT_OF_TEMPLATES = {
     *("conversation", "messages", "chat_template", "add_generation_prompt", "continue_final_message"),
     *("tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
@@ -104,6 +107,8 @@ def _message(where: str, message: Any, names: Names) -> dict[str, Any]:
     found = {name: value for name, value in message.items() if value is not None}
     if "role" not in found and names.field("from") in found:
         found = _spoken(where, found, names)
+    if "function_call" in found:  # what OpenAI's messages had before `tool_calls`
+        found["tool_calls"] = [{"type": "function", "function": found.pop("function_call")}]
     for name in ("role", "content"):
         if name not in found and not (name == "content" and "tool_calls" in found):
             has = ", ".join(map(repr, found)) or "no keys"
@@ -111,16 +116,21 @@ def _message(where: str, message: Any, names: Names) -> dict[str, Any]:
     if not isinstance(found["role"], str):
         raise BadRow(f"{where}: 'role' is {type(found['role']).__name__}, not a string")
     if (role := names.roles.get(found["role"], found["role"])) not in (*ROLES, *names.roles.values()):
+        likely = known if (known := SPEAKERS.get(role.lower())) in ROLES else "assistant"
         raise BadRow(
             f"{where}: the role {role!r} is unknown; if it is right, say which one it is, for example "
-            f'dataset.roles = {{ "{role}" = "assistant" }}'
+            f'dataset.roles = {{ "{role}" = "{likely}" }}'
         )
     if "content" in found:
         _check_content(where, found["content"])
     if (weight := found.get("weight", 1)) not in (0, 1):
         raise BadRow(f"{where}: the weight {weight!r} is not supported: use 0 or 1")
-    if "function_call" in found:  # what OpenAI's messages had before `tool_calls`
-        found["tool_calls"] = [{"type": "function", "function": found.pop("function_call")}]
+    if left := [name for name in UNREAD if name in found and not found[name]]:
+        remark(
+            "unread",
+            f"{where} has {left[0]!r}: {found[left[0]]!r}, which titan does not read: set its weight to 0 to "
+            f"leave it out of what is trained on",
+        )
     if not found.get("tool_calls", True):
         del found["tool_calls"]  # an empty list
     _check_calls(where, found.get("tool_calls", []))
@@ -167,7 +177,8 @@ def _spoken(where: str, turn: dict[str, Any], names: Names) -> dict[str, Any]:
     """Return a turn of ShareGPT as a message."""
     speaker, key = turn.pop(names.field("from")), names.field("value")
     if key not in turn:
-        raise BadRow(f"{where} has no {key!r}, only {', '.join(map(repr, turn)) or 'no other keys'}"[:200])
+        has = ", ".join(map(repr, [names.field("from"), *turn]))
+        raise BadRow(f"{where} has no {key!r}, only {has}"[:200])
     if not isinstance(speaker, str):
         raise BadRow(f"{where}.{names.field('from')} is {type(speaker).__name__}, not a string")
     said = turn.pop(key)
@@ -189,6 +200,10 @@ def options_of(row: dict[str, Any], names: Names) -> dict[str, Any]:
     if wrong := NOT_OF_TEMPLATES & set(more or ()):
         raise BadRow(f"'chat_template_kwargs' has {min(wrong)!r}, which is no argument of a chat template")
     found = {"tools": tools} if (tools := row.get(key)) else {}
+    if isinstance(functions := row.get("functions"), list) and functions and key != "functions":
+        if tools:  # `functions` is what OpenAI's files had before `tools`
+            raise BadRow(f"it has both {key!r} and 'functions'")
+        found = {"tools": [{"type": "function", "function": one} for one in functions]}
     found |= more or {}
     if tools := found.get("tools"):
         found["tools"] = tools = _json(key, tools) if isinstance(tools, str) else tools
