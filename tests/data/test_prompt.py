@@ -14,7 +14,7 @@ from tests.data.small_tokenizers import chatml
 from tests.generate.models import make_checkpoint
 from titancli.cli import main
 from titancli.data import ByteTokenizer, Chat, HFTokenizer, JsonLines
-from titancli.data.prompt import prompt_ids
+from titancli.data.prompt import answered, prompt_ids
 from titancli.errors import EnvironmentProblem, RecipeError, TitanError
 from titancli.generate.source import encode, encode_chat, find_source
 from titancli.protocols.samples import Prompt
@@ -145,3 +145,18 @@ def test_what_a_text_does_not_take(tmp_path: Path) -> None:
     source = PromptSource(Asks(Prompt("", messages=tuple(USER), options=OPTIONS)), tokenizer, longest=99)
     with pytest.raises(TitanError, match="takes no 'tools' or 'enable_thinking'"):
         source.take(1)
+
+
+def test_answer_that_has_begun(tmp_path: Path) -> None:
+    """A prompt that ends with the assistant's words is continued, as TRL and transformers do."""
+    folder = chatml(tmp_path / "t")
+    tokenizer, theirs = build(HFTokenizer(path=folder)), PreTrainedTokenizerFast.from_pretrained(folder)
+    talk = [*USER, {"role": "assistant", "content": "Let me see.\n<think>"}]
+    whole = theirs.apply_chat_template(talk, continue_final_message=True, return_dict=False)
+    assert asked(Prompt("", messages=tuple(talk)), tokenizer) == whole
+    assert tokenizer.decode_special(whole).endswith("<think>")
+    parts = [{"type": "text", "text": "Let me "}, {"type": "text", "text": "see."}]
+    assert answered([*USER, {**talk[-1], "content": parts}], " 4")[-1]["content"] == "Let me see. 4"
+    assert answered(USER, "4") == [*USER, {"role": "assistant", "content": "4"}]
+    with pytest.raises(TitanError, match="takes no 'continue_final_message'"):
+        asked(Prompt("", messages=tuple(talk)), build(ByteTokenizer()))

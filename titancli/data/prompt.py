@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from titancli.data.forms import text_of
 from titancli.data.jsonl import BadRow
 from titancli.errors import RecipeError
 
@@ -31,7 +32,8 @@ def prompt_ids(
         asked: a text to continue, or messages, which go through the tokenizer's chat template.
         system: a system message before the messages.
         options: other arguments of the chat template, such as `tools`.
-        add_generation_prompt: end messages with the prompt for an answer of the assistant.
+        add_generation_prompt: end messages with the prompt for an answer of the assistant; if the last
+            message is the assistant's, the answer has begun with it, as in TRL.
         bos: begin a text with BOS; None: if the tokenizer does that to a text.
 
     Raises:
@@ -47,12 +49,23 @@ def prompt_ids(
             )
         return begun(tokenizer, tokenizer.encode(asked), bos)
     before = [] if system is None else [{"role": "system", "content": system}]
+    how = dict(options or {})
+    if add_generation_prompt and asked and asked[-1]["role"] == "assistant":
+        add_generation_prompt, how["continue_final_message"] = False, True
     found: list[int] = tokenizer.chat(
         [*before, *asked],
         add_generation_prompt=add_generation_prompt,
-        **templated(tokenizer.chat, options or {}),
+        **templated(tokenizer.chat, how),
     )
     return found
+
+
+def answered(asked: Messages, text: str) -> list[Mapping[str, Any]]:
+    """Return messages with an answer, which goes on with the last message if that is the assistant's."""
+    if not asked or asked[-1]["role"] != "assistant":
+        return [*asked, {"role": "assistant", "content": text}]
+    *before, last = asked
+    return [*before, {**last, "content": text_of(last.get("content")) + text}]
 
 
 def begun(tokenizer: Any, ids: list[int], bos: bool | None = None) -> list[int]:

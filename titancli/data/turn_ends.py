@@ -64,6 +64,14 @@ class TurnEnds(NamedTuple):
         return ids, found
 
 
+class Learned(NamedTuple):
+    """The ends of turns that a run trains on, with the end and the beginning of its tokenizer's texts."""
+
+    ends: tuple[int, ...]
+    eos_id: int
+    bos_id: int | None
+
+
 class _Probe:
     """Renders conversations, and finds the added tokens after what the assistant says in them."""
 

@@ -16,7 +16,7 @@ from titan_heads.hf import SCORE
 from titan_heads.losses import Embedding, Scores
 from titancli import IGNORE, Batch, Engine, Sample, build
 from titancli.checkpoint import LOCK, newest_good, open_weights
-from titancli.data.prompt import prompt_ids
+from titancli.data.prompt import answered, prompt_ids
 from titancli.errors import RecipeError, TitanError
 from titancli.models.blocks.state import named_state
 from titancli.recipe import load_recipe
@@ -126,7 +126,7 @@ class RewardModel:
             TitanError: the conversation is longer than the reward model's rows.
         """
         asked = [*prompt.messages] or [{"role": "user", "content": prompt.text}]
-        talk = [*asked, {"role": "assistant", "content": completion.text}]
+        talk = answered(asked, completion.text)
         ids = prompt_ids(self._tokenizer, talk, options=prompt.options, add_generation_prompt=False)
         if len(ids) > self._longest:
             raise TitanError(
