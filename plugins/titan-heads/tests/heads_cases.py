@@ -56,7 +56,8 @@ def step(layout: Layout, name: str) -> dict[str, Tensor]:
     """Numbers and gradients of a step, and the weights after it."""
     with Engine.build(recipe(replace(layout, loss=LOSSES[name]))) as engine:
         metrics = engine.forward_backward(mine(engine, name))
-        found = {key: value.clone() for key, value in metrics.items() if key not in ("tokens", "loss_max")}
+        told = {key: value for key, value in metrics.items() if key not in ("tokens", "loss_max")}
+        found = {key: torch.tensor(float(value)) for key, value in told.items()}
         found["evaluated"] = engine.evaluate(mine(engine, name))["loss"].clone()
         weight = engine.pending.weight
         gradients = (
