@@ -272,3 +272,21 @@ def test_thought_in_the_text_is_there(tmp_path: Path) -> None:
         with remarks() as found:
             HFTokenizer(folder).chat(said)
         assert set(found) == kinds
+
+
+def test_template_of_rows_with_tools(tmp_path: Path) -> None:
+    """A folder may have one template for tools and one for the rest, with markers in one of them."""
+    marked = CHATML.replace("{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}")
+    for default, tools in ((CHATML, marked), (marked, CHATML)):
+        folder = tokenizer_of(tmp_path / str(default == marked), CHATML, "<|im_end|>")
+        config = json.loads((folder / "tokenizer_config.json").read_text())
+        named = [
+            {"name": "default", "template": default},
+            {"name": "tool_use", "template": tools + "{# tools #}"},
+        ]
+        (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": named}))
+        tokenizer = HFTokenizer(folder)
+        for options, template in (({}, default), ({"tools": TOOLS}, tools)):
+            ids, mask = tokenizer.chat_with_mask(TALK[:2], options=options)
+            learned = tokenizer.decode_special([one for one, flag in zip(ids, mask, strict=True) if flag])
+            assert learned == ("HelloYes." if template == marked else "Yes.<|im_end|>")

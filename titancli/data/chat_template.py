@@ -54,7 +54,6 @@ class ChatTemplate:
             )
         self._tokenizer, self._folder = tokenizer, folder
         self.text = str(tokenizer.chat_template)
-        self.has_markers = MARKERS.search(self.text) is not None
         added = [token for token in tokenizer.added_tokens_decoder.values() if token.content.strip()]
         self._tokens = tuple(token.content for token in added)
         self._special = tuple(token.content for token in added if token.special)
@@ -104,7 +103,7 @@ class ChatTemplate:
         encoded = self._encoded(trace.text)
         spoken = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         wanted = [number for number in spoken if number >= first and number not in untrained]
-        if self.has_markers:
+        if MARKERS.search(self._template_of(options)):
             spans = self._marked(trace, options, spoken, wanted, trailing_newline)
         else:
             spans = self._located(trace, options, encoded, wanted, trailing_newline)
@@ -253,6 +252,10 @@ class ChatTemplate:
             ) from error
         return text
 
+    def _template_of(self, options: Options) -> str:
+        """Return the text of the template; a folder may have another one for rows with tools."""
+        return str(self._tokenizer.get_chat_template(tools=(options or {}).get("tools")))
+
     def _encoded(self, text: str) -> Any:
         return self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
 
@@ -323,10 +326,9 @@ class ChatTemplate:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         given = {**self._tokenizer.special_tokens_map, **(options or {})}
-        template = self._tokenizer.get_chat_template(tools=given.get("tools"))
         [text], [found] = render_jinja_template(
             conversations=[list(trace.messages)],
-            chat_template=template,
+            chat_template=self._template_of(options),
             return_assistant_tokens_mask=True,
             **given,
         )
