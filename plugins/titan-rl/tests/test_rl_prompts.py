@@ -80,6 +80,7 @@ def test_a_rows_tools_reach_the_template(tmp_path: Path, caplog: pytest.LogCaptu
         {},
     ]
     assert task.count == 2 and "'tools' is not JSON" in caplog.text
+    assert "line 3: it has 'tools', but its prompt is a text" in caplog.text
     folder = chatml(tmp_path / "t")
     theirs = PreTrainedTokenizerFast.from_pretrained(folder)
     said = theirs.apply_chat_template(

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(f"titancli.plugins.{__name__}")
 
+OPTIONS = ("tools", "functions", "chat_template_kwargs")
+"""Fields of a row that only chat templates read."""
 TOLD = 5
 """Number of bad rows that are reported one by one."""
 
@@ -82,12 +84,14 @@ def build_prompts(config: rl.Prompts, *, seed: int) -> FromRows:
 
     listed: Any = dataclasses.replace(config, shuffle=False)
     rows = rows_of(listed, "prompts", seed=seed, dp_rank=1)
-    prompts, skipped = [], 0
+    prompts, skipped, unread = [], 0, dict[str, str]()
     for where, row, _ in rows.read(0, None):
         try:
             if isinstance(row, BadRow):
                 raise row
             prompts.append(_prompt(row, config))
+            if not prompts[-1].messages and (given := [key for key in OPTIONS if row.get(key)]):
+                unread.setdefault(given[0], where)
         except BadRow as reason:
             if config.strict:
                 raise EnvironmentProblem(
@@ -98,6 +102,13 @@ def build_prompts(config: rl.Prompts, *, seed: int) -> FromRows:
                 logger.warning("skipped a row: %s: %s", where, reason)
     if skipped > TOLD:
         logger.warning("skipped %d rows of %s that are not prompts", skipped, config.path)
+    for key, where in unread.items():
+        logger.warning(
+            "%s: it has %r, but its prompt is a text, which goes through no chat template: to use it, set "
+            "loop.task.chat = true",
+            where,
+            key,
+        )
     if not prompts:
         raise EnvironmentProblem(
             f"no row of {config.path} has a prompt", hint="set loop.task.prompt to the key of the prompt"
