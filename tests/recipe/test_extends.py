@@ -9,8 +9,9 @@ import pytest
 from tests.recipe.components import registry_of
 from tests.recipe.conftest import BASE
 from titancli.errors import RecipeError
-from titancli.recipe import load_recipe, render_problems
+from titancli.recipe import load_recipe, merge, render_problems
 from titancli.recipe.find import find_recipe
+from titancli.recipe.read import read_file
 
 
 def test_tables_merge_deep_and_arrays_are_replaced_whole(write, load) -> None:
@@ -118,6 +119,27 @@ def test_a_missing_base_is_told_at_the_line_that_names_it_with_the_nearest(write
     found = problem('recipe = 1\nextends = "base_8.toml"\n')
     assert (found.code, found.hint) == ("no-recipe", "did you mean 'base_8b.toml'?")
     assert found.location is not None and (found.location.line, found.location.column) == (2, 11)
+
+
+def test_each_base_is_read_once(write, load, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lattice of 30 floors has 2^30 ways from its top to its base."""
+    read = []
+    monkeypatch.setattr(merge, "read_file", lambda *given: read.append(given[0]) or read_file(*given))
+    write(BASE, "0.toml")
+    for floor in range(1, 31):
+        write(
+            f'extends = ["{floor - 1}.toml", "./{floor - 1}.toml"]\n[training]\nsteps = {floor}\n',
+            f"{floor}.toml",
+        )
+    assert load('extends = "30.toml"\n').recipe.training.steps == 30
+    assert len(read) == 32
+
+
+def test_bases_are_counted(write, problem) -> None:
+    for floor in range(merge.MOST_FILES):
+        write(f'extends = "{floor + 1}.toml"\n', f"{floor}.toml")
+    found = problem('extends = "0.toml"\n')
+    assert found.code == "too-many-files" and found.location is not None
 
 
 @pytest.mark.parametrize("value", ["3", "[3]", '{a = "b"}'])

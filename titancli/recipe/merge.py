@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from titancli.registry.lookup import Registry
 
 
+MOST_FILES = 64
+"""Files of one recipe, bases included."""
+
+
 def merge(low: Node, high: Node, problems: Problems, path: KeyPath = (), *, one_layer: bool = False) -> Node:
     """Return the upper layer merged over the lower one; neither is changed.
 
@@ -126,28 +130,62 @@ def read_recipe(path: Path, registry: Registry, problems: Problems) -> Node:
         RecipeError: one of the files cannot be read or is not TOML, is of another format version, or extends
             itself; the error holds the problems of all files.
     """
-    root = _with_bases(path, registry, problems, (), None)
+    root = _Bases(registry, problems).with_bases(path, (), None)
     problems.raise_any()  # keys of an unread file would be reported missing
     return root
 
 
-def _with_bases(
-    path: Path, registry: Registry, problems: Problems, above: tuple[Path, ...], named_at: Location | None
-) -> Node:
-    root = read_file(path, problems, named_at)
-    if root is None:
-        return Node({}, DEFAULT)
-    version = root.value.get("recipe")
-    if version is not None and type(version.value) is int and version.value != FORMAT:
-        message = f"this recipe has format {version.value}; this version of titan reads format {FORMAT}"
-        problems.add("bad-format", message, version.origin.location(), "pip install --upgrade titancli")
-    layers = [
-        _base(reference, path, registry, problems, (*above, path.resolve()))
-        for reference in _references(root, problems)
-    ]
-    own = Node({k: v for k, v in root.value.items() if k != "extends"}, root.origin)
-    layers.append(_in_full(own, registry) if bundled_folder().resolve() in path.resolve().parents else own)
-    return functools.reduce(lambda low, high: merge(low, high, problems), layers, Node({}, DEFAULT))
+class _Bases:
+    """The files of one recipe; each is read and merged once, however many others extend it."""
+
+    def __init__(self, registry: Registry, problems: Problems) -> None:
+        self._registry, self._problems = registry, problems
+        self._merged: dict[Path, Node] = {}
+
+    def with_bases(self, path: Path, above: tuple[Path, ...], named_at: Location | None) -> Node:
+        """Return a file merged over its bases.
+
+        Args:
+            above: the files that extend it, from the top.
+            named_at: where it is named, for a file that cannot be read.
+        """
+        root = read_file(path, self._problems, named_at)
+        if root is None:
+            return Node({}, DEFAULT)
+        version = root.value.get("recipe")
+        if version is not None and type(version.value) is int and version.value != FORMAT:
+            message = f"this recipe has format {version.value}; this version of titan reads format {FORMAT}"
+            hint = "pip install --upgrade titancli"
+            self._problems.add("bad-format", message, version.origin.location(), hint)
+        layers = [
+            self._base(reference, path, (*above, path.resolve()))
+            for reference in _references(root, self._problems)
+        ]
+        own = Node({k: v for k, v in root.value.items() if k != "extends"}, root.origin)
+        bundled = bundled_folder().resolve() in path.resolve().parents
+        layers.append(_in_full(own, self._registry) if bundled else own)
+        return functools.reduce(lambda low, high: merge(low, high, self._problems), layers, Node({}, DEFAULT))
+
+    def _base(self, reference: Node, path: Path, above: tuple[Path, ...]) -> Node:
+        """Return one base, merged over its own bases."""
+        location, add = reference.origin.location(), self._problems.add
+        try:
+            base = _find(reference.value, path.parent, self._registry)
+        except RecipeError as error:
+            add("no-recipe", error.problems[0].message, location, error.problems[0].hint)
+            return Node({}, DEFAULT)
+        real = base.resolve()
+        if real in above:
+            chain = [*above[above.index(real) :], base]
+            add("cycle", f"{path} extends itself: {' -> '.join(p.name for p in chain)}", location)
+            return Node({}, DEFAULT)
+        if real not in self._merged:
+            if len(self._merged) + len(above) >= MOST_FILES:
+                message = f"a recipe may extend at most {MOST_FILES} files"
+                add("too-many-files", message, location, "join some of its bases")
+                return Node({}, DEFAULT)
+            self._merged[real] = self.with_bases(base, above, location)
+        return self._merged[real]
 
 
 def _in_full(root: Node, registry: Registry) -> Node:
@@ -176,23 +214,6 @@ def _references(root: Node, problems: Problems) -> list[Node]:
             hint = 'extends = "base.toml", or "titan:llama3_8b", or an array of these'
             problems.add("wrong-type", "extends must be a string", element.origin.location(), hint)
     return [element for element in found if isinstance(element.value, str)]
-
-
-def _base(
-    reference: Node, path: Path, registry: Registry, problems: Problems, above: tuple[Path, ...]
-) -> Node:
-    """Return one base, merged over its own bases."""
-    location = reference.origin.location()
-    try:
-        base = _find(reference.value, path.parent, registry)
-    except RecipeError as error:
-        problems.add("no-recipe", error.problems[0].message, location, error.problems[0].hint)
-        return Node({}, DEFAULT)
-    if base.resolve() in above:
-        chain = [*above[above.index(base.resolve()) :], base]
-        problems.add("cycle", f"{path} extends itself: {' -> '.join(p.name for p in chain)}", location)
-        return Node({}, DEFAULT)
-    return _with_bases(base, registry, problems, above, location)
 
 
 def _find(reference: str, folder: Path, registry: Registry) -> Path:

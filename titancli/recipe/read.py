@@ -10,7 +10,7 @@ from typing import Any, Literal
 import tomli
 
 from titancli.errors import Location, Problem, RecipeError
-from titancli.files import denied
+from titancli.files import NotRegular, denied, regular
 from titancli.recipe.problems import Problems
 from titancli.recipe.toml import KeyPath, Node, Origin, Positions, Source, scan
 from titancli.runs import LOCK_NAME, NEXT_NAME
@@ -32,12 +32,14 @@ def read_file(path: Path, problems: Problems, named_at: Location | None = None) 
     shown = str(path)
     problems.file(shown)
     try:
-        with open(path, "rb") as file:
+        named = path.is_relative_to("/dev")  # `titan validate /dev/stdin`, which only a user can write
+        with open(path, "rb", opener=None if named else regular) as file:
             raw = file.read(LARGEST + 1)
         if len(raw) > LARGEST:
             raise ValueError(f"it has more than {LARGEST} bytes")
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-        reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
+        known = isinstance(error, OSError) and error.errno and not isinstance(error, NotRegular)
+        reason = os.strerror(error.errno) if known else getattr(error, "strerror", None) or str(error)
         problems.add("unreadable", f"cannot read {shown}: {reason}", named_at, denied(error))
         return None
     if path.name in (LOCK_NAME, NEXT_NAME) and (changed := changed_lock(path, raw)) is not None:
