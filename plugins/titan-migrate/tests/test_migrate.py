@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -381,8 +382,50 @@ def test_aliases_of_aliases_end(at: Path) -> None:
     lines = ["a0: &a0 {x: 1, y: 1}"]
     lines += [f"a{n}: &a{n} {{x: *a{n - 1}, y: *a{n - 1}}}" for n in range(1, 40)]
     Path("c.yaml").write_text("\n".join(lines))
-    with pytest.raises(RecipeError, match="values"):
+    with pytest.raises(RecipeError, match="aliases are written out"):
         read(Path("c.yaml"))
+
+
+def test_merges_of_merges_end(at: Path) -> None:
+    lines = ["a0: &a0 {x: 1}"] + [f"a{n}: &a{n} {{<<: [*a{n - 1}, *a{n - 1}]}}" for n in range(1, 40)]
+    Path("c.yaml").write_text("\n".join(lines))
+    with pytest.raises(RecipeError, match="aliases are written out"):
+        read(Path("c.yaml"))
+
+
+SCALARS = [
+    *("0x_", "0b_", "!!int", "!!int abc", "!!float", "!!float abc", "!!float 1:2:x", "!!bool abc"),
+    *(
+        "!!timestamp abc",
+        "!!timestamp 2001-99-01",
+        r'"\ud800"',
+        r'{"\ud800": 1}',
+        r'"\U99999999"',
+        "[!!int x]",
+    ),
+    *("9" * 5000, f"[0x{'f' * 6000}]"),
+]
+
+
+@pytest.mark.parametrize("text", SCALARS)
+def test_a_scalar_that_is_none_is_told(at: Path, text: str) -> None:
+    Path("c.yaml").write_text(f"base_model: x\nrank: {text}\n")
+    with pytest.raises(RecipeError) as caught:
+        read(Path("c.yaml"))
+    [problem] = caught.value.problems
+    assert problem.code == "syntax" and "c.yaml" in str(problem.location or problem.message)
+
+
+@pytest.mark.parametrize(
+    ("tool", "key", "value"),
+    [
+        ("axolotl", "num_epochs", "0"),
+        ("llamafactory", "dataset", ".nan"),
+        ("llamafactory", "dataset", "x" * 5000),
+    ],
+)
+def test_odd_values_are_no_crash(made: Callable[..., Translation], tool: str, key: str, value: str) -> None:
+    tomli.loads(made(tool, re.sub(rf"(?m)^{key}:.*$", f"{key}: {value}", configs.ALL[tool])).text)
 
 
 @pytest.mark.parametrize("raw", [b"a: \xff\n", b"a: \x00\n", b"x" * (1 << 21)])

@@ -14,11 +14,12 @@ from typing import Any
 import yaml
 
 from titancli.errors import Location, Problem, RecipeError
+from titancli.files import regular
 
-LONGEST = 1 << 20
-"""Bytes of a file that is read."""
+LONGEST = 1 << 18
+"""Bytes of a file that is read, and characters of its values when each alias is replaced by what it names."""
 MOST = 20_000
-"""Values of a file that is read; aliases of aliases make more of a few lines."""
+"""Values of a file that is read."""
 DEEPEST = 50
 FLOAT = re.compile(
     r"""[-+]?(?:[0-9][0-9_]*)\.[0-9_]*(?:[eE][-+]?[0-9]+)?\Z
@@ -57,6 +58,25 @@ _Loader.yaml_implicit_resolvers = {
 _Loader.add_implicit_resolver(_FLOAT_TAG, FLOAT, list("-+0123456789."))
 
 
+def _integer(loader: _Loader, node: yaml.ScalarNode) -> int:
+    """Return an integer that a recipe can hold; Python writes none of more than 4,300 digits."""
+    value: int = loader.construct_yaml_int(node)
+    if not -(2**63) <= value < 2**63:
+        raise OverflowError
+    return value
+
+
+def _string(loader: _Loader, node: yaml.ScalarNode) -> str:
+    """Return a text that can be written; an escape may be half a character."""
+    value: str = loader.construct_yaml_str(node)
+    value.encode()
+    return value
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _integer)
+_Loader.add_constructor("tag:yaml.org,2002:str", _string)
+
+
 def read(path: Path) -> list[Leaf]:
     """Return the values of a YAML file, in its order.
 
@@ -73,6 +93,9 @@ def read(path: Path) -> list[Leaf]:
                 raise _error("empty", f"{shown} is empty", "give a training config")
             if not isinstance(root, yaml.MappingNode):
                 raise _error("not-a-table", f"{shown} holds no keys", "a config has lines of KEY: VALUE")
+            if _written_out(root, {}) > LONGEST:
+                message = f"{shown} has more than {LONGEST:,} characters when its aliases are written out"
+                raise _error("too-large", message, "an alias (*NAME) must not name many others")
             found = []
             for leaf in _Walk(loader, shown, text).leaves(root):
                 found.append(leaf)
@@ -84,13 +107,15 @@ def read(path: Path) -> list[Leaf]:
             loader.dispose()
     except yaml.YAMLError as error:
         raise _explained(shown, text, error) from error
+    except (OverflowError, ValueError) as error:  # an escape that is no character
+        raise _error("syntax", f"{shown} is not YAML: {error}", None) from error
     except RecursionError as error:
         raise _error("syntax", f"{shown} is nested too deeply", None) from error
 
 
 def _text(path: Path) -> str:
     try:
-        with path.open("rb") as opened:
+        with open(path, "rb", opener=regular) as opened:
             raw = opened.read(LONGEST + 1)
     except OSError as error:
         reason = error.strerror or str(error)
@@ -152,13 +177,28 @@ class _Walk:
             for number, one in enumerate(node.value):
                 yield from self.leaves(one, (*at, str(number)), one.start_mark.line + 1)
         else:
-            yield Leaf(at, self._loader.construct_object(node, deep=True), line)
+            yield Leaf(at, self._value(node, at), line)
         self._open.pop()
+
+    def _value(self, node: Any, at: tuple[str, ...]) -> Any:
+        """Return what a node says; PyYAML raises of all kinds for `!!int abc`, `0x_` and the like."""
+        try:
+            return self._loader.construct_object(node, deep=True)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            place = _place(self._shown, self._text, node.start_mark)
+            kind = str(node.tag).rpartition(":")[2]
+            what = f"the value of {'.'.join(at)} cannot be read as {kind}"
+            raise _error("syntax", what, "write it in quotes if it is text", place) from error
 
     def _name(self, key: Any) -> str:
         if not isinstance(key, yaml.ScalarNode):
             place = _place(self._shown, self._text, key.start_mark)
             raise _error("syntax", "a key is a list or a table", "keys are words", place)
+        try:
+            key.value.encode()
+        except UnicodeEncodeError as error:
+            place = _place(self._shown, self._text, key.start_mark)
+            raise _error("syntax", "a key holds half a character", "keys are words", place) from error
         return str(key.value)
 
     def _pairs(self, node: Any) -> list[tuple[Any, Any]]:
@@ -178,6 +218,22 @@ class _Walk:
         self._loader.flatten_mapping(node)
         merged = {self._name(key): (key, value) for key, value in node.value}  # a table's own keys come last
         return list(merged.values())
+
+
+def _written_out(node: Any, known: dict[int, int]) -> int:
+    """Return the characters of a node's values, those of an alias as often as it is used.
+
+    Args:
+        known: the result of each node, by id; a node that holds itself, which is refused later, has 0.
+    """
+    if isinstance(node, yaml.ScalarNode):
+        return len(node.value) + 1
+    if id(node) not in known:
+        known[id(node)] = 0
+        mapping = isinstance(node, yaml.MappingNode)
+        below = (one for pair in node.value for one in pair) if mapping else iter(node.value)
+        known[id(node)] = 1 + sum(_written_out(one, known) for one in below)
+    return known[id(node)]
 
 
 def _is_table(node: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -199,6 +200,19 @@ def _listed(value: Any) -> list[str]:
     ]
 
 
+def _shares(config: Config, count: int) -> list[float] | None:
+    """Return the shares of `count` data sets; None if they are not given, or are no numbers above 0."""
+    given = _listed(config.value("interleave_probs"))
+    try:
+        shares = [float(share) for share in given]
+    except ValueError:
+        shares = []
+    if given and not (len(shares) == count and all(0 < share < math.inf for share in shares)):
+        config.lose("interleave_probs", "its values are no shares of the data sets: set dataset.weights")
+        return None
+    return shares or None
+
+
 def _info(config: Config) -> tuple[dict[str, Any], Path]:
     """Return dataset_info.json, and the folder of its files: of `dataset_dir`, here or beside the config."""
     folder = Path(os.path.expanduser(str(config.value("dataset_dir"))))
@@ -216,9 +230,11 @@ def _datasets(config: Config) -> tuple[list[Rows], dict[str, Any] | None]:
     info, folder = _info(config)
     names = _listed(config.value("dataset"))
     found = [_rows(config, name, info, folder, "dataset") for name in names]
-    probabilities = [float(share) for share in _listed(config.value("interleave_probs"))]
-    shares = probabilities if probabilities and len(probabilities) == len(found) else None
+    if not found:
+        found = [Rows("dataset", {"type": "chat", "path": "your/dataset"})]
+        config.note("dataset", "no data set is named: set dataset.path")
     config.take("interleave_probs", "mix_strategy", "dataset_dir", "max_samples")
+    shares = _shares(config, len(found))
     held_out = None
     if others := _listed(config.value("eval_dataset")):
         held_out = _rows(config, others[0], info, folder, "eval_dataset").table

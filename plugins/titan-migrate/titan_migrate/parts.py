@@ -42,10 +42,10 @@ def model(config: Config, source: str) -> Path | None:
         config.note(source, "no model is named: set weights and tokenizer.path, or give --model FOLDER")
         given = "./your-model"
     folder = Path(os.path.expanduser(given))
-    if not (folder / "config.json").is_file():
-        if HUB.match(given) and not folder.parent.is_dir():
+    if not os.path.isfile(folder / "config.json"):
+        if HUB.match(given) and not os.path.isdir(folder.parent):
             folder = Path("models") / given.rpartition("/")[2]
-            here = (folder / "config.json").is_file()
+            here = os.path.isfile(folder / "config.json")
             fetch = f"titan download {given} --weights --dir {folder}"
             config.put("assets", given, source)
             config.change(source, f"is read from ./{folder}" + ("" if here else f": {fetch}"))
@@ -55,7 +55,7 @@ def model(config: Config, source: str) -> Path | None:
     config.put("weights", path, source)
     config.put("tokenizer.type", "hf")
     config.put("tokenizer.path", path)
-    if not (folder / "config.json").is_file():
+    if not os.path.isfile(folder / "config.json"):
         return None
     try:
         section = model_section(Path(path), config.registry)
@@ -299,7 +299,7 @@ def per_epoch(config: Config, source: str, key: str, epochs: float, steps: int |
     times = config.value(source)
     if not times:
         config.ignore(source)
-    elif steps is None:
+    elif steps is None or epochs <= 0:
         config.lose(source, f"the steps of an epoch are known when the run counts its rows: set {key}")
     else:
         config.put(key, max(1, math.ceil(steps / (times * epochs))))

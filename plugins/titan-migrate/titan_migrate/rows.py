@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,10 @@ from typing import Any
 
 from titan_migrate.config import Config
 from titan_migrate.parts import held_out
+from titancli.files import read_json, regular
+
+LONGEST = 1 << 26
+"""Bytes of a file whose rows are counted."""
 
 
 @dataclass
@@ -43,18 +46,19 @@ def merged(config: Config, found: list[Rows], shares: list[float] | None = None)
 
 
 def count(path: str) -> int | None:
-    """Return the rows of a local file of JSON or JSON Lines; None if they are not known."""
+    """Return the rows of a local file of JSON or JSON Lines; None if they are not known, or it is too large
+    to be read here."""
     file = Path(os.path.expanduser(path))
-    if not file.is_file():
-        return None
     try:
         if file.suffix == ".jsonl":
-            with file.open("rb") as opened:
+            with open(file, "rb", opener=regular) as opened:
+                if os.fstat(opened.fileno()).st_size > LONGEST:
+                    return None
                 return sum(1 for line in opened if line.strip())
         if file.suffix == ".json":
-            rows = json.loads(file.read_bytes())
+            rows = read_json(file, LONGEST)
             return len(rows) if isinstance(rows, list) else None
-    except (OSError, ValueError, RecursionError):
+    except (OSError, ValueError):
         return None
     return None
 
