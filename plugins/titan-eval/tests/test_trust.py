@@ -151,3 +151,15 @@ def test_the_metrics_are_those_of_the_harness() -> None:
     from lm_eval.api.registry import metric_registry
 
     assert sorted(metric_registry) == METRICS
+
+
+MERGES = "a0: &a0 {k: 1}\n" + "".join(f"a{i}: &a{i} {{<<: [*a{i - 1}, *a{i - 1}]}}\n" for i in range(1, 40))
+LARGE = {"deep": "a: " + "[" * 100_000, "deep blocks": "- " * 100_000, "merges": MERGES}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_small_file_that_expands(tmp_path: Path, name: str) -> None:
+    """The composer of libyaml ended the process at the first two."""
+    (tmp_path / "x.yaml").write_text(LARGE[name])
+    [(key, why)] = code_of([str(tmp_path / "x.yaml")], [])
+    assert key == "tasks.0" and "x.yaml cannot be read: it " in why

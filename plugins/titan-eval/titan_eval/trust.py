@@ -13,6 +13,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from titancli.files import read_bytes
+
+LONGEST, DEEPEST, MOST = 1 << 20, 50, 200_000
+"""Limits for a file: its bytes, its nesting, and its values."""
 TRUST = "TITAN_EVAL_TRUST_CODE"
 """Environment variable with which a user allows code; `[env]` of a recipe cannot set it."""
 _METRICS = (
@@ -60,7 +64,9 @@ def _in_file(file: Path, seen: set[Path]) -> Iterator[str]:
     # The harness's own parser: another one might interpret the same bytes differently.
     loader = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
     try:
-        root = yaml.compose(file.read_bytes(), Loader=loader)
+        data = read_bytes(file, LONGEST)
+        _require_small(yaml.parse(data, Loader=loader))
+        root = yaml.compose(data, Loader=loader)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         yield f"{file} cannot be read: {' '.join(str(error).split())}"
         return
@@ -69,6 +75,35 @@ def _in_file(file: Path, seen: set[Path]) -> Iterator[str]:
         yield f"{file}:{line}: {why}"
     for name in included:
         yield from _in_file((file.parent / name).resolve(), seen)
+
+
+def _require_small(events: Iterator[Any]) -> None:
+    """Check a document before it is composed: libyaml's composer calls itself for each level, until the
+    process has no stack left, and the harness copies what is merged (`<<`).
+
+    Raises:
+        ValueError: it is nested more than `DEEPEST` deep, or has more than `MOST` values when each alias is
+            replaced by what it names.
+    """
+    import yaml
+
+    named: dict[str | None, int] = {}
+    """Values by anchor."""
+    open_: list[tuple[str | None, int]] = []
+    """Of each collection that has not ended: its anchor, and the values before it."""
+    values = 0
+    for event in events:
+        if isinstance(event, yaml.CollectionEndEvent):
+            anchor, before = open_.pop()
+            named[anchor] = values - before
+        else:
+            values += named.get(event.anchor, 1) if isinstance(event, yaml.AliasEvent) else 1
+            if isinstance(event, yaml.CollectionStartEvent):
+                open_.append((event.anchor, values))
+        if len(open_) > DEEPEST:
+            raise ValueError(f"it is nested more than {DEEPEST} deep")
+        if values > MOST:
+            raise ValueError(f"it has more than {MOST:,} values")
 
 
 def _in_node(root: Any, included: list[str], seen: set[int]) -> Iterator[tuple[int, str]]:
