@@ -11,6 +11,7 @@ from titancli.cli.finetune_data import Task
 from titancli.errors import EnvironmentProblem, PluginError
 from titancli.models.quantization import quantization_of
 from titancli.recipe.assets import hub_hint
+from titancli.recipe.config_json import config_json, model_fields
 from titancli.recipe.load import readers_of
 from titancli.recipe.toml import comment, inline
 from titancli.recipe.vocabulary import GROW, ids_in
@@ -63,7 +64,8 @@ def finetune_sections(
         raise EnvironmentProblem(
             f"{folder} has no tokenizer.json", hint="`titan download OWNER/NAME --weights` gets whole folders"
         )
-    text = config.get("text_config", config)
+    text = config.get("text_config")
+    text = text if isinstance(text, dict) else config
     length = text.get("max_position_embeddings", LONGEST)
     length = min(LONGEST, length) if isinstance(length, int) and length > 0 else LONGEST
     dtype = text.get("dtype") or text.get("torch_dtype")
@@ -143,15 +145,10 @@ def changed(sections: Sections, overrides: list[str]) -> Sections:
 
 def _config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
-    try:
-        config = json.loads(path.read_bytes())
-        config["model_type"]
-    except FileNotFoundError as error:
+    if not path.exists():
         hint = hub_hint(folder) or "give a Hugging Face folder"
-        raise EnvironmentProblem(f"{path} does not exist", hint=hint) from error
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise EnvironmentProblem(f"{path} is damaged, or names no model_type: {error}") from error
-    return config
+        raise EnvironmentProblem(f"{path} does not exist", hint=hint)
+    return config_json(path)
 
 
 def _read(config: dict[str, Any], registry: Registry) -> dict[str, Any] | str:
@@ -166,12 +163,11 @@ def _read(config: dict[str, Any], registry: Registry) -> dict[str, Any] | str:
         return f"none of titan's own models reads model_type {config['model_type']!r}"
     [(name, reader)] = readers.items()
     try:
-        found: dict[str, Any] = reader.from_config_json(config)
+        return model_fields(reader, config)
     except EnvironmentProblem as error:
         return f"{name} does not read it: {error.message}"
-    except (KeyError, TypeError, ValueError) as error:
-        return f"{name} does not read it: config.json lacks {error}"
-    return found
+    except ValueError as error:
+        return f"{name} does not read it: {error}"
 
 
 def _balances(model: dict[str, Any] | str) -> bool:

@@ -41,7 +41,7 @@ def quantization_of(config_json: Mapping[str, Any]) -> Quantization | None:
     if not table:
         return None
     method = table.get("quant_method", "unknown") if isinstance(table, Mapping) else "unknown"
-    check = {"fp8": _fp8, "mxfp4": _mxfp4, "compressed-tensors": _compressed}.get(method, _unknown)
+    check = {"fp8": _fp8, "mxfp4": _mxfp4, "compressed-tensors": _compressed}.get(str(method), _unknown)
     try:
         found, other = check(table)
     except (AttributeError, KeyError, TypeError, ValueError) as error:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import json
 import os
 import shlex
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ from titancli.errors import EnvironmentProblem, PluginError, RecipeError, TitanE
 from titancli.recipe.assets import assets_of
 from titancli.recipe.bind import bind_recipe
 from titancli.recipe.check import check_recipe
+from titancli.recipe.config_json import config_json, model_fields
 from titancli.recipe.find import LOCK_HEADER, beside, find_recipe, url_of
 from titancli.recipe.foreign import refuse_foreign
 from titancli.recipe.merge import merge, read_overrides, read_recipe, read_unset, without
@@ -452,11 +452,8 @@ def _model_table(weights: str, registry: Registry) -> dict[str, Any]:
             hint="give a Hugging Face folder (relative paths start at the current folder), "
             "or add [model] with a type",
         )
-    try:
-        keys = json.loads(path.read_bytes())
-        model_type = keys["model_type"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise EnvironmentProblem(f"{path} is damaged, or has no model_type: {error}") from error
+    keys = config_json(path)
+    model_type = keys["model_type"]
     readers = readers_of(model_type, registry)
     if len(readers) != 1:
         who = f"{' and '.join(readers)} read" if readers else "none of titan's own models reads"
@@ -468,6 +465,6 @@ def _model_table(weights: str, registry: Registry) -> dict[str, Any]:
         )
     [(name, reader)] = readers.items()
     try:
-        return {"type": name, **reader.from_config_json(keys)}
-    except (KeyError, TypeError, ValueError) as error:
-        raise EnvironmentProblem(f"{path} lacks {error}, which {name} needs") from error
+        return {"type": name, **model_fields(reader, keys)}
+    except ValueError as error:
+        raise EnvironmentProblem(f"{name} cannot read {path}: {error}", hint="download it again") from error

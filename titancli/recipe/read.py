@@ -38,8 +38,9 @@ def read_file(path: Path, problems: Problems, named_at: Location | None = None) 
         if len(raw) > LARGEST:
             raise ValueError(f"it has more than {LARGEST} bytes")
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-        known = isinstance(error, OSError) and error.errno and not isinstance(error, NotRegular)
-        reason = os.strerror(error.errno) if known else getattr(error, "strerror", None) or str(error)
+        reason = str(error)
+        if isinstance(error, OSError):
+            reason = str(error.strerror if isinstance(error, NotRegular) else os.strerror(error.errno or 0))
         problems.add("unreadable", f"cannot read {shown}: {reason}", named_at, denied(error))
         return None
     if path.name in (LOCK_NAME, NEXT_NAME) and (changed := changed_lock(path, raw)) is not None:
