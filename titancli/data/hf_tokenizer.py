@@ -8,9 +8,9 @@ tokens, since templates are written with them.
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,10 @@ from titancli.data import HFTokenizer as Config
 from titancli.data.chat_template import ChatTemplate
 from titancli.data.hub import local_folder
 from titancli.data.tokenizer_files import tokenizer_files
+from titancli.data.tokenizer_trial import try_first
 from titancli.data.turn_ends import TurnEnds, ends_of_turns
 from titancli.errors import EnvironmentProblem, RecipeError
+from titancli.files import read_json
 
 
 class HFTokenizer:
@@ -36,6 +38,7 @@ class HFTokenizer:
 
     def __init__(self, folder: Path, *, eos: str | None = None) -> None:
         self._folder = folder
+        digest = try_first(_existing(folder))
         self._tokenizer = _load(folder)
         self._templated: ChatTemplate | None = None
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -46,29 +49,37 @@ class HFTokenizer:
         self.vocab_size: int = max(ids.values()) + 1
         self.eos_id: int = self._find("eos", eos, required=True)
         self.bos_id: int | None = self._find("bos", None, required=False)
-        self.adds_bos: bool = self.bos_id is not None and self._tokenizer.encode("").ids[:1] == [self.bos_id]
+        self.adds_bos: bool = self.bos_id is not None and self._begins_with(self.bos_id)
         self.files: dict[str, str | Path] = {**tokenizer_files(folder)}
-        digest = xxhash.xxh3_128_hexdigest((folder / "tokenizer.json").read_bytes())
         self.fingerprint = f"hf:{digest}:{self.eos_id}"
 
+    def _begins_with(self, token: int) -> bool:
+        with self._named():
+            return bool(self._tokenizer.encode("").ids[:1] == [token])
+
     def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        with self._named():
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        return [e.ids for e in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+        with self._named():
+            return [e.ids for e in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
     def encode_arrays(self, texts: list[str]) -> list[np.ndarray]:
         """Return the ids of each text, int32 [n]."""
-        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        with self._named():
+            encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
     def decode(self, ids: list[int]) -> str:
         """Return the text without special tokens."""
-        return self._tokenizer.decode(ids, skip_special_tokens=True)
+        with self._named():
+            return self._tokenizer.decode(ids, skip_special_tokens=True)
 
     def decode_special(self, ids: list[int]) -> str:
         """Return the text with special tokens by their names."""
-        return self._tokenizer.decode(ids, skip_special_tokens=False)
+        with self._named():
+            return self._tokenizer.decode(ids, skip_special_tokens=False)
 
     def token_id(self, token: str) -> int | None:
         """Return the id of a token by its name, including special ones; None if there is none."""
@@ -83,7 +94,21 @@ class HFTokenizer:
 
     def encode_special(self, text: str) -> list[int]:
         """Return the ids of a text in which the names of special tokens are these tokens."""
-        return self._reading.encode(text, add_special_tokens=False).ids
+        with self._named():
+            return self._reading.encode(text, add_special_tokens=False).ids
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Report an error of the library, which panics in places; a panic is no Exception."""
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            raise EnvironmentProblem(
+                f"{self._folder / 'tokenizer.json'} does not encode or decode a text: {error}",
+                hint="use another tokenizer",
+            ) from error
 
     @cached_property
     def _reading(self) -> Any:
@@ -200,10 +225,15 @@ class HFTokenizer:
         return None
 
 
-def _load(folder: Path) -> Any:
+def _existing(folder: Path) -> Path:
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise EnvironmentProblem(_missing(folder), hint=_remedy(folder))
+    return path
+
+
+def _load(folder: Path) -> Any:
+    path = _existing(folder)
     from tokenizers import Tokenizer
 
     try:
@@ -259,7 +289,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
     except (OSError, ValueError) as error:
         raise EnvironmentProblem(f"{path} cannot be read: {error}", hint="fix it or remove it") from error
     return content if isinstance(content, dict) else {}
