@@ -32,8 +32,8 @@ SHOWN = f"{SEC}test_run_folders.py::test_no_command_hands_a_run_folders_text_to_
 DOORS = [
     Door(
         "recipes",
-        "recipe.read recipe.load recipe.merge recipe.syntax recipe.toml cli.recipes cli.new_file"
-        " titan_proof.prove.proof titan_torchtitan.translate titan_migrate.document"
+        "recipe.read recipe.foreign recipe.load recipe.merge recipe.syntax recipe.toml cli.recipes"
+        " cli.new_file titan_proof.prove.proof titan_torchtitan.translate titan_migrate.document"
         " titan_migrate.parts titan_migrate.rows titan_migrate.trainer titan_migrate.llamafactory",
         f"{SEC}test_recipe_fields.py::test_checking_a_recipe_starts_nothing",
         "tests/recipe/test_extends.py::test_broken_files_are_all_told_and_nothing_that_follows_from_them",
@@ -160,15 +160,15 @@ DOORS = [
     ),
     Door(
         "config.json, generation_config.json, adapters",
-        "titan_transformers.config_json cli.finetune recipe.load recipe.peft_folder run.evaluate"
-        " generate.source checkpoint.hf.*",
+        "titan_transformers.config_json recipe.config_json cli.finetune recipe.load recipe.peft_folder"
+        " run.evaluate generate.source checkpoint.hf.*",
         "plugins/titan-transformers/tests/test_hf_config.py::test_what_is_wrong_is_told_where_the_folder_is_named",
         "plugins/titan-transformers/tests/test_hf_config.py::test_a_config_that_is_no_object",
     ),
     Door(
         "tokenizers and chat templates",
-        "data.hf_tokenizer data.tokenizer_files recipe.vocabulary data.byte_tokenizer titan_gguf.convert"
-        " titan_gguf.tokens",
+        "data.hf_tokenizer data.tokenizer_trial data.tokenizer_files recipe.vocabulary data.byte_tokenizer"
+        " titan_gguf.convert titan_gguf.tokens",
         "tests/docs/test_security.py::test_a_chat_template_is_rendered_in_a_sandbox",
         "tests/data/test_tokenizers.py::test_bad_folders_are_named_with_a_way_out",
     ),
@@ -181,7 +181,7 @@ DOORS = [
     Door(
         "text, rows and prompts",
         "data.files data.formats data.jsonl data.row_formats data.tables data.compressed"
-        " data.packing generate.prompts titan_rl.rewards titan_grain.dataset",
+        " data.packing data.parquet_file data.forms generate.prompts titan_rl.rewards titan_grain.dataset",
         "tests/data/test_formats.py::test_what_is_not_read_is_refused_by_name",
         "tests/data/test_jsonl.py::test_where_strict_a_bad_row_is_an_error_with_file_and_line",
     ),

@@ -5,13 +5,20 @@ from __future__ import annotations
 import errno
 import gzip
 import io
+import os
 import zlib
 from typing import Any, BinaryIO, NoReturn, cast
 
 from titancli.errors import EnvironmentProblem
+from titancli.files import regular
 
 SUFFIXES = (".gz", ".zst")
 BLOCK = 1 << 17
+SLICE = 1 << 11
+"""Compressed bytes that Zstandard is given at a time: 4 of them can stand for 128 KiB."""
+SMALL, FOLD = 1 << 26, 250
+"""A file expands to at most `SMALL` bytes, or to `FOLD` times its size if that is more; text does to about 5
+times."""
 _SKIPPABLE = {bytes((0x50 + number, 0x2A, 0x4D, 0x18)) for number in range(16)}
 """Magic numbers of skippable frames, which a zstd file may begin with."""
 
@@ -45,13 +52,24 @@ def compression_of(head: bytes) -> str | None:
     return ".zst" if head.startswith(b"\x28\xb5\x2f\xfd") or head[:4] in _SKIPPABLE else None
 
 
+def largest(size: int) -> int:
+    """Return the bytes to which a file of `size` bytes may expand."""
+    return max(SMALL, FOLD * size)
+
+
+def too_large(path: str, limit: int) -> OSError:
+    """Return the error for a file that expands to more than `limit` bytes."""
+    reason = f"it expands to more than {limit:,} bytes; if that is right, decompress it first"
+    return OSError(errno.EIO, reason, path)
+
+
 def is_compressed(path: str) -> bool:
     """Return whether a file is compressed, by its content or, for damaged files, by its suffix.
 
     Raises:
         OSError: the file cannot be read.
     """
-    with open(path, "rb") as file:
+    with open(path, "rb", opener=regular) as file:
         return compression_of(file.read(4)) is not None or path.endswith(SUFFIXES)
 
 
@@ -62,7 +80,7 @@ def open_plain(path: str) -> BinaryIO:
         OSError: the file cannot be read; also raised while reading if it is damaged or truncated.
         EnvironmentProblem: the package that decompresses it is not installed.
     """
-    file = open(path, "rb")  # noqa: SIM115 - it is returned
+    file = open(path, "rb", opener=regular)  # noqa: SIM115 - it is returned
     kind = compression_of(file.peek(4)) or next((end for end in SUFFIXES if path.endswith(end)), None)
     if kind is None:
         return file
@@ -73,12 +91,16 @@ def open_plain(path: str) -> BinaryIO:
 class _Gzip(gzip.GzipFile):
     def __init__(self, path: str) -> None:
         super().__init__(path, "rb")
+        self._largest = largest(os.fstat(self.fileno()).st_size)
 
     def read(self, size: int | None = -1) -> bytes:
         try:
-            return super().read(size)
+            data = super().read(size)
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise OSError(errno.EIO, str(error), str(self.name)) from error
+        if self.tell() > self._largest:
+            raise too_large(str(self.name), self._largest)
+        return data
 
 
 class _Zstd(io.RawIOBase):
@@ -96,6 +118,7 @@ class _Zstd(io.RawIOBase):
         self._frame: Any = None
         self._input = self._output = b""
         self._at = 0
+        self._largest = largest(os.fstat(self._file.fileno()).st_size)
 
     def readable(self) -> bool:
         return True
@@ -111,7 +134,7 @@ class _Zstd(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         while not self._output:
-            if not self._input and not (data := self._file.read(BLOCK)):
+            if not self._input and not (data := self._file.read(SLICE)):
                 if self._frame is not None:
                     raise OSError(errno.EIO, "it is truncated", self._path)
                 return 0
@@ -127,6 +150,8 @@ class _Zstd(io.RawIOBase):
         count = min(len(buffer), len(self._output))
         buffer[:count], self._output = self._output[:count], self._output[count:]
         self._at += count
+        if self._at > self._largest:
+            raise too_large(self._path, self._largest)
         return count
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:

@@ -17,6 +17,7 @@ from typing import BinaryIO, NamedTuple
 
 from titancli.data.compressed import SUFFIXES, compression_of, open_plain, unreadable
 from titancli.errors import EnvironmentProblem
+from titancli.files import regular
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +142,7 @@ def delimiter_of(header: str) -> str:
 
 def _format(path: str) -> Format | _Other:
     plain, suffix = os.path.splitext(path.lower())
-    with open(path, "rb") as file:
+    with open(path, "rb", opener=regular) as file:
         begin = file.peek(4)
         if not begin:
             return Format("jsonl" if suffix in ROWS else "csv" if suffix in TABLES else "text")

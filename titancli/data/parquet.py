@@ -12,7 +12,9 @@ from typing import Any, NoReturn
 import numpy as np
 
 from titancli.data import Parquet
+from titancli.data.compressed import largest, too_large
 from titancli.data.files import TextFile, corpus_identity, files_of
+from titancli.data.parquet_file import open_parquet, written_out
 from titancli.data.source import Piece, Size, document_order
 from titancli.data.text import text_dataset
 from titancli.data.unchanged import require_unchanged
@@ -54,10 +56,10 @@ class ParquetSource:
         first = at["row"]
         for place in range(at["group"], len(groups)):
             number = int(groups[place])
-            texts = self._column_of(number).to_pylist()
+            texts = self._column_of(number)
             order = self._order(epoch, number, len(texts))
             for row in range(first, len(texts)):
-                yield Piece(texts[order[row]] or "", True, True, {"group": place, "row": row})
+                yield Piece(texts[int(order[row])].as_py() or "", True, True, {"group": place, "row": row})
             first = 0
 
     def progress(self, mark: dict[str, Any]) -> float:
@@ -92,13 +94,14 @@ class ParquetSource:
 
     def _column_of(self, group: int) -> Any:
         import pyarrow as pa
-        import pyarrow.parquet as pq
 
         number = int(np.searchsorted(self._firsts, group, side="right")) - 1
         file = self._files[number]
         try:
-            with pq.ParquetFile(file.path) as opened:
+            with open_parquet(file.path) as opened:
                 table = opened.read_row_group(group - int(self._firsts[number]), columns=[self._column])
+            if written_out(table) > (limit := largest(file.size)):
+                raise too_large(file.path, limit)
             require_unchanged(file.path, file.stamp)
         except (OSError, UnicodeEncodeError, pa.ArrowException) as error:
             if os.path.exists(file.path):  # an outdated footer causes an error too
@@ -126,7 +129,8 @@ def footer(file: TextFile) -> tuple[Any, Any]:
 
 
 def _unreadable(file: TextFile, error: Exception) -> NoReturn:
-    reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    reason = next(iter(text.strip().splitlines()), type(error).__name__)
     raise EnvironmentProblem(
         f"cannot read the Parquet file {file.path}: {reason}",
         hint="restore it, or remove it from the paths of the dataset",

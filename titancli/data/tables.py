@@ -20,9 +20,10 @@ from typing import IO, Any, BinaryIO, NoReturn
 
 import xxhash
 
-from titancli.data.compressed import RESTORE, Damaged, open_plain, unreadable
+from titancli.data.compressed import RESTORE, Damaged, largest, open_plain, too_large, unreadable
 from titancli.data.files import TextFile
 from titancli.data.formats import delimiter_of
+from titancli.data.parquet_file import open_parquet, written_out
 from titancli.data.unchanged import require_unchanged
 from titancli.errors import EnvironmentProblem
 from titancli.files import read_json
@@ -40,6 +41,8 @@ logger = logging.getLogger(__name__)
 BLOCK = 1 << 20
 ROWS = 1024
 """Rows of a Parquet file that are read at a time."""
+LONGEST = 1 << 25
+"""Characters of a row: one is held at a time."""
 SUMS = ".sums"
 """Suffix of the file with the size and the checksums of lines."""
 
@@ -180,6 +183,7 @@ def _items(text: io.TextIOWrapper) -> Iterator[Any]:
             except json.JSONDecodeError as error:
                 if not block:
                     raise ValueError(f"it ends within a list, or an item is not JSON: {error.msg}") from error
+                _require_short(len(held))
                 size = max(BLOCK, len(held))  # so that a long item is not decoded again and again
                 break
             rest = held[end:].lstrip()
@@ -199,25 +203,59 @@ def _table(file: BinaryIO) -> Iterator[Any]:
     """Yield the rows of a table of separated values, by its first row; of another width, as a list."""
     csv.field_size_limit(sys.maxsize)
     text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
-    first = text.readline()
+    lines = _Lines(text)
+    first = next(lines, "")
     header = next(csv.reader([first], delimiter=(mark := delimiter_of(first)), strict=True), [])
     if len(set(header)) < len(header):
         raise ValueError(f"two columns are called {max(header, key=header.count)!r}")
-    for cells in csv.reader(text, delimiter=mark, strict=True):
+    for cells in csv.reader(lines, delimiter=mark, strict=True):
+        lines.held = 0
         if cells:
             yield dict(zip(header, cells, strict=True)) if len(cells) == len(header) else cells
 
 
-def _parquet(path: str) -> Iterator[Any]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
+class _Lines:
+    """The lines of a text; those of one row, which may have several, have at most `LONGEST` characters."""
 
-    with pq.ParquetFile(path) as file:
-        schema = file.schema_arrow
-        binary = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_fixed_size_binary)
-        names = [one.name for one in schema if not any(check(one.type) for check in binary)]
-        for batch in file.iter_batches(ROWS, columns=names):
-            yield from map(without_nulls, batch.to_pylist())
+    def __init__(self, text: io.TextIOWrapper) -> None:
+        self._text = text
+        self.held = 0
+        """Characters since the last row; who has read a row sets it to 0."""
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        if not (line := self._text.readline(LONGEST + 1)):
+            raise StopIteration
+        self.held += len(line)
+        _require_short(self.held)
+        return line
+
+
+def _require_short(length: int) -> None:
+    if length > LONGEST:
+        raise ValueError(f"a row has more than {LONGEST:,} characters")
+
+
+def _parquet(path: str) -> Iterator[Any]:
+    limit, total = largest(os.path.getsize(path)), 0
+    with open_parquet(path) as file:
+        for batch in file.iter_batches(ROWS, columns=_shown(file.schema_arrow)):
+            size = written_out(batch)
+            if (total := total + size) > limit:
+                raise too_large(path, limit)
+            for part in [batch] if size <= LONGEST else (batch.slice(row, 1) for row in range(len(batch))):
+                _require_short(min(size, written_out(part)))
+                yield from map(without_nulls, part.to_pylist())
+
+
+def _shown(schema: Any) -> list[str]:
+    """Return the columns that are no bytes, such as images."""
+    import pyarrow as pa
+
+    binary = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_fixed_size_binary)
+    return [one.name for one in schema if not any(check(one.type) for check in binary)]
 
 
 def without_nulls(value: Any) -> Any:

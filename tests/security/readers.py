@@ -1,0 +1,325 @@
+"""Readers of files that a stranger may have written, and for each a small file that expands, one that is
+nested, and one without an end.
+
+`python -m tests.security.readers NAME FOLDER` makes the files of a row and reads each of them, within
+`SECONDS` of CPU time and `MEBIBYTES` of memory.
+"""
+
+from __future__ import annotations
+
+import gzip
+import importlib
+import json
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SECONDS, MEBIBYTES = 10, 256
+"""What reading a file may take. A reader that waits for a FIFO is ended by an alarm."""
+DEEP = 100_000
+Make = Callable[[Path], None]
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A reader and its three files."""
+
+    door: str
+    """The row of `tests.security.doors.DOORS` that it belongs to."""
+    read: Callable[[Path], Any]
+    file: str
+    expands: Make
+    nested: Make
+    endless: Make
+    warm: str = ""
+    """Modules that are imported first; their memory is not the file's."""
+
+
+def text(value: str | bytes) -> Make:
+    return lambda path: path.write_bytes(value.encode() if isinstance(value, str) else value) and None
+
+
+def fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def sparse(path: Path) -> None:
+    """A terabyte, of which nothing lies on the disk."""
+    with open(path, "wb") as file:
+        file.truncate(1 << 40)
+
+
+def zeros(path: Path) -> None:
+    """3 GiB of zeros."""
+    import zstandard
+
+    with open(path, "wb") as out, zstandard.ZstdCompressor(level=1).stream_writer(out) as packed:
+        for _ in range(3 << 7):
+            packed.write(bytes(1 << 23))
+
+
+def zipped(content: Callable[[int], bytes]) -> Make:
+    """128 MiB, in pieces."""
+
+    def make(path: Path) -> None:
+        with gzip.open(path, "wb", compresslevel=1) as out:
+            for number in range(1 << 3):
+                out.write(content(number))
+
+    return make
+
+
+def lattice(path: Path) -> None:
+    for floor in range(40):
+        (path.parent / f"{floor}.toml").write_text(f'extends = ["{floor + 1}.toml", "./{floor + 1}.toml"]\n')
+    (path.parent / "40.toml").write_text("[training]\nsteps = 1\n")
+    path.write_text('extends = "0.toml"\n')
+
+
+def repeated(path: Path) -> None:
+    """5.8 GiB: one value of 1 MiB in 5,800 rows."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    values = pa.DictionaryArray.from_arrays(pa.array([0] * 5800, pa.int32()), pa.array(["x" * (1 << 20)]))
+    pq.write_table(pa.table({"text": values}), path, compression="zstd", store_schema=False)
+
+
+def long_value(path: Path) -> None:
+    """One value of 256 MiB."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    table = pa.table({"text": pa.array(["x" * (1 << 28)])})
+    pq.write_table(table, path, compression="zstd", use_dictionary=False)
+
+
+def tokenizer(**parts: Any) -> Make:
+    whole = {
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": {"type": "Whitespace"},
+        "model": {"type": "WordLevel", "vocab": {"a": 0, "<eos>": 1}, "unk_token": "a"},
+    } | parts
+
+    def make(path: Path) -> None:
+        path.write_text(json.dumps(whole))
+        (path.parent / "tokenizer_config.json").write_text('{"eos_token": "<eos>"}')
+
+    return make
+
+
+def merges(path: Path) -> None:
+    lines = [f"a{n}: &a{n} {{<<: [*a{n - 1}, *a{n - 1}]}}" for n in range(1, 60)]
+    path.write_text("\n".join(["a0: &a0 {k: 1}", *lines]))
+
+
+# ------------------------------------------------------------------------------------------------ the readers
+
+
+def recipe(path: Path) -> Any:
+    from titancli.recipe.merge import read_recipe
+    from titancli.recipe.problems import Problems
+    from titancli.registry import current
+
+    return read_recipe(path, current(), Problems())
+
+
+def rows(path: Path) -> Any:
+    from titancli.data.files import find_files
+    from titancli.data.jsonl import LineReader
+
+    reader = LineReader(find_files(path), shuffle=True, seed=0, max_bytes=1 << 23)
+    return sum(len(row.data or b"") for _, row, _ in reader.read(0, None))
+
+
+def documents(path: Path) -> Any:
+    from titancli.data.files import FileSource, find_files
+
+    source = FileSource("text", find_files(path), shuffle=False, seed=0)
+    return sum(len(piece.text) for piece in source.read(0, None))
+
+
+def column(path: Path) -> Any:
+    from titancli.data import Parquet
+    from titancli.data.files import find_files
+    from titancli.data.parquet import ParquetSource
+
+    source = ParquetSource(Parquet(paths=[path], text="text"), find_files(path), 0)
+    return sum(len(piece.text) for piece in source.read(0, None))
+
+
+def tokenizer_of(path: Path) -> Any:
+    from titancli.data.hf_tokenizer import HFTokenizer
+
+    return HFTokenizer(path.parent).encode("a")
+
+
+def model(path: Path) -> Any:
+    from titancli.recipe.load import _model_table
+    from titancli.registry import current
+
+    return _model_table(str(path.parent), current())
+
+
+def config(path: Path) -> Any:
+    from titan_migrate.document import read
+
+    return read(path)
+
+
+def task(path: Path) -> Any:
+    from titan_eval.trust import code_of
+
+    return list(code_of([str(path)], []))
+
+
+def header(path: Path) -> Any:
+    from titancli.checkpoint.format.tensorfile import read_header
+
+    return read_header(path)
+
+
+BRACKETS = "[" * DEEP
+HUGE = (1 << 62).to_bytes(8, "little")
+DATA = "titancli.data.jsonl titancli.data.parquet"
+ROWS = "text, rows and prompts"
+READERS = {
+    "recipe": Reader("recipes", recipe, "x.toml", lattice, text(f"a = {BRACKETS}"), fifo),
+    "yaml": Reader(
+        "recipes", config, "x.yaml", merges, text(f"a: {BRACKETS}"), fifo, "titan_migrate.document"
+    ),
+    "task": Reader("task files of lm-eval", task, "x.yaml", merges, text("- " * DEEP), sparse, "yaml"),
+    "rows": Reader(ROWS, rows, "x.jsonl", zeros, text(f'{{"text": {BRACKETS}\n'), fifo, DATA),
+    "list": Reader(
+        ROWS,
+        rows,
+        "x.json",
+        zipped(lambda n: (b"" if n else b'[{"text": "') + b"x" * (1 << 24)),
+        text(f'[{{"a": {BRACKETS}'),
+        fifo,
+        DATA,
+    ),
+    "table": Reader(
+        ROWS,
+        rows,
+        "x.csv",
+        zipped(lambda n: (b"" if n else b'a,b\n1,"') + b"x\n" * (1 << 23)),
+        text("a,b\n1," + '"' * DEEP),
+        fifo,
+        DATA,
+    ),
+    "document": Reader(ROWS, documents, "x.txt", zeros, text(gzip.compress(gzip.compress(b"x"))), fifo, DATA),
+    "rows of Parquet": Reader(ROWS, rows, "x.parquet", repeated, long_value, fifo, f"{DATA} pyarrow.parquet"),
+    "column": Reader(ROWS, column, "x.parquet", repeated, long_value, fifo, f"{DATA} pyarrow.parquet"),
+    "tokenizer": Reader(
+        "tokenizers and chat templates",
+        tokenizer_of,
+        "tokenizer.json",
+        tokenizer(normalizer={"type": "Precompiled", "precompiled_charsmap": "/////w=="}),
+        text(BRACKETS),
+        tokenizer(
+            pre_tokenizer={
+                "type": "Split",
+                "pattern": {"Regex": "(x+x+)+y"},
+                "behavior": "Isolated",
+                "invert": False,
+            }
+        ),
+        "titancli.data.hf_tokenizer",
+    ),
+    "config.json": Reader(
+        "config.json, generation_config.json, adapters",
+        model,
+        "config.json",
+        text('{"model_type": "llama", "num_hidden_layers": 1' + "0" * 4000 + "}"),
+        text(f'{{"model_type": {BRACKETS}'),
+        sparse,
+    ),
+    "tensors": Reader(
+        "weights of Hugging Face folders",
+        header,
+        "x.safetensors",
+        text(HUGE + b"{}"),
+        text((DEEP).to_bytes(8, "little") + BRACKETS.encode()),
+        fifo,
+        "titancli.checkpoint.format.tensorfile",
+    ),
+}
+
+SMALL = "tests/security/test_small_files.py::test_a_small_file_that_is_none_is_refused_or_left_out"
+LISTED = "tests/security/test_run_folders.py::test_one_folder_neither_ends_nor_holds_up_the_list_of_all"
+ELSEWHERE = {
+    "the lock of a run": SMALL,
+    "run.json": LISTED,
+    "notes": SMALL,
+    "the event log": LISTED,
+    "logs and reports of ranks": SMALL,
+    "locks": LISTED,
+    "digests": SMALL,
+    "requests and answers: profiles, replays, evaluations, rollouts, sweeps, jobs": SMALL,
+    "the rendezvous in a shared folder": SMALL,
+    "metadata of checkpoints": "tests/security/test_run_folders.py"
+    "::test_metadata_of_a_few_bytes_take_little_memory",
+    "stored distributions of a teacher": "plugins/titan-distil/tests/test_distil_store.py"
+    "::test_a_store_of_somebody_else_opens_nothing_outside_and_waits_for_nothing",
+}
+"""Doors whose readers another test bounds."""
+OWN = {
+    "tables of metrics": "is only appended to",
+    "sources that a run keeps, and files of titan reproduce": "are copied, and read by the lines of the run",
+    "the git repository around the current folder": "git reads it",
+    "sockets and stores that ranks meet through": "no files",
+    "checkpoints": "its tensors are in the row 'tensors', its JSON is bounded by the metadata's reader",
+    "copies in the memory of nodes": "of this user, by checksums",
+    "object stores": "their files are those of checkpoints",
+    "the Hub": "the library huggingface_hub and datasets read it",
+    "token shards": "are mapped, at sizes that the index gives and that are compared with the files'",
+    "caches of this user": "nobody else writes there",
+    "images and what is made of them": "PIL refuses images that expand",
+    "installed plugins, whose code is trusted": "is code",
+    "programs that titan starts, and what they answer": "no files",
+    "the machine itself: /proc, /sys, files that commands write for who calls them": "the kernel's",
+}
+"""Doors without a file of a stranger that titan itself parses, each with why."""
+
+
+def main(name: str, folder: Path) -> int:
+    """Print the outcome of each file of a row as JSON: its error, and the mebibytes that reading it added."""
+    from titancli.errors import TitanError
+
+    signal.alarm(20 * SECONDS)  # on a FIFO it would wait for ever
+    row = READERS[name]
+    for module in row.warm.split():
+        importlib.import_module(module)
+    made = {}
+    for harm in ("expands", "nested", "endless"):
+        made[harm] = folder / harm / row.file
+        made[harm].parent.mkdir()
+        if (child := os.fork()) == 0:  # what making a file needs is not what reading it needs
+            getattr(row, harm)(made[harm])
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+    found = {}
+    for harm, path in made.items():
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        seconds = int(used.ru_utime + used.ru_stime) + 1 + SECONDS
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, resource.RLIM_INFINITY))
+        try:
+            row.read(path)
+            error = ""
+        except TitanError as refused:
+            error = str(refused)
+        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - used.ru_maxrss
+        found[harm] = [error, grown >> 10]
+    print(json.dumps(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], Path(sys.argv[2])))
