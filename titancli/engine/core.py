@@ -31,7 +31,6 @@ from titancli.engine.sampling import not_training
 from titancli.engine.skip_step import Guard
 from titancli.engine.status import (
     EngineSettings,
-    Learned,
     MendedBy,
     Status,
     Unusable,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import chain
 from operator import is_
 from threading import Lock, get_ident
-from typing import Any, Literal, NamedTuple, TypedDict
+from typing import Any, Literal, TypedDict
 
 import torch
 from torch import nn
@@ -255,11 +255,3 @@ def _was(names: list[str]) -> str:
 
 def _require(names: list[str]) -> str:
     return "requires" if len(names) == 1 else "require"
-
-
-class Learned(NamedTuple):
-    """The ends of turns that a run trains on, with the end and the beginning of its tokenizer's texts."""
-
-    ends: tuple[int, ...]
-    eos_id: int
-    bos_id: int | None

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from titancli.checkpoint.hf.kept import end_ids, with_ends
 from titancli.data.turn_ends import PROBE, Learned
 from titancli.distributed.together import Ranks
-from titancli.engine.status import Learned
 
 if TYPE_CHECKING:
     from titancli.engine.core import EngineCore
