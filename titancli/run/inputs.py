@@ -18,6 +18,7 @@ from titancli.data.hub import SCHEME, Hosted
 from titancli.errors import EnvironmentProblem, TitanError
 from titancli.recipe.assets import Assets
 from titancli.recipe.find import url_of
+from titancli.recipe.peft_folder import base_folder
 from titancli.recipe.schema import Recipe
 from titancli.registry.component import build, component_info, configs, is_config
 from titancli.registry.fields import fields_of
@@ -106,7 +107,7 @@ def _refuse_other_folders(folder: Path) -> None:
     Raises:
         EnvironmentProblem: weights are to come from a run as a whole, or from a folder without weights.
     """
-    if is_checkpoint(folder) or (folder / CONFIG).is_file():
+    if is_checkpoint(folder) or (base_folder(folder) / CONFIG).is_file():
         return
     hint = "give a folder such as ./Llama-3.1-8B or RUN/checkpoints/step-N"
     if not RunFolder.is_run(folder):
