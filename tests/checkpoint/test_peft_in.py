@@ -141,6 +141,24 @@ def test_other_adapters_are_refused(ranks: Any, folders: dict[str, Path], lora: 
     assert words in said
 
 
+def test_merged_vocabulary_grows(ranks: Any, folders: dict[str, Path], base: Path) -> None:
+    """New rows are the mean of the merged ones, on any layout."""
+    merged = in_peft(base, folders["ends"]).merge_and_unload()
+    for mesh in ({}, {"tp": 2}):
+        for found in ranks(2 if mesh else 1, grown_by_two, str(folders["ends"]), mesh):
+            for name, theirs in (("tok_embeddings", merged.model.embed_tokens), ("output", merged.lm_head)):
+                rows = theirs.weight.detach()
+                expected = torch.cat((rows, rows.mean(0, keepdim=True).expand(2, -1)))
+                torch.testing.assert_close(found[f"{name}.weight"], expected, rtol=1e-5, atol=1e-6)
+
+
+def grown_by_two(folder: str, mesh: dict[str, int]) -> dict[str, Tensor]:
+    larger = dataclasses.replace(MODEL, vocab_size=MODEL.vocab_size + 2)
+    made = dataclasses.replace(recipe(small(mesh)), model=larger, weights=Path(folder), weights_vocab="grow")
+    with Engine.build(made) as engine:
+        return weights(engine)
+
+
 def refused(folder: str, lora: LoRA) -> str:
     try:
         begun(folder, lora, {})

@@ -238,10 +238,10 @@ def _load_base(
     shapes = {one.name: one.shape for one in known}
 
     def read() -> HFForm:
-        found = _readable(recipe, start, form)
-        if adapters_in is not None:
-            found = merged_form(found, PeftFolder(adapters_in, recipe.model))
-        return recipe.loss.hf_form(found, shapes, read_config(folder / CONFIG))
+        own = form
+        if form is not None and adapters_in is not None:  # before the vocabulary grows
+            own = merged_form(form, PeftFolder(adapters_in, recipe.model))
+        return recipe.loss.hf_form(_readable(recipe, start, own), shapes, read_config(folder / CONFIG))
 
     readable = ranks.local(f"reading {folder}", read)
     kept: dict[str, bytes] = {}
