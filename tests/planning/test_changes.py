@@ -22,7 +22,8 @@ def test_moments_in_bfloat16_are_proposed_for_an_optimizer_under_which_they_deca
     monkeypatch: pytest.MonkeyPatch, rounds: bool
 ) -> None:
     monkeypatch.setattr(AdamW, "rounds_stochastically", rounds)
-    found: Any = SimpleNamespace(work=SimpleNamespace(degrees=Degrees(), reshard="always"))
+    work = SimpleNamespace(degrees=Degrees(), reshard="always", device=DEVICES["H100"])
+    found: Any = SimpleNamespace(work=work)
     proposed = [change.overrides for change in _changes(load_recipe("llama3_debug").recipe, found)]
     assert (("optimizer.state_dtype=bfloat16",) in proposed) == rounds
 

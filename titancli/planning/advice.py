@@ -14,6 +14,8 @@ from titancli.layout.degrees import Degrees
 from titancli.planning.estimate import Estimate, estimate
 from titancli.recipe.layout import check_layout, on
 from titancli.recipe.schema import Recipe
+from titancli.registry import current
+from titancli.registry.fields import required_fields
 
 MOST = 64
 """Maximum number of changes tried: the command should answer within three seconds."""
@@ -95,6 +97,8 @@ def _with(
     changed = on(recipe, degrees)
     for change in chosen:
         changed = change.apply(changed)
+    if any(True for callback in changed.callbacks for _ in callback.check(changed)):
+        return None
     try:
         return _estimated(changed, changed.degrees(degrees.world), found, measured)
     except RecipeError:
@@ -141,10 +145,25 @@ def _changes(recipe: Recipe, found: Estimate) -> Iterator[Change]:
         and degrees.pp == 1
     ):
         yield _field("parallelize", "reshard_after_forward", "always")
+    if work.device.is_gpu and not recipe.callbacks:
+        yield from _offloads()
     whole = recipe.training.local_batch_size * degrees.dp * recipe.accumulation(degrees)
     yield from _fewer_rows(recipe, degrees, whole)
     for change in _meshes(degrees):
         yield _keeping_the_batch(change, whole)
+
+
+def _offloads() -> Iterator[Change]:
+    """Yield the callbacks of installed plugins that move activations to the host."""
+    for name, config in current().components("callback"):
+        if config.offloads_activations and not required_fields(config):
+            yield _callback(name, config())
+
+
+def _callback(name: str, callback: Any) -> Change:
+    """Return a change that adds a callback to a recipe without any."""
+    text = f'callbacks=[{{type="{name}"}}]'
+    return Change((text,), lambda recipe: dataclasses.replace(recipe, callbacks=[callback]), "callbacks")
 
 
 def _keeping_the_batch(change: Change, whole: int) -> Change:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections.abc import Mapping
 
 from titancli.errors import TitanError
@@ -41,7 +42,7 @@ def advice(recipe: Recipe, degrees: Degrees, device: str) -> str | None:
     if change is None:
         return None
     slower = f", {change.slower:.0%} slower" if change.slower is not None and change.slower > 0.005 else ""
-    return f"{' '.join(change.overrides)} (estimate: {_gib(change.peak_bytes)}{slower})"
+    return f"{shlex.join(change.overrides)} (estimate: {_gib(change.peak_bytes)}{slower})"
 
 
 def _estimate(recipe: Recipe, degrees: Degrees, device: str) -> Estimate | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Any
 
 GIB = 2**30
@@ -168,7 +169,7 @@ def _verdict(plan: dict[str, Any]) -> list[str]:
             if abs(share) < SAME:
                 cost = ", as fast"
         lines.append(f"{INDENT}cheapest of the changes that were tried: {_gib(change['peak_bytes'])}{cost}")
-        lines.append(f"{INDENT}  {' '.join(change['overrides'])}")
+        lines.append(f"{INDENT}  {shlex.join(change['overrides'])}")
     if verdict["ranks"]:
         ranks = f"{verdict['ranks']:,} ranks, with a larger mesh.dp_shard"
         lines.append(f"{INDENT}without changes it fits on {ranks}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import shlex
 import weakref
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,7 @@ from titan_offload import ActivationOffload
 from titan_offload import activations as offload
 from titan_offload.activations import Offload, offload_activations
 from titan_testing import check_plugin, run_cli
+from titancli.cli import main
 from titancli.engine import Engine
 from titancli.recipe.check import component_checks
 from titancli.recipe.schema import ActivationCheckpoint, Compile, Pipeline
@@ -197,6 +199,17 @@ def test_without_gradients_nothing_is_copied() -> None:
 
 
 # --------------------------------------------------------------------------------------------- refusals
+
+
+def test_plan_proposes_it(capsys: pytest.CaptureFixture[str]) -> None:
+    """It is the cheapest change here, and what is printed can be pasted."""
+    words = ["plan", "llama3_8b", "--gpu", "H100", "--world-size", "1", "training.local_batch_size=1"]
+    words += ["training.dtype=bfloat16", "optimizer.state_dtype=bfloat16", "training.seq_len=32768"]
+    assert main(words) == 0
+    [change] = [line.strip() for line in capsys.readouterr().out.splitlines() if "callbacks=" in line]
+    assert shlex.split(change) == ['callbacks=[{type="titan-offload/activation_offload"}]']
+    assert main([*words, *shlex.split(change)]) == 0
+    assert "verdict       fits" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
