@@ -73,11 +73,11 @@ def _started_from() -> Path | None:
     return script if script.is_file() else None
 
 
-def _to_type(program: Path) -> str:
-    """A program's path, from the current folder if that is shorter, quoted for a shell."""
-    path = os.path.abspath(program)
-    short = os.path.relpath(path)
-    return shlex.quote(min(path, short if "/" in short else f"./{short}", key=len))
+def shell_path(path: Path) -> str:
+    """Return a path from the current folder, if that is shorter, quoted for a shell."""
+    whole = os.path.abspath(path)
+    short = os.path.relpath(whole)
+    return shlex.quote(min(whole, short if "/" in short else f"./{short}", key=len))
 
 
 def own_command() -> str:
@@ -85,8 +85,8 @@ def own_command() -> str:
     it."""
     script, found = _started_from(), shutil.which("titan")
     if script is None:
-        return f"{_to_type(Path(sys.executable))} -m titancli"
-    return "titan" if found is not None and os.path.samefile(found, script) else _to_type(script)
+        return f"{shell_path(Path(sys.executable))} -m titancli"
+    return "titan" if found is not None and os.path.samefile(found, script) else shell_path(script)
 
 
 def pasteable(text: str) -> str:
@@ -95,5 +95,5 @@ def pasteable(text: str) -> str:
     own = own_command()
     if own == "titan":
         return text
-    text = _INSTALL.sub(lambda _: f"{_to_type(Path(sys.executable))} -m pip", text)
+    text = _INSTALL.sub(lambda _: f"{shell_path(Path(sys.executable))} -m pip", text)
     return _COMMAND.sub(lambda _: own, text)

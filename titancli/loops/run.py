@@ -20,6 +20,7 @@ from titancli.errors import EnvironmentProblem
 from titancli.loops.hooks import RunHooks
 from titancli.observe.phases import phase
 from titancli.signals import NODES_JOIN
+from titancli.terminal import shell_path
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -307,11 +308,11 @@ class Run:
             return
         path = self.folder / "exports" / f"step-{step}-{name}"
         if self._is_closing and not self._is_left(CALLBACKS):
-            logger.info("weights only, as before: exports/%s", path.name)
+            logger.info("weights only, as before: %s", shell_path(path))
             return
         state = {"engine": {"adapters": adapters}} if adapters else {}
         self.checkpoints.save_apart(path, {f"model.{key}": tensor for key, tensor in weights.items()}, state)
-        logger.info("weights only: exports/%s", path.name)
+        logger.info("weights only: %s", shell_path(path))
 
     def save_named(self, name: str, engine: Engine, facts: Mapping[str, Any]) -> None:
         """Save all that a resume needs as `exports/step-N-NAME`, with facts about it, and let the link `NAME`

@@ -25,6 +25,7 @@ from titancli.loops.closing import Closing
 from titancli.registry.component import build
 from titancli.runs import Claim, RunFolder
 from titancli.signals import NODES_JOIN
+from titancli.terminal import shell_path
 
 if TYPE_CHECKING:
     from titancli.checkpoint.remote.uploads import Uploads
@@ -202,7 +203,7 @@ def _export(section: Checkpoint, engine: Engine, checkpointer: Checkpointer, tar
         for parameter, tensor in engine.plain_parameters()
     }
     checkpointer.save_apart(target, tensors)
-    logger.info("weights only: exports/%s", target.name)
+    logger.info("weights only: %s", shell_path(target))
     return True
 
 
@@ -215,4 +216,4 @@ def _to_hf(section: Checkpoint, step: int, target: Path) -> None:
     target.parent.mkdir(exist_ok=True)
     source = target.parent.parent / "checkpoints" / f"step-{step}"
     to_hf(source, target, dtype=section.export_dtype, say=logger.debug)
-    logger.info("Hugging Face folder: exports/%s", target.name)
+    logger.info("Hugging Face folder: %s", shell_path(target))
