@@ -203,7 +203,7 @@ def test_a_file_that_cannot_be_read_says_why(
     path = tmp_path / "x.toml"
     path.write_text(BASE)
 
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr("titancli.recipe.read.open", refuse, raising=False)

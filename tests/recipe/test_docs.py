@@ -52,7 +52,7 @@ def test_every_code_is_explained() -> None:
     package = Path(titancli.recipe.__file__).parents[1]
     files = (file for room in ("recipe", "run") for file in (package / room).glob("*.py"))
     source = "".join(file.read_text() for file in files)
-    used = set(re.findall(r'(?:problems\.add\(\s*|Problem\(|cls\(|code = |return )"([a-z0-9-]+)",\s', source))
+    used = set(re.findall(r'(?:\badd\(\s*|Problem\(|cls\(|code = |return )"([a-z0-9-]+)",\s', source))
     used |= set(re.findall(r'code = "([a-z-]+)" if .* else "([a-z-]+)"', source).pop())
     used |= set(re.findall(r'= "([a-z-]+)"\n"""Code of the problem', source))
     rows = [line.split("|")[1] for line in TEXT.split("| code |")[1].splitlines()[1:]]
