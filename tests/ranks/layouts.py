@@ -429,9 +429,10 @@ TRANSFORMERS = {
     "transformers, experts, EP2": case(2, config=hf_configs.config("experts"), dp_shard=2, ep=2),
     "transformers, experts, TP2": case(2, config=hf_configs.config("experts"), tp=2),
     "transformers, experts, PP2xTP2": case(4, config=hf_configs.config("experts"), pp=2, tp=2),
-    # attention whole on each rank, feed-forward networks in parts, by their usual names
+    # attention whole on each rank, feed-forward networks in parts, by their usual names; the gradients of its
+    # lambdas are small differences of large sums (2e-4 with the kernels of AVX2)
     "transformers, diffllama, TP2, documents": case(
-        2, config=hf_configs.config("llama", model_type="diffllama"), tp=2, documents=True, tolerance=1e-4
+        2, config=hf_configs.config("llama", model_type="diffllama"), tp=2, documents=True, tolerance=5e-4
     ),
     "transformers, phi3, TP2": case(2, config=hf_configs.config("phi3"), tp=2),
     "transformers, gemma4, TP2, documents": case(
