@@ -98,8 +98,8 @@ def complaint(
     larger = [d for d in found if _has_grown(d)]
     if grows and larger and is_checkpoint(folder):
         return (
-            f"weights_vocab: the vocabulary of a checkpoint cannot grow, and {folder} has {larger[0].there:,} "
-            "rows",
+            "weights_vocab: the vocabulary of a checkpoint cannot grow, and "
+            f"{folder} has {larger[0].there:,} rows",
             f"export it first: titan convert-checkpoint {folder} OUT --to hf; then set weights=OUT",
         )
     found = [d for d in found if not (grows and d in larger)]
