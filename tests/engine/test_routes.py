@@ -425,8 +425,9 @@ def nothing() -> None:
         empty = [prompt_alone, GOOD, unrecorded]
         logprobs = engine.forward(empty)
         assert not logprobs[0].any()
-        assert torch.equal(logprobs[2], engine.forward(without([GOOD]))[0])
-        assert not torch.equal(logprobs[1], logprobs[2])
+        # not bit for bit: with kernels of AVX2 a row's bits depend on the rows beside it
+        torch.testing.assert_close(logprobs[2], engine.forward(without([GOOD]))[0])
+        assert not torch.allclose(logprobs[1], logprobs[2])
         engine.forward_backward([prompt_alone] * 2, Grpo())
         engine.optim_step()
 
