@@ -137,7 +137,8 @@ def test_logits_and_gradients_equal_transformers(exported, record_property, leng
             hf_name = hf_name.replace("block_sparse_moe", "mlp")  # as transformers has it once it is read
             if hf_name in given:  # transformers has the experts of some families in other tensors
                 reference = given[hf_name].grad
-                assert (gradient - reference).norm() <= 5e-5 * reference.norm(), name
+                # 6e-5 is seen with the kernels of AVX2
+                assert (gradient - reference).norm() <= 1e-4 * reference.norm(), name
                 compared.add(hf_name)
     assert {name for name in given if "experts" not in name} <= compared
     for name, layer in moe_layers(ours).items():

@@ -74,7 +74,7 @@ def reference(model: Any, given: Batch) -> tuple[Tensor, list[tuple[Tensor, Tens
     ids = given["document_ids"] if "document_ids" in given else torch.zeros(ROWS, LENGTH, dtype=torch.int32)
     positions = given["positions"] if "positions" in given else torch.arange(LENGTH)[None]
     mask = (ids[:, :, None] == ids[:, None]).tril()[:, None]
-    angles = next(iter(value for key, value in model.angles(positions).items() if key is not None))
+    angles = model.angles(positions)[model.layers["0"].attention.angles]
     table, blocks = state["tok_embeddings.weight"], [*model.layers.values()]
     weights = given["weights"] if "weights" in given else torch.ones(ROWS, LENGTH)
 
