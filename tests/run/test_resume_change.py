@@ -29,9 +29,9 @@ def locks(run: Path) -> dict[str, str]:
 
 def late(here: Path) -> tuple[str, str]:
     """Write the plugin of a callback that raises when the run begins, and return its option."""
-    (here / "late.py").write_text(LATE)
-    sys.modules.pop("late", None)  # each folder has a copy of its own
-    return "-p", "late.py"
+    (here / "tardy.py").write_text(LATE)
+    sys.modules.pop("tardy", None)  # each folder has a copy of its own
+    return "-p", "tardy.py"
 
 
 @pytest.mark.ranks
@@ -56,7 +56,7 @@ def test_failed_change_leaves_the_lock(train: Train, train_on: Train, here: Path
     "change",
     [
         "dataset.infinite=false",
-        'callbacks=[{type="late"}]',
+        'callbacks=[{type="tardy"}]',
     ],
 )
 def test_whatever_fails_before_the_first_step(train: Train, here: Path, change: str) -> None:
@@ -76,7 +76,7 @@ def test_one_rank_fails(train_on: Train, here: Path) -> None:
     plugin = late(here)
     assert train_on(2, "tiny.toml", "--run-dir", "r", "training.steps=2").code == 0
     before = locks(here / "r")
-    change = ("training.steps=4", 'callbacks=[{type="late", rank=1}]', *plugin)
+    change = ("training.steps=4", 'callbacks=[{type="tardy", rank=1}]', *plugin)
     failed = train_on(2, "r", "--resume", *change)
     assert failed.code != 0 and "too late" in failed.err
     assert locks(here / "r") == before
@@ -89,7 +89,7 @@ import torch
 from titancli import component, hookimpl
 
 
-@component("callback", "late", target="late:Raises")
+@component("callback", "tardy", target="tardy:Raises")
 class Late:
     """Raises when the run begins."""
 

@@ -70,7 +70,7 @@ def finetune_sections(
     length = min(LONGEST, length) if isinstance(length, int) and length > 0 else LONGEST
     dtype = text.get("dtype") or text.get("torch_dtype")
     made: Sections = {"": {"recipe": 1, "name": name, "weights": str(folder)}}
-    rows, ids = text.get("vocab_size"), ids_in(folder)
+    rows, ids = text.get("vocab_size"), _ids_in(folder)
     grows = isinstance(rows, int) and ids > rows
     if grows:
         made[""]["weights_vocab"] = GROW
@@ -101,6 +101,14 @@ def finetune_sections(
         "export_dtype": dtype if dtype in ("float32", "bfloat16", "float16") else "bfloat16",
     }
     return made
+
+
+def _ids_in(folder: Path) -> int:
+    """Return the number of ids of the tokenizer in a folder; 0 if it is damaged, which every start says."""
+    try:
+        return ids_in(folder)
+    except EnvironmentProblem:
+        return 0
 
 
 def model_section(folder: Path, registry: Registry) -> dict[str, Any]:
