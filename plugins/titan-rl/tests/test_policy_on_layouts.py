@@ -22,6 +22,10 @@ LOSSES = {
 }
 
 
+COUNTS = ("tokens", "targets", "padding", "loss_max")
+"""Metrics that depend on the layout, or are whole numbers."""
+
+
 def rollouts() -> Batch:
     """Several samples in most rows, of unequal length, whose ratios are on both sides of every clip."""
     batch = whole_batch(documents=True)
@@ -48,7 +52,7 @@ def gradients(layout: Layout) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for name, loss in LOSSES.items():
         metrics = engine.forward_backward(mine, loss)
-        told = {key: value for key, value in metrics.items() if key not in ("tokens", "loss_max")}
+        told = {key: value for key, value in metrics.items() if key not in COUNTS}
         found |= {f"{name} {key}": torch.as_tensor(value).clone() for key, value in told.items()}
         found |= wholes(
             (f"{name} {key}", p.grad / engine.pending.weight) for key, p in engine.named_parameters()
