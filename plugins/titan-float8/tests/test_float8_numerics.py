@@ -99,7 +99,12 @@ def test_it_trains_and_stays_close_to_bf16(ranks, name):
 def test_compiled_blocks_give_the_same_gradients(ranks, name, emulate):
     fields = {**RECIPES[name], "emulate": emulate}
     world, mesh = (2, TWO) if name == "gather" else (1, {})
-    compiled = ranks(world, float8_cases.gradients, Layout(mesh, compile="aot_eager"), fields)
+    try:
+        compiled = ranks(world, float8_cases.gradients, Layout(mesh, compile="aot_eager"), fields)
+    except AssertionError as error:
+        if "could not create a primitive descriptor" in str(error):
+            pytest.skip("oneDNN has no product of float8 for this CPU")
+        raise
     eager = ranks(world, float8_cases.gradients, Layout(mesh), fields)
     assert distance(compiled[0], eager[0]) < 1e-5
 
