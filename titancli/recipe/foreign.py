@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from titancli.registry.lookup import Registry
 
 YAML = (".yaml", ".yml")
+FORMER = {"length_index": "dataset.cache_tokens"}
+"""Keys that titan had, and what took their place."""
 LARGEST = 1 << 20
 """Maximum size in bytes of a file that plugins are shown."""
 
@@ -35,7 +37,8 @@ def in_titan(name: str, registry: Registry, value: str = "") -> tuple[str | None
     Returns:
         None for a name that no plugin knows.
     """
-    said = registry.foreign_keys().get(name.lower().replace("-", "_"))
+    name = name.lower().replace("-", "_")
+    said = FORMER.get(name) or registry.foreign_keys().get(name)
     if said is None:
         return None
     if not re.fullmatch(r"[a-z_0-9.]+", said):
