@@ -29,6 +29,7 @@ there = pytest.mark.skipif(
 WRITTEN = {"llama3", "qwen3", "gpt_oss", "mixtral", "olmo3", "gemma3", "granite"}
 REFUSED = {
     ("qwen3", "experts, not renormalised"): "norm_topk_prob = false",
+    ("qwen3", "YaRN, experts"): "attention_factor of YaRN",
     ("gpt_oss", "clamped much"): "swiglu_alpha, swiglu_limit = (3.0, 0.5)",
     ("gpt_oss", "balanced, tied"): "tie_word_embeddings = true",
     ("mixtral", "window, head_dim"): "sliding_window = 16",
