@@ -43,7 +43,7 @@ def check_plugin(
     skip: Mapping[str, Collection[str]] | None = None,
     seq_len: int = 16,
     file: str | Path | None = None,
-    seconds: float = 0.25,
+    seconds: float = 1.0,
 ) -> None:
     """Check a plugin, and raise an error with all of its faults.
 
