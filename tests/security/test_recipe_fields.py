@@ -30,7 +30,7 @@ CLASSES: dict[str, tuple[list[str], str]] = {
         logger/titan-trackio/* logger/titan-wandb/* task/titan-rl/prompts.name
         task/titan-rl/prompts.revision task/titan-rl/prompts.split
         task/titan-rl/prompts.prompt task/titan-rl/prompts.answer task/titan-rl/prompts.system
-        generator/titan/local.stop reward/titan-rl/numeric.after
+        generator/titan/local.stop loop/titan-eval/lm_eval.system_instruction reward/titan-rl/numeric.after
         loss/titan-heads/classification.classes dataset/titan-heads/labelled.classes
         """,
     ),
@@ -74,7 +74,7 @@ CLASSES: dict[str, tuple[list[str], str]] = {
         ["canary_module:run", "$(touch CANARY)", "../../x"],
         """
         activation_checkpoint.selective_ac_option checkpoint.model_differs
-        requires.titan requires.plugins dataset/titan/mix.datasets
+        requires.titan requires.plugins dataset/titan/concat.datasets dataset/titan/mix.datasets
         dataset/titan/mix.weights dataset/titan/mix.stages.0.weights
         """,
     ),

@@ -54,6 +54,7 @@ NEEDS = {
     "dataset/titan/chat": 'path = "./x.jsonl"',
     "dataset/titan/hf": 'path = "./x.jsonl"',
     "dataset/titan/jsonl": 'paths = ["x"]',
+    "dataset/titan/concat": 'datasets = {a = {type = "python_stdlib"}}',
     "dataset/titan/mix": 'datasets = {a = {type = "python_stdlib"}}, weights = {a = 1.0}',
     "dataset/titan/parquet": 'paths = ["x"]',
     "dataset/titan-preference/preference": 'path = "./x.jsonl"',
