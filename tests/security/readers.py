@@ -179,6 +179,18 @@ def task(path: Path) -> Any:
     return list(code_of([str(path)], []))
 
 
+def adapters(path: Path) -> Any:
+    from titancli.recipe.peft_folder import config_of
+
+    return config_of(path.parent)
+
+
+def likeness(path: Path) -> Any:
+    from titancli.checkpoint.hf.likeness import read_config
+
+    return read_config(path)
+
+
 def header(path: Path) -> Any:
     from titancli.checkpoint.format.tensorfile import read_header
 
@@ -240,6 +252,23 @@ READERS = {
         text('{"model_type": "llama", "num_hidden_layers": 1' + "0" * 4000 + "}"),
         text(f'{{"model_type": {BRACKETS}'),
         sparse,
+    ),
+    "adapter_config.json": Reader(
+        "config.json, generation_config.json, adapters",
+        adapters,
+        "adapter_config.json",
+        sparse,
+        text(BRACKETS),
+        fifo,
+    ),
+    "config.json of weights": Reader(
+        "config.json, generation_config.json, adapters",
+        likeness,
+        "config.json",
+        sparse,
+        text(f'{{"model_type": {BRACKETS}'),
+        fifo,
+        "titancli.checkpoint.hf.likeness",
     ),
     "tensors": Reader(
         "weights of Hugging Face folders",

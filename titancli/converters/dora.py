@@ -48,8 +48,7 @@ class Magnitudes(nn.Module):
         return self._own_magnitudes() / norms
 
     def _own_magnitudes(self) -> Tensor:
-        """Return the magnitudes of this rank's rows, in fp32: rounded to bf16, they would change every row by
-        up to 0.4 %."""
+        """Return the magnitudes of this rank's rows, in fp32."""
         own: Any = self._parameters[MAGNITUDE]  # not the attribute, which may be cast
         own = local(own)
         if own.dtype == torch.float32 or self._magnitudes is None:

@@ -43,6 +43,8 @@ ROWS = 1024
 """Rows of a Parquet file that are read at a time."""
 LONGEST = 1 << 25
 """Characters of a row: one is held at a time."""
+MOST_LINES = 1 << 20
+"""Lines of a row of a table; empty ones take time too."""
 SUMS = ".sums"
 """Suffix of the file with the size and the checksums of lines."""
 
@@ -209,18 +211,22 @@ def _table(file: BinaryIO) -> Iterator[Any]:
     if len(set(header)) < len(header):
         raise ValueError(f"two columns are called {max(header, key=header.count)!r}")
     for cells in csv.reader(lines, delimiter=mark, strict=True):
-        lines.held = 0
+        lines.begin_row()
         if cells:
             yield dict(zip(header, cells, strict=True)) if len(cells) == len(header) else cells
 
 
 class _Lines:
-    """The lines of a text; those of one row, which may have several, have at most `LONGEST` characters."""
+    """The lines of a text; those of one row, which may have several, are at most `MOST_LINES`, and have at
+    most `LONGEST` characters."""
 
     def __init__(self, text: io.TextIOWrapper) -> None:
         self._text = text
-        self.held = 0
-        """Characters since the last row; who has read a row sets it to 0."""
+        self.begin_row()
+
+    def begin_row(self) -> None:
+        """Take note that a row has been read."""
+        self._lines = self._length = 0
 
     def __iter__(self) -> Iterator[str]:
         return self
@@ -228,8 +234,10 @@ class _Lines:
     def __next__(self) -> str:
         if not (line := self._text.readline(LONGEST + 1)):
             raise StopIteration
-        self.held += len(line)
-        _require_short(self.held)
+        self._lines, self._length = self._lines + 1, self._length + len(line)
+        _require_short(self._length)
+        if self._lines > MOST_LINES:
+            raise ValueError(f"a row has more than {MOST_LINES:,} lines")
         return line
 
 

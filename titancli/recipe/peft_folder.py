@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 from titancli.errors import EnvironmentProblem
+from titancli.files import read_json
 from titancli.recipe.find import url_of
 
 CONFIG, WEIGHTS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
@@ -27,10 +27,10 @@ def config_of(folder: Path) -> dict[str, Any]:
     """
     path = folder / CONFIG
     try:
-        found = json.loads(path.read_bytes())
+        found = read_json(path)
         if not isinstance(found, dict):
             raise ValueError("no object")
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise EnvironmentProblem(f"{path} cannot be read: {error}", hint="save it again") from error
     return found
 

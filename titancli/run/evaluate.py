@@ -18,6 +18,7 @@ from titancli.checkpoint.format.manifest import LOCK, is_checkpoint, newest_good
 from titancli.data.files import find_files
 from titancli.data.formats import formats_of
 from titancli.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, EnvironmentProblem, UsageError
+from titancli.files import read_json
 from titancli.launchers.devices import visible_gpus
 from titancli.observe.events import plain
 from titancli.recipe import Loaded, load_recipe, lock_text
@@ -103,8 +104,8 @@ def _recipe_of(checkpoint: Path) -> dict[str, Any]:
 
 def _recipe_of_hf(folder: Path) -> dict[str, Any]:
     try:
-        longest = json.loads((folder / "config.json").read_bytes()).get("max_position_embeddings")
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        longest = read_json(folder / "config.json").get("max_position_embeddings")
+    except (OSError, ValueError, AttributeError) as error:
         raise EnvironmentProblem(f"{folder / 'config.json'} is damaged: {error}") from error
     length = min(LONGEST, longest) if isinstance(longest, int) and longest > 0 else LONGEST
     dtype = "bfloat16" if visible_gpus() else "float32"

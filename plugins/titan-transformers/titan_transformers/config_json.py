@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from titancli.errors import EnvironmentProblem
+from titancli.files import read_json
 from titancli.models.config_json import kernels_of_the_hub
 from titancli.models.quantization import KEY, quantization_of
 
@@ -130,10 +130,10 @@ def read_folder(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise EnvironmentProblem(f"folder {folder} does not exist")
     try:
-        values = json.loads(path.read_bytes())
+        values = read_json(path)
     except FileNotFoundError as error:
         raise EnvironmentProblem(f"{folder} has no config.json") from error
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise EnvironmentProblem(f"{path} cannot be read: {error}") from error
     if not isinstance(values, dict):
         raise EnvironmentProblem(f"{path} does not contain an object")

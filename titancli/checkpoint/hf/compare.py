@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,6 +19,7 @@ from titancli.checkpoint.hf.virtual import put
 from titancli.checkpoint.hf.which import hf_form
 from titancli.converters.lora import adapt, adapter_names, magnitude_name, weights_of
 from titancli.errors import EnvironmentProblem, TitanError, UsageError
+from titancli.files import read_json
 from titancli.models.blocks.state import named_state
 from titancli.models.config_json import kernels_of_the_hub
 from titancli.models.quantization import Quantization, quantization_of
@@ -129,7 +129,7 @@ def _quantised_logit_pairs(
 
 def _quantisation(folder: Path) -> Quantization | None:
     file = folder / "config.json"
-    return quantization_of(json.loads(file.read_bytes())) if file.is_file() else None
+    return quantization_of(read_json(file)) if file.is_file() else None
 
 
 def _export_logit_pairs(
@@ -340,7 +340,7 @@ def load_in_transformers(
         EnvironmentProblem: it cannot be loaded, or its config.json names a kernel on the Hub, which is code.
     """
     file = folder / "config.json"
-    for key, name in kernels_of_the_hub(json.loads(file.read_bytes()) if file.is_file() else {}):
+    for key, name in kernels_of_the_hub(read_json(file) if file.is_file() else {}):
         raise EnvironmentProblem(
             f"{file}: {key} = {name!r} names a kernel on the Hub, which is code that titan does not run",
             hint="remove the key",

@@ -33,6 +33,7 @@ from titancli.checkpoint.hf.virtual import blocks, everything
 from titancli.checkpoint.load import name_lists
 from titancli.data.tokenizer_files import TEMPLATES, is_tokenizer_file
 from titancli.errors import EnvironmentProblem, TitanError
+from titancli.files import read_json
 from titancli.models.quantization import DEQUANTISE, KEY, quantization_of
 from titancli.protocols import HFForm
 
@@ -355,18 +356,18 @@ class HFReader:
         """Return the contents of config.json; empty if there is none."""
         path = self.folder / CONFIG
         try:
-            found = json.loads(path.read_bytes())
+            found = read_json(path)
         except FileNotFoundError:
             return {}
-        except (OSError, ValueError, RecursionError) as error:
+        except (OSError, ValueError) as error:
             raise EnvironmentProblem(f"{path} cannot be read: {error}") from error
         return found if isinstance(found, dict) else {}
 
     def _indexed(self, path: Path) -> list[str]:
         try:
-            weight_map = json.loads(path.read_bytes())["weight_map"]
+            weight_map = read_json(path)["weight_map"]
             files = sorted(set(weight_map.values()))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise EnvironmentProblem(f"{path} is damaged: it has no weight_map") from error
         for name in files:
             if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][\w.-]*\.safetensors", name):

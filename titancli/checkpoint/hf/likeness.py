@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from titancli.checkpoint.format.manifest import LOCK, is_checkpoint, read_manifest
 from titancli.checkpoint.hf.libraries import type_in
 from titancli.errors import EnvironmentProblem
+from titancli.files import read_json
 from titancli.recipe.peft_folder import base_folder
 from titancli.recipe.toml import inline
 from titancli.recipe.vocabulary import GROW
@@ -139,7 +140,7 @@ def read_config(path: Path) -> dict[str, Any]:
         EnvironmentProblem: it is missing or damaged.
     """
     try:
-        keys = json.loads(path.read_bytes())
+        keys = read_json(path)
         type_in(keys)
     except OSError as error:
         raise EnvironmentProblem(
@@ -147,7 +148,7 @@ def read_config(path: Path) -> dict[str, Any]:
             f"({error.strerror})",
             hint="give a folder with config.json and *.safetensors",
         ) from error
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise EnvironmentProblem(
             f"{path} is damaged, or has no model_type: {type(error).__name__}: {error}",
             hint="download the folder again",
