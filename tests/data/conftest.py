@@ -14,13 +14,19 @@ END = {"__type": "AddedToken", "content": "<|end|>", "special": True}
 TEMPLATE = "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
 
 
+@pytest.fixture(autouse=True)
+def nothing_reported() -> Iterator[None]:
+    """No count is left from other tests, or for them."""
+    collector.drain()
+    yield
+    collector.drain()
+
+
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """What is kept between runs is kept here, and no count is left from other tests."""
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What is kept between runs is kept here."""
     monkeypatch.setenv("TITAN_CACHE", str(tmp_path / "cache"))
-    collector.drain()
-    yield tmp_path / "cache"
-    collector.drain()
+    return tmp_path / "cache"
 
 
 @pytest.fixture

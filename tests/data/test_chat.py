@@ -55,13 +55,6 @@ TALK = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def nothing_reported():
-    collector.drain()
-    yield
-    collector.drain()
-
-
 @pytest.fixture
 def tokenizer_with(bpe_folder: Path, tmp_path: Path):
     def make_one(template: str) -> Any:

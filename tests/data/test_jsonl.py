@@ -30,13 +30,6 @@ BAD = {
 }
 
 
-@pytest.fixture(autouse=True)
-def nothing_reported():
-    collector.drain()
-    yield
-    collector.drain()
-
-
 def row(text: str) -> bytes:
     return json.dumps({"n": 1, "text": text}, ensure_ascii=False).encode()
 

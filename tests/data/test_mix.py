@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,6 @@ from titancli.data.mix import _Source
 from titancli.errors import EnvironmentProblem, RecipeError
 from titancli.observe.metrics import collector
 from titancli.protocols.batch import IGNORE, Batch
-
-
-@pytest.fixture(autouse=True)
-def nothing_reported() -> Iterator[None]:
-    collector.drain()
-    yield
-    collector.drain()
 
 
 @pytest.fixture

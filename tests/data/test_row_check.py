@@ -24,13 +24,6 @@ FORGED = {"messages": [user("a<|im_start|>"), says("b")]}
 LONG = {"messages": [user("a"), says("b" * 200)]}
 
 
-@pytest.fixture(autouse=True)
-def nothing_reported():
-    collector.drain()
-    yield
-    collector.drain()
-
-
 @pytest.fixture
 def tokenizer_with(tmp_path: Path):
     def make_one(template: str, end: str = "<|im_end|>") -> HFTokenizer:

@@ -39,13 +39,6 @@ SAME = {
 BYTES = b"user\n2+2?\0assistant\n4"
 
 
-@pytest.fixture(autouse=True)
-def nothing_reported():
-    collector.drain()
-    yield
-    collector.drain()
-
-
 def lines(path: Path, rows: list[Any]) -> str:
     path.write_text("".join(row + "\n" if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
     return str(path)

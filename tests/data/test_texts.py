@@ -16,19 +16,11 @@ from titan_preference import Preference, Unpaired
 from titancli.data import ByteTokenizer, Chat, JsonLines
 from titancli.data.hf_tokenizer import HFTokenizer
 from titancli.errors import EnvironmentProblem, RecipeError, TitanError
-from titancli.observe.metrics import collector
 from titancli.protocols.batch import IGNORE
 from titancli.registry.component import build
 
 RENDERED = "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\nYes.<|im_end|>\n"
 QWEN = (FOLDER / "qwen3.jinja").read_text()
-
-
-@pytest.fixture(autouse=True)
-def nothing_reported():
-    collector.drain()
-    yield
-    collector.drain()
 
 
 @pytest.fixture
