@@ -16,6 +16,7 @@ from titancli.checkpoint.format.manifest import is_checkpoint
 from titancli.data.tokenizer_files import TEMPLATES, TOKENIZER_FILES, flat_templates, tokenizer_files
 from titancli.data.tokenizer_files import is_tokenizer_file as is_tokenizer_file
 from titancli.errors import EnvironmentProblem
+from titancli.files import read_bytes
 from titancli.models.config_json import HARMLESS
 from titancli.models.quantization import KEY
 
@@ -24,8 +25,6 @@ CONFIG, GENERATION = "config.json", "generation_config.json"
 OWN = {"architectures", "auto_map", "dtype", "model_type", KEY, "torch_dtype", "transformers_version"}
 """Harmless keys of config.json that an export sets itself."""
 WEIGHTS = (".safetensors", ".index.json", ".bin", ".pth", ".pt", ".gguf", ".onnx", ".h5", ".msgpack")
-MOST_BYTES = 1 << 28
-"""Size of a file, many times that of the largest vocabularies."""
 TALK = ("readme", "license", "notice", "use_policy", ".")
 """Prefixes of files that no program reads."""
 
@@ -50,9 +49,7 @@ def kept_of(folder: Path, *, tokenizer: bool = False) -> dict[str, bytes]:
     found = {}
     for name, path in paths.items():
         try:
-            if path.stat().st_size > MOST_BYTES:
-                raise ValueError(f"it is larger than {MOST_BYTES:,} bytes")
-            found[name] = path.read_bytes()
+            found[name] = read_bytes(path)
             if name in (CONFIG, GENERATION) and not isinstance(json.loads(found[name]), dict):
                 raise ValueError("no object")
         except FileNotFoundError:
