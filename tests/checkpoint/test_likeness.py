@@ -89,6 +89,10 @@ def test_a_section_that_one_side_lacks_is_a_difference(folder: Any) -> None:
     assert "rope_scaling is not set in the recipe" in found[0]
     assert "rope_scaling = { factor = 8.0, low_freq_factor = 1.0" in found[1]
     assert complaint(plain, there, ("rope_scaling",)) is None
+    found = complaint(MODEL, folder({**QWEN, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}), ())
+    assert found is not None
+    assert "rope_scaling is not set in the recipe" in found[0]
+    assert "rope_scaling = { factor = 4.0" in found[1]
 
 
 def test_what_follows_from_other_fields_may_be_left_out(folder: Any) -> None:
@@ -117,7 +121,7 @@ def test_settings_of_training_are_no_difference() -> None:
         {"layer_types": ["sliding_attention", "full_attention"]},
         {"hidden_act": "gelu"},
         {"attention_bias": True},
-        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+        {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "attention_factor": 2.0}},
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e7}},
         {"is_causal": False},
@@ -126,7 +130,7 @@ def test_settings_of_training_are_no_difference() -> None:
 )
 def test_a_key_that_changes_the_model_is_refused_by_name(folder: Any, change: dict[str, Any]) -> None:
     [(key, value)] = change.items()
-    names = ["rope_type = 'yarn'", "attention_factor", "rope_theta"] if key.startswith("rope") else [key]
+    names = ["rope_type = 'dynamic'", "attention_factor", "rope_theta"] if key.startswith("rope") else [key]
     with pytest.raises(EnvironmentProblem) as caught:
         complaint(MODEL, folder({**QWEN, key: value}), ())
     assert "which the model qwen3 does not support" in caught.value.message

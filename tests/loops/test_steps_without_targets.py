@@ -70,7 +70,6 @@ def files(run: str, step: int) -> bytes:
 
 
 def generator(name: str, here: Path, **config: int) -> tuple[str, ...]:
-    """A module of another name in each test: a process loads one once."""
     (here / f"{name}.py").write_text(SILENT.replace("{module}", name))
     more = [f"loop.generator.{key}={value}" for key, value in config.items()]
     return ("-p", f"./{name}.py", "loop.generator.type=silent", *more, "loop.eval_freq=0", "loop.prompts=4")

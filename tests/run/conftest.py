@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,11 +60,15 @@ def furnish(folder: Path) -> Path:
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder, furnished."""
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A working folder, furnished. Modules that a test loads from it are forgotten: the next has its own."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("TITAN_RUNS", raising=False)
-    return furnish(tmp_path)
+    before = set(sys.modules)
+    yield furnish(tmp_path)
+    for name in sys.modules.keys() - before:
+        if tmp_path in Path(getattr(sys.modules[name], "__file__", None) or "/").parents:
+            del sys.modules[name]
 
 
 def in_this_process(capfd: pytest.CaptureFixture[str]) -> Callable[..., Finished]:

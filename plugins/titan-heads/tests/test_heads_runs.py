@@ -83,7 +83,9 @@ def test_a_classifier_learns_resumes_bit_for_bit_and_goes_on_from_its_export(
     texts = [list(text) for text in (b"7", b"1234", b"98")]
     with Engine.frozen("whole") as engine:
         ours = outputs(engine, texts)
-        assert torch.equal(ours, outputs(engine, [Sample(one, [0.0] * len(one)) for one in texts], rows=1))
+        # A kernel may sum in another order where the shape is another.
+        one_by_one = outputs(engine, [Sample(one, [0.0] * len(one)) for one in texts], rows=1)
+        torch.testing.assert_close(one_by_one, ours, atol=1e-5, rtol=0)
         engine.export("again-hf")
     assert ours.argmax(1).tolist() == [1, 0, 0]
     with torch.no_grad():
