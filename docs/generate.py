@@ -20,7 +20,6 @@ from titan_migrate.keys import Key
 from titan_torchtitan.fields import FIELDS, Field
 from titan_torchtitan.job import has_key
 from titancli import builtin
-from titancli.cli.grammar import ALIASES
 from titancli.cli.group import ROWS, titan
 from titancli.recipe.schema import Recipe, recipe_slots
 from titancli.registry.component import component_info
@@ -49,8 +48,6 @@ COMMANDS_HEAD = """\
 `-p no:NAME` blocks one, `-v` and `-q` say more and less, `--color` is `auto`, `always` or `never`, and
 `--traceback` shows where an error was raised. Commands of titan's own plugins are on this page, too; where a
 plugin is not installed, its commands say how to install it.
-
-These names work as well: {aliases}.
 """
 EXAMPLE = "<!-- not run: an example of the command's help -->"
 PARTS = {
@@ -207,13 +204,11 @@ def _key(key: Key) -> str:
 
 def commands_page() -> str:
     """docs/commands.md, from the help of each command."""
-    aliases = ", ".join(f"`{old}` (`{new}`)" for old, (new, _) in ALIASES.items())
-    return "\n".join([COMMANDS_HEAD.replace("{aliases}", aliases), *_commands()])
+    return "\n".join([COMMANDS_HEAD, *_commands()])
 
 
 def _commands() -> Iterator[str]:
     section = ""
-    told: dict[click.Command, str] = {}
     for row in ROWS:
         if row.section != section:
             section = row.section
@@ -221,15 +216,10 @@ def _commands() -> Iterator[str]:
         for name in row.modules:
             found = titan.get_command(click.Context(titan), name)
             assert found is not None, f"{name} is in ROWS, and no plugin brings it"
-            yield from _command(f"titan {name}", found, told)
+            yield from _command(f"titan {name}", found)
 
 
-def _command(name: str, command: click.Command, told: dict[click.Command, str]) -> Iterator[str]:
-    """`told` has the commands that are on the page already: some have two names."""
-    if command in told:
-        yield f"### {name}\n\nThe same as `{told[command]}`.\n"
-        return
-    told[command] = name
+def _command(name: str, command: click.Command) -> Iterator[str]:
     arguments = [one for one in command.params if isinstance(one, click.Argument)]
     options = [one for one in command.params if isinstance(one, click.Option) and not one.hidden]
     yield f"### {name}\n"
@@ -245,7 +235,7 @@ def _command(name: str, command: click.Command, told: dict[click.Command, str]) 
         for other in command.list_commands(context):
             found = command.get_command(context, other)
             if found is not None:
-                yield from _command(f"{name} {other}", found, told)
+                yield from _command(f"{name} {other}", found)
 
 
 def _prose(help_text: str) -> str:

@@ -39,8 +39,8 @@ def clean(value: T) -> T:
 
 GROUPS = {
     "runs": "list show compare logs watch note rm",
-    "checkpoint": "list show verify convert",
-    "recipe": "list new check show diff extend schema"
+    "checkpoint": "list show verify",
+    "recipe": "list new show diff extend schema"
     " from-axolotl from-llamafactory from-torchtitan from-torchtune",
     "data": "tokenize show verify",
     "hub": "card push",
@@ -48,9 +48,8 @@ GROUPS = {
     "launch": "slurm status logs cancel",
 }
 COMMANDS = """
-bisect config convert-checkpoint doctor download eval flux-encode generate list-components list-recipes
-lm-eval new-recipe plan plugins profile prove replay report reproduce rollouts schema show sweep
-tokenize train validate"""
+bisect convert-checkpoint doctor download eval flux-encode generate list-components lm-eval plan profile prove
+replay report reproduce rollouts show sweep train validate"""
 """titan's commands, and those of its groups, without which one may be prose: `titan runs on torch 2.11`."""
 
 

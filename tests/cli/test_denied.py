@@ -35,7 +35,7 @@ def closed(tmp_path: Path) -> Path:
 
 
 def test_a_folder_that_may_not_be_written(closed: Path) -> None:
-    code, err = run(closed.parent, "new-recipe", "a b/x.toml", "--from", "llama3_debug")
+    code, err = run(closed.parent, "recipe", "new", "a b/x.toml", "--from", "llama3_debug")
     assert code == 5
     assert err == (
         "error: Permission denied: a b/x.toml\n"
@@ -44,7 +44,7 @@ def test_a_folder_that_may_not_be_written(closed: Path) -> None:
 
 
 def test_a_recipe_that_may_not_be_read(closed: Path) -> None:
-    code, err = run(closed.parent, "config", "a b/recipe.toml")
+    code, err = run(closed.parent, "recipe", "show", "a b/recipe.toml")
     assert code == 3
     assert "cannot read a b/recipe.toml: Permission denied\n" in err
     file = closed / "recipe.toml"
@@ -53,7 +53,7 @@ def test_a_recipe_that_may_not_be_read(closed: Path) -> None:
 
 def test_a_folder_on_the_way_that_may_not_be_entered(closed: Path) -> None:
     closed.chmod(0)
-    _, err = run(closed.parent, "config", "a b/in/recipe.toml")
+    _, err = run(closed.parent, "recipe", "show", "a b/in/recipe.toml")
     assert f" {closed} (d---------) belongs to {ME}" in err
 
 

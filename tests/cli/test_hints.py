@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Titan
-from titancli.cli.group import BUILTIN
+from titancli.cli.group import PLACES
 from titancli.cli.override_hints import COMMANDS
 from titancli.registry import first_party
 from titancli.terminal import own_command
@@ -66,7 +66,7 @@ def test_formats_of_plugins_are_listed(titan: Titan) -> None:
 
 
 def test_commands_of_other_tools_are_not_titans() -> None:
-    assert not COMMANDS.keys() & {*BUILTIN, *first_party.COMMANDS}
+    assert not COMMANDS.keys() & {*PLACES, *first_party.COMMANDS}
 
 
 def test_an_option_of_a_command_without_overrides_is_no_key(titan: Titan) -> None:
@@ -81,7 +81,7 @@ def test_a_key_and_its_value_in_two_words_are_told_as_one(titan: Titan) -> None:
     assert "an override is one word: training.steps=VALUE" in done.err
 
 
-@pytest.mark.parametrize("name", [*sorted(BUILTIN), "runs list", ""])
+@pytest.mark.parametrize("name", [*PLACES, "runs list", ""])
 def test_h_is_help(titan: Titan, name: str) -> None:
     done = titan(*name.split(), "-h")
     assert done.code == 0 and done.out == titan(*name.split(), "--help").out
@@ -135,7 +135,7 @@ def test_show_of_no_key(titan: Titan, key: str, hint: str) -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        ["new-recipe", "x.toml", "--from-hf", REPOSITORY],
+        ["recipe", "new", "x.toml", "--from-hf", REPOSITORY],
         ["generate", REPOSITORY, "a prompt"],
         ["eval", REPOSITORY],
         ["convert-checkpoint", REPOSITORY, "out", "--to", "titan"],

@@ -91,7 +91,7 @@ def test_a_command_that_can_print_json_is_among_these(titan: Titan) -> None:
         "bisect",
         "prove",
     }
-    own = [name for name in names_of(group.titan) if name.split()[0] in group.BUILTIN | COMMANDS.keys()]
+    own = [name for name in names_of(group.titan) if name.split()[0] in group.PLACES.keys() | COMMANDS.keys()]
     offering = [name for name in own if "--json" in titan(*name.split(), "--help").out]
     assert [
         name for name in offering if name not in DOCUMENTS and not {name, name.split()[0]} & elsewhere

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import subprocess
@@ -64,7 +63,7 @@ def test_help_fits_one_screen_and_has_every_command(
     assert "  titan train llama3_debug " in "\n".join(lines[:6])
     shown = {word.strip(",") for line in lines[6:] for word in line[9:34].split("  ")[0].split()}
     added = {name for name in first_party.COMMANDS if " " not in name}
-    assert set(group.PLACES) <= shown and not set(grammar.ALIASES) & shown
+    assert set(group.PLACES) <= shown
     assert added & shown == (added if plugins else set())
     assert "Plugins'" not in "\n".join(lines), "ROWS has the commands of titan's own plugins"
 
@@ -107,23 +106,10 @@ def test_the_help_in_the_table_is_the_commands_own(of: str, name: str) -> None:
     assert place.load().get_short_help_str(200) == place.help
 
 
-@pytest.mark.parametrize("old", grammar.ALIASES)
-def test_another_name_is_the_same_command(titan: Titan, old: str) -> None:
-    new, place = grammar.ALIASES[old]
-    of, name = new.split()
-    if old != "plugins":  # which takes a name, or none
-        assert place is getattr(grammar, of).places[name]
-    before, after = titan(old, "--help"), titan(of, name, "--help")
-    assert (before.code, before.err, after.code) == (0, "", 0)
-    assert before.out.startswith(f"Usage: titan {old} ") and after.out.startswith(f"Usage: titan {new} ")
-
-
-def test_plugins_lists_and_shows_as_before(titan: Titan) -> None:
-    def names(*words: str) -> list[str]:
-        return [one["name"] for one in json.loads(titan(*words, "--json").out)["plugins"]]
-
-    assert names("plugins") == names("plugin", "list")
-    assert names("plugins", "titan") == names("plugin", "show", "titan") == ["titan"]
+def test_each_command_has_one_name() -> None:
+    places = [place for place in group.PLACES.values() if place.module != group.HERE]
+    places += [getattr(grammar, of).places[name] for of, name in GROUPED]
+    assert len({id(place.load()) for place in places}) == len(places)
 
 
 @pytest.mark.parametrize("arguments", [["--version"], ["validate", "--version"], ["--version", "--help"]])

@@ -83,7 +83,7 @@ def test_what_is_printed_can_be_pasted_where_titan_is_not_on_the_path(
     lines = said(capsys, load_recipe("llama3_debug").recipe)
     assert lines[1] == f"continue:  'my env/bin/titan' recipe extend r --steps 10{EXTENDS}"
     assert lines[2].startswith("export:    'my env/bin/titan' convert-checkpoint r/checkpoints/step-5 OUT")
-    done = subprocess.run(["sh", "-c", pasteable("titan list-recipes")], capture_output=True, text=True)
+    done = subprocess.run(["sh", "-c", pasteable("titan recipe list")], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "llama3_debug" in done.stdout
 
@@ -138,7 +138,7 @@ def test_prose_and_other_names_are_left_alone(elsewhere: Path) -> None:
 
 def test_every_command_is_known() -> None:
     context = click.Context(group.titan)
-    names = group.BUILTIN | {name for name in first_party.COMMANDS if " " not in name}
+    names = group.PLACES.keys() | {name for name in first_party.COMMANDS if " " not in name}
     found = {name: group.titan.get_command(context, name) for name in names}
     groups = {
         name: sorted(one.list_commands(context))

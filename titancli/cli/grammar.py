@@ -1,4 +1,4 @@
-"""Groups of commands (`titan recipe new`), and the aliases of some of them.
+"""Groups of commands (`titan recipe new`).
 
 Only names and help stand here: a command is imported when it is used.
 """
@@ -77,11 +77,10 @@ class Lazy(click.Group):
 
 recipe = Lazy(
     "recipe",
-    help="List, write, check, show and compare recipes.",
+    help="List, write, show and compare recipes; `titan validate` checks them.",
     places={
         "list": Place("List the bundled recipes and those of plugins.", "recipes"),
         "new": Place("Create a recipe file to start from.", "new_recipe"),
-        "check": Place("Check recipes without running them.", "validate"),
         "show": Place("Print a recipe with all defaults filled in.", "config"),
         "diff": Place("Print what differs between two recipes or runs.", "config", "diff"),
         "extend": Place("Show ways to continue a run beyond its end.", "extend"),
@@ -109,27 +108,17 @@ plugin = Lazy(
 )
 checkpoint = Lazy(
     "checkpoint",
-    help="""List, show, verify and convert checkpoints, on disk or by URL (`s3://…`).
+    help="""List, show and verify checkpoints, on disk or by URL (`s3://…`).
 
-    All but `convert` neither import torch nor change any file.
+    These neither import torch nor change any file. `titan convert-checkpoint` converts one.
     """,
     places={
         "list": Place("List the checkpoints of a run.", "checkpoint", "list_"),
         "show": Place("Show the contents of a checkpoint.", "checkpoint", "show"),
         "verify": Place("Verify every checksum of checkpoints.", "checkpoint", "verify"),
-        "convert": Place("Write a Hugging Face folder, or read one.", "convert"),
     },
 )
 
 GROUPED = frozenset(
     f"{group.name} {name}" for group in (recipe, data, plugin, checkpoint) for name in group.places
 )
-ALIASES = {
-    "config": ("recipe show", recipe.places["show"]),
-    "list-recipes": ("recipe list", recipe.places["list"]),
-    "new-recipe": ("recipe new", recipe.places["new"]),
-    "schema": ("recipe schema", recipe.places["schema"]),
-    "tokenize": ("data tokenize", data.places["tokenize"]),
-    "plugins": ("plugin list", Place("List the plugins and their status, or show one.", "plugins")),
-}
-"""Names that work and are not listed, with their current form. `plugins NAME` is `plugin show NAME`."""

@@ -9,7 +9,7 @@ import click
 
 from titancli import registry
 from titancli.cli.common import split_common
-from titancli.cli.grammar import ALIASES, GROUPED, Lazy, Place
+from titancli.cli.grammar import GROUPED, Lazy, Place
 from titancli.cli.offered import offered, offers, own_commands, short_help
 from titancli.cli.output import note
 from titancli.errors import UsageError
@@ -43,11 +43,11 @@ ROWS = [
     Row("Train", {"sweep": None, "launch": None}, "Train all combinations; as jobs of a cluster"),
     Row("Look", {"runs": "runs", "report": None}, "List, watch, compare, remove runs; as a page"),
     Row("Look", {"profile": "profile", "rollouts": None}, "Trace steps; samples and rewards"),
-    Row("Look", {"checkpoint": HERE, "hub": None}, "Verify, convert checkpoints; push models"),
+    Row("Look", {"checkpoint": HERE, "hub": None}, "List, show, verify checkpoints; push models"),
     Row("Look", {"convert-checkpoint": "convert"}, "Write a Hugging Face folder, or read one"),
     Row("Prove", {"prove": None, "reproduce": None}, "Prove that layouts agree; that a run repeats"),
     Row("Prove", {"replay": None, "bisect": None}, "A step in detail; where two runs diverge"),
-    Row("Recipes", {"recipe": HERE, "validate": "validate"}, "List, new, check, show, diff, schema; check"),
+    Row("Recipes", {"recipe": HERE, "validate": "validate"}, "List, new, show, diff, extend, schema; check"),
     Row("Recipes", {"data": HERE, "download": "download"}, "Token shards; a recipe's tokenizer, weights"),
     Row("Recipes", {"flux-encode": None}, "Encode images and texts to shards of latents"),
     Row("Plugins", {"plugin": HERE, "doctor": "doctor"}, "List, show, new; check the installation"),
@@ -63,8 +63,7 @@ PLACES = {
     for name, module in row.modules.items()
     if module is not None
 }
-BUILTIN = frozenset(PLACES) | frozenset(ALIASES)
-RESERVED = BUILTIN | GROUPED
+RESERVED = frozenset(PLACES) | GROUPED
 """Names that no plugin can take."""
 FROM_PLUGINS = "Plugins'"
 BEGIN = (
@@ -94,9 +93,7 @@ class Titan(Lazy):
         return [*self.places, *sorted(name for name in offers(RESERVED) if " " not in name)]
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        if name in BUILTIN:
-            return (ALIASES[name][1] if name in ALIASES else self.places[name]).load()
-        return offered(name, RESERVED)
+        return self.places[name].load() if name in self.places else offered(name, RESERVED)
 
     def unknown(self, ctx: click.Context, name: str, more: str = "", *, rest: Sequence[str] = ()) -> NoReturn:
         from titancli.cli.override_hints import command_hint

@@ -43,14 +43,6 @@ def show(name: str, as_json: bool) -> None:
     _report(name, as_json)
 
 
-@click.command("plugins", short_help="List the plugins and their status, or show one.")
-@click.argument("name", required=False, type=PluginName())
-@JSON
-def command(name: str | None, as_json: bool) -> None:
-    """List the plugins and their status, or show one: `titan plugin list`, `titan plugin show NAME`."""
-    _report(name, as_json)
-
-
 def _report(name: str | None, as_json: bool) -> None:
     registry = current()
     try_apart(registry)

@@ -56,7 +56,7 @@ def test_a_run_becomes_a_file_and_twice_the_same_bytes(run: Path, titan: Any) ->
 def test_the_group_of_checkpoints_has_it_and_the_options_of_other_formats_are_unknown(
     run: Path, titan: Any
 ) -> None:
-    assert titan("checkpoint", "convert", "--to=gguf", run, "m.gguf", "--type", "f32").code == 0
+    assert titan("convert-checkpoint", "--to=gguf", run, "m.gguf", "--type", "f32").code == 0
     assert titan("convert-checkpoint", run, "n.gguf", "--to", "gguf", "--quantise", "fp8").code == 2
     assert titan("convert-checkpoint", run, "n.gguf", "--to", "ggfu").code == 2
     assert "q4_k_m" in titan("convert-checkpoint", "--to", "gguf", "--help").out
