@@ -104,7 +104,7 @@ def test_a_model_with_a_type_is_not_touched(here: Path) -> None:
             "final_logit_softcapping = 30.0, which",
         ),
         ({"model_type": "mamba"}, "none of titan's own models reads model_type 'mamba'"),
-        ({"hidden_size": "wide"}, "dim"),
+        ({"hidden_size": "wide"}, "hidden_size is 'wide'"),
     ],
 )
 def test_a_folder_that_says_too_little_or_too_much_is_refused_at_its_line(

@@ -7,6 +7,7 @@ the model computes, or have the value of a model without the feature; any other 
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -125,6 +126,8 @@ class _Fields(Ours):
 
 
 _UNSET: Any = object()
+LAYERS = 1 << 14
+"""Most layers of a model that a config.json describes: lists with an entry for each are made."""
 
 
 @dataclass(frozen=True)
@@ -291,6 +294,16 @@ class Table:
                 reduce(lambda table, key: table.setdefault(key, {}), sections, found)[last] = value
         return found
 
+    def theirs(self, ours: str) -> str | None:
+        """Return config.json's name of a field of `[model]`, dotted within a section; None: it has none."""
+        ropes = [row for row in self.rows if isinstance(row, RopeKeys)]
+        keys = [row for row in self.rows if isinstance(row, Key)]
+        keys += [
+            key for row in ropes for key in (*row.keys, *row.beside, *((row.local,) if row.local else ()))
+        ]
+        named = {key.ours: key.theirs for key in keys}
+        return named.get(ours) or ("rope_theta" if ropes and ours == "rope_theta" else None)
+
     def write(self, model_type: str, config: Any) -> dict[str, Any]:
         """Return the config.json for a model's config with all fields explicit.
 
@@ -346,8 +359,19 @@ def decoder(
     usual = {"max_seq_len": max_seq_len, "norm_eps": norm_eps, "tied": False, **usual}
     key, value = activation
     names = {**_DECODER, "norm_eps": eps}
-    rows = [Key(ours, theirs, usual.get(ours, _UNSET)) for ours, theirs in names.items()]
+    reads = {"n_layers": _layers}
+    rows = [
+        Key(ours, theirs, usual.get(ours, _UNSET), read=reads.get(ours)) for ours, theirs in names.items()
+    ]
     return (*rows, Key(None, key, only=value))
+
+
+def _layers(there: ConfigJSON, ours: Ours) -> int:
+    """Return the number of layers, from 1 to `LAYERS`."""
+    found = there[_DECODER["n_layers"]]
+    if type(found) is not int or not 1 <= found <= LAYERS:
+        raise ValueError(f"num_hidden_layers is {reprlib.repr(found)}, not a number from 1 to {LAYERS:,}")
+    return found
 
 
 def alike(**usual: Any) -> tuple[Key, ...]:

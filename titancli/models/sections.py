@@ -75,9 +75,18 @@ class Sizes:
             EnvironmentProblem: the model does not support some of its keys; names all of them.
             KeyError: a key is missing.
         """
-        text, tables = cls.text_config(config_json), cls.hf_tables
-        table = tables.get(text.get("model_type", ""), next(iter(tables.values())))
-        return table.read(component_info(cls).name, text)
+        text = cls.text_config(config_json)
+        return cls._table(text).read(component_info(cls).name, text)
+
+    @classmethod
+    def key_in(cls, config_json: Mapping[str, Any], field: str) -> str | None:
+        """Return the key of a `config.json` that a field of `[model]` is read from; None: it is not known."""
+        return cls._table(cls.text_config(config_json)).theirs(field)
+
+    @classmethod
+    def _table(cls, text: Mapping[str, Any]) -> Table:
+        tables = cls.hf_tables
+        return tables.get(text.get("model_type", ""), next(iter(tables.values())))
 
     @classmethod
     def text_config(cls, config_json: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -14,7 +14,7 @@ from titancli.errors import EnvironmentProblem, PluginError, RecipeError, TitanE
 from titancli.recipe.assets import assets_of
 from titancli.recipe.bind import bind_recipe
 from titancli.recipe.check import check_recipe
-from titancli.recipe.config_json import config_json, model_fields
+from titancli.recipe.config_json import bind_model, config_json, fields_in
 from titancli.recipe.find import LOCK_HEADER, beside, find_recipe, url_of
 from titancli.recipe.foreign import refuse_foreign
 from titancli.recipe.merge import merge, read_overrides, read_recipe, read_unset, without
@@ -378,7 +378,10 @@ def model_of_weights(
     try:
         table = _locked_model(lock, folder)
         if table is None:
-            found = grown(_model_table(folder, registry), root)
+            found = _model_table(folder, registry)
+            if model is None:
+                _bound(folder, found, registry)
+            found = grown(found, root)
             origin = Origin("flavor", at.source, at.key, at.value, str(Path(folder) / CONFIG))
             table = from_python(found, origin)
     except TitanError as error:
@@ -403,12 +406,19 @@ def model_in(folder: Path) -> Any:
         PluginError: no installed plugin has the checkpoint's model.
     """
     from titancli.registry import current
-    from titancli.registry.binding import bind
 
-    lock = read_tree(folder / OWN[0]).child("model") if (folder / OWN[0]).is_file() else None
-    table = _model_table(str(folder), current()) if lock is None else lock.plain()
+    if not (folder / OWN[0]).is_file() or (lock := read_tree(folder / OWN[0]).child("model")) is None:
+        return _bound(str(folder), _model_table(str(folder), current()), current())
+    table = lock.plain()
     fields = {key: value for key, value in table.items() if key not in ("type", "flavor")}
-    return bind(current().find("model", table["type"]), fields, current())
+    return bind_model(current().find("model", table["type"]), fields, folder / OWN[0])
+
+
+def _bound(weights: str, table: dict[str, Any], registry: Registry) -> Any:
+    """Return the config of the model that `_model_table` has read, so that an error names config.json."""
+    path = base_folder(Path(weights)) / CONFIG
+    fields = {key: value for key, value in table.items() if key != "type"}
+    return bind_model(registry.find("model", table["type"]), fields, path, config_json(path), registry)
 
 
 def _locked_model(lock: Node | None, weights: str) -> Node | None:
@@ -464,7 +474,4 @@ def _model_table(weights: str, registry: Registry) -> dict[str, Any]:
             + ("" if readers else f' and config = "{path.parent}", if transformers has that model'),
         )
     [(name, reader)] = readers.items()
-    try:
-        return {"type": name, **model_fields(reader, keys)}
-    except ValueError as error:
-        raise EnvironmentProblem(f"{name} cannot read {path}: {error}", hint="download it again") from error
+    return {"type": name, **fields_in(path, reader, keys, name)}

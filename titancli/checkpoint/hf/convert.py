@@ -24,7 +24,7 @@ from titancli.checkpoint.hf.compare import refuse_incomparable, verdict
 from titancli.checkpoint.hf.folder import HFReader, cast_of, export_hf, read_hf
 from titancli.checkpoint.hf.kept import kept_of, not_kept, of_another_tokenizer
 from titancli.checkpoint.hf.libraries import library_of
-from titancli.checkpoint.hf.likeness import bind
+from titancli.checkpoint.hf.likeness import CONFIG
 from titancli.checkpoint.hf.quantise import Method, quantisation
 from titancli.checkpoint.hf.which import (
     Say,
@@ -38,6 +38,7 @@ from titancli.checkpoint.hf.which import (
 from titancli.checkpoint.reader import CheckpointReader
 from titancli.checkpoint.save import Draft
 from titancli.errors import EnvironmentProblem, TitanError
+from titancli.recipe.config_json import bind_model
 from titancli.recipe.toml import inline
 from titancli.registry.component import build
 
@@ -167,7 +168,7 @@ def _complete(
     form = hf_form(model)
     reader = read_hf(src, form)
     if further := form.whole(reader.names()):
-        fuller = bind(type(model), config | further, str(src))
+        fuller = bind_model(type(model), config | further, src / CONFIG)
         found = read_hf(src, hf_form(fuller))
         try:
             found.check(parameter_shapes(fuller))

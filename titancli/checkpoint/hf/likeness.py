@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import reprlib
 import sys
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from titancli.checkpoint.format.manifest import LOCK, is_checkpoint, read_manife
 from titancli.checkpoint.hf.libraries import type_in
 from titancli.errors import EnvironmentProblem
 from titancli.files import read_json
+from titancli.recipe.config_json import LARGEST, bind_model, fields_in
 from titancli.recipe.peft_folder import base_folder
 from titancli.recipe.toml import inline
 from titancli.recipe.vocabulary import GROW
@@ -140,8 +142,11 @@ def read_config(path: Path) -> dict[str, Any]:
         EnvironmentProblem: it is missing or damaged.
     """
     try:
-        keys = read_json(path)
-        type_in(keys)
+        keys = read_json(path, LARGEST)
+        if not isinstance(keys, dict):
+            raise ValueError("it is not an object")
+        if not isinstance(named := type_in(keys), str):
+            raise ValueError(f"{reprlib.repr(named)} is not a text")
     except OSError as error:
         raise EnvironmentProblem(
             f"{path.parent} is not a Hugging Face model folder: {path.name} cannot be read "
@@ -154,25 +159,6 @@ def read_config(path: Path) -> dict[str, Any]:
             hint="download the folder again",
         ) from error
     return keys
-
-
-def bind(cls: type, keys: dict[str, Any], where: str) -> Any:
-    """Return a component's config from plain values, bound as strictly as a recipe.
-
-    Raises:
-        EnvironmentProblem: the values do not fit; `where` is their source in the message.
-    """
-    from pydantic import ValidationError
-
-    from titancli.registry.binding import adapter
-
-    try:
-        return adapter(cls).validate_json(json.dumps(keys))
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        name = component_info(cls).name
-        raise EnvironmentProblem(f"{where} does not fit the model {name}: {place}: {first['msg']}") from error
 
 
 def _model_in(folder: Path, like: Any) -> Any:
@@ -191,11 +177,7 @@ def _in_hf(path: Path, like: Any) -> Any:
     types = model_types(reader)
     if types and type_in(keys) not in types:
         return _Other(type_in(keys), " or ".join(map(repr, types)))
-    try:
-        found = reader.from_config_json(keys)
-    except (KeyError, TypeError, ValueError) as error:
-        raise EnvironmentProblem(f"{path} lacks {error}, which {component_info(like).name} needs") from error
-    return bind(type(like), found, str(path))
+    return bind_model(type(like), fields_in(path, reader, keys, component_info(like).name), path, keys)
 
 
 def reader_of(model: Any) -> Any:
@@ -232,7 +214,7 @@ def _in_checkpoint(folder: Path, like: Any) -> Any:
     if table["type"].rpartition("/")[2] != own:
         return _Other(table["type"], repr(own))
     keys = {key: value for key, value in table.items() if key not in ("type", "flavor")}
-    return bind(type(like), keys, str(folder))
+    return bind_model(type(like), keys, folder)
 
 
 def left_out(model: Any, checkpoint: Path) -> tuple[str, ...]:

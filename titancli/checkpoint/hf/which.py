@@ -11,11 +11,12 @@ import torch
 from titancli.checkpoint.format.manifest import LOCK, Manifest, is_checkpoint, newest_good, read_manifest
 from titancli.checkpoint.format.tensors import Tensors
 from titancli.checkpoint.hf.libraries import type_in
-from titancli.checkpoint.hf.likeness import CONFIG, bind, model_types, read_config, reader_of
+from titancli.checkpoint.hf.likeness import CONFIG, model_types, read_config, reader_of
 from titancli.checkpoint.load import name_lists
 from titancli.errors import EnvironmentProblem, PluginError, TitanError, UsageError
 from titancli.models.blocks.state import named_state
 from titancli.protocols import HFForm
+from titancli.recipe.config_json import bind_model, fields_in
 from titancli.registry.component import build, build_hf, component_info
 from titancli.registry.kinds import BUILTIN
 
@@ -50,7 +51,8 @@ def recipe_of(folder: Path) -> tuple[Any, Any, Any]:
     from titancli.registry import current
 
     cls = current().find("model", keys["type"])
-    return bind(cls, {key: value for key, value in keys.items() if key != "type"}, str(folder)), None, None
+    fields = {key: value for key, value in keys.items() if key != "type"}
+    return bind_model(cls, fields, folder), None, None
 
 
 def adds_bos(folder: Path, tokenizer: Any) -> bool:
@@ -88,11 +90,8 @@ def model_of(src: Path, component: str | None) -> tuple[str, dict[str, Any], Any
     info = component_info(cls)
     if info.hf is None:
         raise UsageError(f"the model {registry.full_name(cls)} has no Hugging Face form")
-    try:
-        config = reader_of(cls).from_config_json(keys)
-    except (KeyError, TypeError, ValueError) as error:
-        raise EnvironmentProblem(f"{path} lacks {error}, which {registry.full_name(cls)} needs") from error
-    return registry.full_name(cls), config, bind(cls, config, str(path))
+    config = fields_in(path, reader_of(cls), keys, registry.full_name(cls))
+    return registry.full_name(cls), config, bind_model(cls, config, path, keys)
 
 
 def _by_type(components: Iterable[tuple[str, type]], model_type: str) -> type:
