@@ -1,8 +1,8 @@
 """Readers of files that a stranger may have written, and for each a small file that expands, one that is
 nested, and one without an end.
 
-`python -m tests.security.readers NAME FOLDER` makes the files of a row and reads each of them, within
-`SECONDS` of CPU time and `MEBIBYTES` of memory.
+`python -m tests.security.readers FILE NAME FOLDER` makes the files of a row in FILE's `READERS` and reads
+each of them, within `SECONDS` of CPU time and `MEBIBYTES` of memory. A plugin's rows are in its own tests.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ import importlib
 import json
 import os
 import resource
+import runpy
 import signal
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,8 @@ from typing import Any
 SECONDS, MEBIBYTES = 10, 256
 """What reading a file may take. A reader that waits for a FIFO is ended by an alarm."""
 DEEP = 100_000
+ROOT = Path(__file__).parents[2]
+HARMS = ("expands", "nested", "endless")
 Make = Callable[[Path], None]
 
 
@@ -167,18 +171,6 @@ def model(path: Path) -> Any:
     return _model_table(str(path.parent), current())
 
 
-def config(path: Path) -> Any:
-    from titan_migrate.document import read
-
-    return read(path)
-
-
-def task(path: Path) -> Any:
-    from titan_eval.trust import code_of
-
-    return list(code_of([str(path)], []))
-
-
 def adapters(path: Path) -> Any:
     from titancli.recipe.peft_folder import config_of
 
@@ -203,10 +195,6 @@ DATA = "titancli.data.jsonl titancli.data.parquet"
 ROWS = "text, rows and prompts"
 READERS = {
     "recipe": Reader("recipes", recipe, "x.toml", lattice, text(f"a = {BRACKETS}"), fifo),
-    "yaml": Reader(
-        "recipes", config, "x.yaml", merges, text(f"a: {BRACKETS}"), fifo, "titan_migrate.document"
-    ),
-    "task": Reader("task files of lm-eval", task, "x.yaml", merges, text("- " * DEEP), sparse, "yaml"),
     "rows": Reader(ROWS, rows, "x.jsonl", zeros, text(f'{{"text": {BRACKETS}\n'), fifo, DATA),
     "list": Reader(
         ROWS,
@@ -295,6 +283,9 @@ ELSEWHERE = {
     "the rendezvous in a shared folder": SMALL,
     "metadata of checkpoints": "tests/security/test_run_folders.py"
     "::test_metadata_of_a_few_bytes_take_little_memory",
+    "task files of lm-eval": "plugins/titan-eval/tests/test_eval_readers.py::test_small_files_cost_little",
+    "images and what is made of them": "plugins/titan-flux/tests/test_flux_readers.py"
+    "::test_small_files_cost_little",
     "stored distributions of a teacher": "plugins/titan-distil/tests/test_distil_store.py"
     "::test_a_store_of_somebody_else_opens_nothing_outside_and_waits_for_nothing",
 }
@@ -310,7 +301,6 @@ OWN = {
     "the Hub": "the library huggingface_hub and datasets read it",
     "token shards": "are mapped, at sizes that the index gives and that are compared with the files'",
     "caches of this user": "nobody else writes there",
-    "images and what is made of them": "PIL refuses images that expand",
     "installed plugins, whose code is trusted": "is code",
     "programs that titan starts, and what they answer": "no files",
     "the machine itself: /proc, /sys, files that commands write for who calls them": "the kernel's",
@@ -318,16 +308,38 @@ OWN = {
 """Doors without a file of a stranger that titan itself parses, each with why."""
 
 
-def main(name: str, folder: Path) -> int:
+def require_bounds(file: str, name: str, folder: Path, whole: Collection[str] = ()) -> None:
+    """Read the files of a row in a child, which ends by a signal after 10 CPU-seconds for a file, or if it
+    waits.
+
+    Args:
+        file: the module with the row.
+        whole: harms whose files are read to their end, or whose faults the reader returns; every other one is
+            refused.
+    """
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.security.readers", file, name, str(folder)],
+        cwd=ROOT,
+        env=os.environ | {"TITAN_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert {harm: grown for harm, (_, grown) in found.items() if grown > MEBIBYTES} == {}
+    assert {harm for harm, (error, _) in found.items() if error} == set(HARMS) - set(whole), found
+
+
+def main(file: str, name: str, folder: Path) -> int:
     """Print the outcome of each file of a row as JSON: its error, and the mebibytes that reading it added."""
     from titancli.errors import TitanError
 
     signal.alarm(20 * SECONDS)  # on a FIFO it would wait for ever
-    row = READERS[name]
+    row = runpy.run_path(file)["READERS"][name]
     for module in row.warm.split():
         importlib.import_module(module)
     made = {}
-    for harm in ("expands", "nested", "endless"):
+    for harm in HARMS:
         made[harm] = folder / harm / row.file
         made[harm].parent.mkdir()
         if (child := os.fork()) == 0:  # what making a file needs is not what reading it needs
@@ -351,4 +363,4 @@ def main(name: str, folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], Path(sys.argv[2])))
+    sys.exit(main(sys.argv[1], sys.argv[2], Path(sys.argv[3])))

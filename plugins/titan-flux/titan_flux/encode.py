@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,10 +14,17 @@ from torch import Tensor
 from titan_flux.shards import write_shard
 from titancli import TitanError
 from titancli.errors import EnvironmentProblem, UsageError
+from titancli.files import parse_json, read_bytes, regular
 
 SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff"}
 METADATA = "metadata.jsonl"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF")
+"""Pillow would start Ghostscript for a file that begins like one of PostScript, whatever its name."""
+SMALL, FOLD = 1 << 26, 250
+"""The pixels of an image take at most `SMALL` bytes, or `FOLD` times its file's size if that is more."""
+TEXT, ROWS = 1 << 20, 1 << 28
+"""Bytes of a text file of an image, and of metadata.jsonl."""
 PARTS = ("vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
 """Subfolders of a FLUX.1 folder that are needed; its transformer is not."""
 
@@ -118,18 +124,33 @@ def pairs_of(folder: Path) -> list[Pair]:
             raise EnvironmentProblem(
                 f"{image} has no text", hint=f"write {beside.name} beside it, or a row of {METADATA}"
             )
-        pairs.append(Pair(image, beside.read_text(encoding="utf-8").strip() if text is None else text))
+        pairs.append(Pair(image, _text(beside, TEXT).strip() if text is None else text))
     return pairs
+
+
+def _text(path: Path, limit: int) -> str:
+    """Return the text of a file.
+
+    Raises:
+        EnvironmentProblem: it cannot be read, is larger than `limit` bytes, or is not UTF-8.
+    """
+    try:
+        return read_bytes(path, limit).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror or error if isinstance(error, OSError) else error
+        raise EnvironmentProblem(
+            f"{path} cannot be read: {reason}", hint="write it again, as UTF-8"
+        ) from error
 
 
 def _metadata(path: Path) -> Iterator[tuple[str, str]]:
     if not path.is_file():
         return
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+    for number, line in enumerate(_text(path, ROWS).split("\n"), 1):
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = parse_json(line)
             yield str(row["file_name"]), str(row["text"])
         except (ValueError, KeyError, TypeError) as error:
             hint = '{"file_name": "a.jpg", "text": "..."}'
@@ -145,13 +166,31 @@ def open_image(path: Path, size: int) -> Tensor:
     from PIL import Image, ImageOps
 
     try:
-        with Image.open(path) as opened:
+        with open(path, "rb", opener=regular) as file, Image.open(file, formats=FORMATS) as opened:
+            _require_small(opened, os.fstat(file.fileno()).st_size)
             upright = ImageOps.exif_transpose(opened).convert("RGB")
             square = ImageOps.fit(upright, (size, size), Image.Resampling.LANCZOS)
-    except (OSError, ValueError, SyntaxError) as error:  # PIL's errors for damaged files
-        raise EnvironmentProblem(f"{path} cannot be read: {error}", hint="repair it, or remove it") from error
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # PIL's, if damaged
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
+        raise EnvironmentProblem(
+            f"{path} cannot be read: {reason}", hint="repair it, or remove it"
+        ) from error
     flat = torch.frombuffer(bytearray(square.tobytes()), dtype=torch.uint8)
     return flat.view(size, size, 3).permute(2, 0, 1).float() / 127.5 - 1
+
+
+def _require_small(image: Any, size: int) -> None:
+    """Check the memory that an image takes before it is decoded.
+
+    Raises:
+        ValueError: its pixels take more than its file's size allows.
+    """
+    needed = image.width * image.height * len(image.getbands())
+    if needed > (limit := max(SMALL, FOLD * size)):
+        raise ValueError(
+            f"its {image.width:,} x {image.height:,} pixels take {needed:,} bytes, and a file of {size:,} "
+            f"bytes may have {limit:,}; if that is right, make it smaller first"
+        )
 
 
 # --------------------------------------------------------------------------------------------- the encoders

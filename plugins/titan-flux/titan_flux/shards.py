@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -23,6 +24,8 @@ RANKS = (4, 3, 2)
 """Number of dimensions of each tensor, samples first."""
 DTYPES = ("F32", "BF16", "F16")
 OPEN_FILES = 64
+SAMPLE = 1 << 26
+"""Most numbers in a sample: one of 1024 x 1024 pixels with 512 tokens has about 2.4 million."""
 
 
 class Encoded(NamedTuple):
@@ -161,7 +164,7 @@ def _shape_of(path: str) -> tuple[int, Encoded]:
         slices = {name: file.get_slice(name) for name in NAMES if name in there}
         shapes = {name: tuple(part.get_shape()) for name, part in slices.items()}
         dtypes = {name: part.get_dtype() for name, part in slices.items()}
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, RuntimeError) as error:  # the last: it cannot be mapped
         _damaged(path, str(error), error)
     if missing := [name for name in NAMES if name not in there]:
         _damaged(path, f"it has no tensor {' and no '.join(missing)}")
@@ -171,6 +174,8 @@ def _shape_of(path: str) -> tuple[int, Encoded]:
             _damaged(path, f"{name} is {list(shapes[name])}, not {wanted[name]}")
         if dtypes[name] not in DTYPES:
             _damaged(path, f"{name} is {dtypes[name]}, not one of {', '.join(DTYPES)}")
+    if (numbers := sum(math.prod(shape[1:]) for shape in shapes.values())) > SAMPLE:
+        _damaged(path, f"a sample has {numbers:,} numbers, more than {SAMPLE:,}")
     rows = {shape[0] for shape in shapes.values()}
     if len(rows) > 1:
         counts = ", ".join(f"{name} {shape[0]}" for name, shape in shapes.items())
