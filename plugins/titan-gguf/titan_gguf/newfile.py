@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from titancli.checkpoint.format.disk import need, refusal, sync_folder
-from titancli.errors import EnvironmentProblem
+from titancli.errors import EnvironmentProblem, UsageError
 
 
 def refuse_file(out: Path) -> None:
@@ -19,7 +19,12 @@ def refuse_file(out: Path) -> None:
 
     Raises:
         EnvironmentProblem: something is there already.
+        UsageError: its name, which the file repeats as the model's, is not UTF-8.
     """
+    try:
+        out.name.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{out.name!a} is not valid UTF-8", hint="give another name") from error
     if os.path.lexists(out):
         raise EnvironmentProblem(
             f"{out} exists; existing data is never overwritten", hint="give another name, or remove it"

@@ -8,11 +8,12 @@ name would give other tokens without a word.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from gguf import GGUFWriter, TokenType
+from gguf import GGUFWriter, Keys, TokenType
 from tokenizers import Tokenizer
 
 from titancli.errors import EnvironmentProblem, UsageError
@@ -86,8 +87,21 @@ class Vocabulary:
             getattr(writer, f"add_{role}_token_id")(id_)
         for role, added in self.adds.items():
             getattr(writer, f"add_add_{role}_token")(added)
-        if self.templates is not None:
+        if isinstance(self.templates, str):
             writer.add_chat_template(self.templates)
+        elif self.templates is not None:
+            self._write_templates(writer, {one["name"]: one["template"] for one in self.templates})
+
+    @staticmethod
+    def _write_templates(writer: GGUFWriter, templates: dict[str, str]) -> None:
+        """Write named templates; gguf's own function lists them in another order each time."""
+        others = [name for name in templates if name != "default"]
+        for name in others:
+            writer.add_string(Keys.Tokenizer.CHAT_TEMPLATE_N.format(name=name), templates[name])
+        if others:
+            writer.add_array(Keys.Tokenizer.CHAT_TEMPLATES, others)
+        if "default" in templates:
+            writer.add_chat_template(templates["default"])
 
 
 def vocabulary(
@@ -140,7 +154,7 @@ def vocabulary(
         made.ids["bos"] = bos
     if others := [one for one in ends if one != made.ids.get("eos") and 0 <= one < rows]:
         made.ids["eot"] = others[0]  # what ends an answer, beside what ends a text
-    made.templates = _templates(files)
+    made.templates = _templates(files, say)
     return made
 
 
@@ -316,11 +330,60 @@ def _roles(made: Vocabulary, files: Mapping[str, bytes], tokenizer: Tokenizer) -
     }
 
 
-def _templates(files: Mapping[str, bytes]) -> str | list[dict[str, str]] | None:
-    """Return the chat template, or several with their names."""
+def _templates(files: Mapping[str, bytes], say: Callable[[str], None]) -> str | list[dict[str, str]] | None:
+    """Return the chat template, or several with the names that they have in a GGUF file."""
     if "chat_template.jinja" in files:
-        return files["chat_template.jinja"].decode()
+        try:
+            return files["chat_template.jinja"].decode()
+        except UnicodeDecodeError as error:
+            raise EnvironmentProblem(
+                f"chat_template.jinja is damaged: {error}", hint="download it again"
+            ) from error
     for name in ("chat_template.json", "tokenizer_config.json"):
         if found := _json(files, name).get("chat_template"):
-            return found if isinstance(found, str) else list(found)
+            return _text(found, name) if isinstance(found, str) else _named(found, name, say)
     return None
+
+
+def _named(found: Any, file: str, say: Callable[[str], None]) -> list[dict[str, str]]:
+    """Return templates with their names, in which GGUF allows letters, digits and `_` (its key of each is
+    `tokenizer.chat_template.NAME`).
+
+    Raises:
+        EnvironmentProblem: they are not a list of names and texts, or two have the same name in the file.
+    """
+    made: dict[str, str] = {}
+    for one in found if isinstance(found, list) else [None]:
+        name, text = (one.get("name"), one.get("template")) if isinstance(one, dict) else (None, None)
+        if not (isinstance(name, str) and isinstance(text, str) and name and text):
+            raise EnvironmentProblem(
+                f"{file}: chat_template is neither a text nor a list of tables with name and template",
+                hint="correct it, or download the file again",
+            )
+        known = re.sub(r"[^A-Za-z0-9_]", "_", name)
+        if known in made:
+            raise EnvironmentProblem(
+                f"{file}: two chat templates would have the name {known!r} in the GGUF file",
+                hint="rename one of them: letters, digits and _ stay as they are",
+            )
+        if known != name:
+            say(f"the chat template {name!r} is named {known!r} in the GGUF file")
+        made[known] = _text(text, file)
+    return [{"name": name, "template": text} for name, text in made.items()]
+
+
+def _text(text: str, file: str) -> str:
+    """Return a text that UTF-8 can hold.
+
+    Raises:
+        EnvironmentProblem: it has half of a surrogate pair, which JSON can write.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        near = text[max(0, error.start - 20) : error.end + 20]
+        raise EnvironmentProblem(
+            f"{file}: the chat template is not valid text at {near!a}: half of a surrogate pair",
+            hint="correct it, or download the file again",
+        ) from error
+    return text
