@@ -9,9 +9,11 @@ import os
 import stat
 from pathlib import Path
 from shlex import quote
-from typing import Any
+from typing import Any, TypeVar
 
-from titancli.errors import causes
+from titancli.errors import EnvironmentProblem, causes
+
+T = TypeVar("T")
 
 LARGEST = 1 << 28
 """Bytes of a file that is read at once."""
@@ -72,6 +74,38 @@ def out_of_inodes(error: OSError, folder: Path | str) -> str | None:
     if disk.f_favail or not disk.f_files:  # some file systems have no fixed number
         return None
     return f"all {disk.f_files:,} inodes of that disk are in use, so it takes no further file"
+
+
+def json_text(value: Any, indent: int | None = None) -> str:
+    """Return plain data as JSON that a UTF-8 file can hold: readable, and with escapes for the surrogates of
+    a path or argument that is not UTF-8."""
+    return utf8(json.dumps(value, indent=indent, ensure_ascii=False))  # JSON has the same escape
+
+
+def utf8(value: T) -> T:
+    """Return plain data whose texts UTF-8 can hold: a surrogate, as in a path that is not UTF-8, becomes the
+    escape that Python shows, such as `\\udcff`."""
+    if isinstance(value, str):
+        return value.encode(errors="backslashreplace").decode()  # type: ignore[return-value]
+    if isinstance(value, dict):
+        return {utf8(key): utf8(item) for key, item in value.items()}  # type: ignore[return-value]
+    return [utf8(item) for item in value] if isinstance(value, list) else value  # type: ignore[return-value]
+
+
+def encoded(path: Path, text: str) -> bytes:
+    """Return a text as UTF-8, for a file.
+
+    Raises:
+        EnvironmentProblem: it holds a surrogate.
+    """
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        near = text[max(0, error.start - 20) : error.end + 20]
+        raise EnvironmentProblem(
+            f"cannot write {path}: {near!a} is not valid UTF-8",
+            hint="rename the file or folder, or correct the argument, that this text comes from",
+        ) from error
 
 
 def parse_json(data: bytes | str) -> Any:

@@ -20,7 +20,6 @@ Commands look at run folders, so nothing here imports torch.
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import re
 import tempfile
@@ -31,7 +30,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from titancli.errors import EXIT_ENVIRONMENT, EnvironmentProblem, TitanError
-from titancli.files import denied, out_of_inodes, parse_json, read_bytes
+from titancli.files import denied, encoded, json_text, out_of_inodes, parse_json, read_bytes
 from titancli.locks import IN_USE, Hold, holder, is_locked, locked
 from titancli.seal import RECORD_SEAL, changed_lock
 
@@ -61,13 +60,14 @@ def write_atomically(path: Path, text: str) -> None:
     """Write a file so that a reader sees the old text or the new, never half of one.
 
     Raises:
-        EnvironmentProblem: the disk is full, or the folder cannot be written.
+        EnvironmentProblem: the disk is full, the folder cannot be written, or UTF-8 cannot hold the text.
     """
+    data = encoded(path, text)
     descriptor, temporary = -1, ""
     try:
         descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.chmod(temporary, 0o666 & ~_umask())
@@ -459,7 +459,7 @@ class RunFolder:
         return record
 
     def write_record(self, record: Mapping[str, Any]) -> None:
-        text = json.dumps(record, indent=2, ensure_ascii=False)
+        text = json_text(record, indent=2)
         write_atomically(self.record_file, RECORD_SEAL.put(text.removeprefix("{\n") + "\n"))
 
     def begun(self) -> dict[str, Any]:

@@ -2,48 +2,44 @@
 
 from __future__ import annotations
 
-import ast
-import html.parser
-import importlib
+import csv
+import html
 import json
-from fnmatch import fnmatchcase
+import os
+import re
+import shlex
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tomli
+import tomli_w
+import torch
 
-from tests.cli.run_folders import began, event, make, step
-from tests.security.test_doors import MODULES
-from tests.security.writers import COMMENTS, HOSTILE, WRITERS
-from titancli.recipe.toml import comment, inline
-from titancli.terminal import clean, printable
+from tests.security.writers import COMMENTS, HOSTILE, OWN, UTF8, WRITERS, check_comments, check_rows
+from titancli.cli.new_file import next_step, write_new
+from titancli.data.tables import _line
+from titancli.errors import EnvironmentProblem, TitanError
+from titancli.files import utf8
+from titancli.loggers import CSV, TensorBoard
+from titancli.loggers.csv import build as csv_logger
+from titancli.loggers.tensorboard import build as tensorboard_logger
+from titancli.observe import failures, notes
+from titancli.observe.metrics import report
+from titancli.observe.observers import Observers
+from titancli.process import OutputLog
+from titancli.recipe.toml import comment, inline, toml_text
+from titancli.runs import RunFolder, write_atomically
+from titancli.terminal import clean, printable, shell_path
 
-UTF8 = [text for text in HOSTILE if "\ud800" not in text]
-"""The texts that a file can hold."""
 
-
-@pytest.mark.parametrize("row", WRITERS, ids=lambda row: row.format)
-def test_rows_name_what_there_is(row: Any) -> None:
-    module, _, name = row.function.partition(":")
-    assert callable(getattr(importlib.import_module(module), name))
-    for pattern in row.modules.split():
-        assert any(fnmatchcase(known, pattern) for known in MODULES), pattern
+def test_what_writes_has_a_row() -> None:
+    check_rows("", WRITERS, OWN)
 
 
 def test_every_comment_goes_through_its_function() -> None:
-    """A text with values that begins as a comment is made by `comment`, or its module is listed with a
-    reason."""
-    found = set()
-    for name, tree in MODULES.items():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.JoinedStr) and any(
-                isinstance(part, ast.Constant)
-                and str(part.value).lstrip("\n ").startswith(("# ", "## ", "#:"))
-                for part in node.values
-            ):
-                found.add(name)
-    assert found <= COMMENTS.keys() | {"recipe.toml"}, found - COMMENTS.keys()
+    check_comments("", COMMENTS)
 
 
 @pytest.mark.parametrize("text", HOSTILE)
@@ -58,6 +54,49 @@ def test_a_value_is_the_same_value(text: str) -> None:
     for value in (text, [text], {text: text}, [{"x": {text: [text]}}]):
         made = f"x = {inline(value)}\ny = 1\n"
         assert tomli.loads(made) == {"x": value, "y": 1}
+        assert _visible(made)
+
+
+@pytest.mark.parametrize("text", UTF8)
+def test_a_table_is_the_same_table(text: str, tmp_path: Path) -> None:
+    table = {"x": text, text or "y": {text: [text], "z": [{text: text}]}}
+    made = toml_text(table)
+    assert tomli.loads(made) == table
+    assert _visible(made)
+    write_new(tmp_path / "recipe.toml", made)
+    assert tomli.loads((tmp_path / "recipe.toml").read_bytes().decode()) == table
+
+
+def _visible(text: str) -> bool:
+    """Whether a text has nothing that a terminal obeys or an editor hides."""
+    return all(line.isprintable() for line in text.split("\n"))
+
+
+def test_text_that_is_not_utf8(tmp_path: Path) -> None:
+    """A path of other bytes in TOML, which has no escape for them, is refused and leaves nothing behind."""
+    text = toml_text({"x": os.fsdecode(b"caf\xe9")})
+    for write in (write_new, write_atomically):
+        with pytest.raises(EnvironmentProblem, match=r"caf.*dce9.* is not valid UTF-8"):
+            write(tmp_path / "x.toml", text)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("text", UTF8)
+def test_a_shown_recipe(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`titan recipe show` prints the values of somebody else's recipe."""
+    from titancli.cli import main
+
+    data = {
+        "recipe": 1,
+        "extends": "titan:llama3_debug",
+        "dataset": {"type": "text_files", "paths": [f"/{text}"]},
+    }
+    (tmp_path / "recipe.toml").write_bytes(tomli_w.dumps(data).encode())
+    for words in ([], ["--origin"]):
+        assert main(["recipe", "show", str(tmp_path / "recipe.toml"), *words]) == 0, capsys.readouterr().err
+        made = capsys.readouterr().out
+        assert tomli.loads(made)["dataset"]["paths"] == [str(Path(f"/{text}"))]
+        assert _visible(made)
 
 
 @pytest.mark.parametrize("text", HOSTILE)
@@ -109,45 +148,6 @@ def test_a_folder_adds_no_sections(text: str, tmp_path: Path) -> None:
                 assert set(table) <= plain.get(name, set()) | added.get(name, set())
 
 
-@pytest.mark.parametrize("text", UTF8)
-def test_the_converters_of_other_files(text: str) -> None:
-    from titan_migrate import account
-    from titan_torchtitan import job, translate
-
-    recipe = {"name": text, "training": {"steps": 1}, "loggers": [{"type": text}]}
-    remarks = [account.Remark(text, line, text, text) for line in (None, 3)]
-    found = account.Translation("", [text], remarks, remarks, remarks, remarks)
-    assert tomli.loads(account.as_text(text, recipe, found, text or "x")) == recipe
-    theirs = [job.Remark(text, line, text, text) for line in (None, 3)]
-    told = translate.Translation("", [text], theirs, theirs, theirs)
-    assert tomli.loads(translate._text(recipe, Path(text.replace("\0", "") or "x"), told)) == recipe
-
-
-@pytest.mark.parametrize("text", UTF8)
-def test_a_model_card(text: str) -> None:
-    from titan_hub.card import _fenced, _line
-
-    assert _line(text).isprintable() and not set(_line(text)) & set("|<>`[]\\")
-    first, *body, last = _fenced(f"x = {inline(text)}\n").split("\n")
-    assert first.removesuffix("toml") == last and set(last) == {"`"}
-    assert not any(line.lstrip().startswith(last) for line in body)
-    assert tomli.loads("\n".join(body)) == {"x": text}
-
-
-@pytest.mark.parametrize("text", HOSTILE)
-def test_an_option_of_sbatch_is_one_line(text: str) -> None:
-    from titan_slurm.jobs import _quoted
-    from titancli.errors import EnvironmentProblem
-
-    try:
-        made = _quoted(text)
-    except EnvironmentProblem:
-        assert not text.isprintable()
-        return
-    assert made.isprintable()
-    assert made == text or made[1:-1].replace('\\"', '"').replace("\\\\", "\\") == text
-
-
 @pytest.mark.parametrize("text", HOSTILE)
 def test_events_are_read_as_written(text: str, tmp_path: Path) -> None:
     from titancli.observe.events import EventLog, read_events
@@ -159,29 +159,114 @@ def test_events_are_read_as_written(text: str, tmp_path: Path) -> None:
     assert [found["message"] for found in read_events(tmp_path / "events.jsonl")] == [text, "after"]
 
 
-class Tags(html.parser.HTMLParser):
-    """The tags of a page, in order, with the names of their attributes."""
+@pytest.mark.parametrize("text", HOSTILE)
+def test_a_record_is_the_same_record(text: str, tmp_path: Path) -> None:
+    """`run.json`, whose arguments and folders need not be UTF-8, and notes."""
+    record = {"run_id": "x", "name": text, "attempts": [{"argv": [text], "host": text, "git": {text: text}}]}
+    run = RunFolder(tmp_path)
+    run.write_record(record)
+    assert run.record() == record
+    assert {**json.loads(run.record_file.read_bytes().decode()), "xxh3_64": 0} == {**record, "xxh3_64": 0}
+    if text in UTF8 and text:
+        notes.write(tmp_path, text)
+        assert notes.read(tmp_path) == " ".join(text.split())
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[tuple[str, tuple[str, ...]]] = []
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.found.append((tag, tuple(name for name, _ in attrs)))
+@pytest.mark.parametrize("text", HOSTILE)
+def test_a_row_is_one_line(text: str) -> None:
+    """A row of Parquet or CSV, kept as JSON Lines."""
+    for row in ({text: text}, {"x": [text, {text: [text]}]}):
+        made = _line(row)
+        assert made.count(b"\n") == 1 and made.endswith(b"\n")
+        assert json.loads(made.decode(errors="surrogatepass")) == row
 
 
-def test_a_page_has_the_same_tags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from titancli.cli import main
+@pytest.mark.parametrize("text", HOSTILE)
+def test_a_failure_is_read_as_written(text: str, tmp_path: Path) -> None:
+    failures.write(tmp_path, EnvironmentProblem(text, hint=text), rank=0, world=1, step=3)
+    found = json.loads(failures.error_file(tmp_path, 0).read_bytes().decode())
+    assert (found["message"], found["hint"], found["step"]) == (text, text, 3)
 
-    def tags(name: str, text: str) -> list[tuple[str, tuple[str, ...]]]:
-        messages = [event("log", 5, level="warning", message=text)]
-        lock = f"name = {inline(text)}\n[model]\ntype = {inline(text)}\n"
-        run = make(tmp_path / name, [began(), step(1, 5), *messages], lock=lock)
-        assert main(["report", str(run), "-o", str(tmp_path / f"{name}.html")]) == 0, capsys.readouterr().err
-        parser = Tags()
-        parser.feed((tmp_path / f"{name}.html").read_text())
-        return parser.found
 
-    plain = tags("plain", "plain")
-    for number, text in enumerate(UTF8[1:-1]):
-        assert tags(str(number), text) == plain
+@pytest.mark.parametrize("text", HOSTILE)
+def test_output_is_appended_as_it_is(text: str, tmp_path: Path) -> None:
+    log = OutputLog(tmp_path / "rank-0.log")
+    log.write(f"{text}\n")
+    log.close()
+    assert (tmp_path / "rank-0.log").read_bytes().decode() == f"{utf8(text)}\n"
+
+
+@pytest.mark.parametrize("text", UTF8)
+def test_a_path_is_one_word(text: str, tmp_path: Path) -> None:
+    name = text.replace("\0", "").replace("/", "") or "x"
+    word = shell_path(tmp_path / name)
+    done = subprocess.run(
+        ["bash", "-c", f"printf '%s\\0' {word}"], capture_output=True, check=True, cwd=tmp_path
+    )
+    (seen,) = done.stdout.decode().split("\0")[:-1]
+    assert shlex.split(word) == [seen] and os.path.abspath(seen) == str(tmp_path / name)
+    line = next_step(Path(name)).removeprefix("next:  ")
+    assert shlex.split(line) == ["titan", "train", name, "--dry-run"]
+
+
+def read_csv(file: Path) -> list[list[str]]:
+    with open(file, newline="", encoding="utf-8") as opened:
+        return list(csv.reader(opened, strict=True))
+
+
+@pytest.mark.parametrize("text", UTF8)
+def test_csv(text: str, tmp_path: Path) -> None:
+    logger = csv_logger(CSV(), run_folder=tmp_path, is_main=True)
+    logger.run_start({"step": 0})
+    logger.step_end(1, {text: 1.5, "loss": 2.0})
+    logger.step_end(2, {text: 2.5, "later": 3.0})
+    header, *rows = read_csv(tmp_path / "metrics.csv")
+    assert header == ["step", "time", text, "loss", "later"]
+    assert [row[:1] + row[2:] for row in rows] == [["1", "1.5", "2.0", ""], ["2", "2.5", "", "3.0"]]
+
+
+@pytest.mark.parametrize("text", UTF8)
+def test_tensorboard(text: str, tmp_path: Path) -> None:
+    """Scalars under their names, and texts that are shown as one block of code."""
+    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    from tensorboard.plugin_util import markdown_to_safe_html
+
+    lock = toml_text({"x": text, "y": [text]})
+    (tmp_path / "recipe.lock.toml").write_bytes(lock.encode())
+    logger = tensorboard_logger(TensorBoard(), run_folder=tmp_path, is_main=True)
+    logger.run_start({"step": 0, "attempts": [{"host": text, "argv": [text]}]})
+    logger.step_end(1, {text: 1.5, "loss": 2.0})
+    logger.run_end({})
+    found = accumulators.EventAccumulator(str(tmp_path / "tb"))
+    found.Reload()
+    assert sorted(found.Tags()["scalars"]) == sorted({text, "loss"})
+    assert [point.value for point in found.Scalars(text)] == [1.5]
+
+    def shown(name: str) -> str:
+        (event,) = found.Tensors(f"{name}/text_summary")
+        page = markdown_to_safe_html(event.tensor_proto.string_val[0].decode())
+        block = re.fullmatch(r"<pre><code>([^<>]*)</code></pre>\s*", page)
+        assert block is not None, page
+        return html.unescape(block[1])
+
+    assert tomli.loads(shown("recipe")) == {"x": text, "y": [text]}
+    assert json.loads(shown("environment")) == {"host": text, "argv": [text]}
+
+
+def test_loggers_get_utf8() -> None:
+    """What is not UTF-8, such as an argument, is escaped for loggers; a metric's name is refused."""
+    seen: list[Any] = []
+
+    class Logger:
+        def run_start(self, info: dict[str, Any]) -> None:
+            seen.append(info)
+
+    made = Observers([Logger()], device=torch.device("cpu"), log_freq=1, total_steps=1, info={"name": "x"})
+    made.run_start({"attempts": [{"argv": ["a\udcff", "b"]}], "step": 0})
+    assert seen == [{"name": "x", "attempts": [{"argv": ["a\\udcff", "b"]}], "step": 0}]
+    for text in HOSTILE:
+        assert utf8({text: [text]}) == {utf8(text): [utf8(text)]}
+        utf8(text).encode()
+    assert all(utf8(text) == text for text in UTF8)
+    with pytest.raises(TitanError, match=r"dcff.*is not valid UTF-8"):
+        report("a\udcff", 1.0)

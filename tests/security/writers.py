@@ -1,12 +1,19 @@
 """Every writer: where titan writes text that comes from files of others, and how it is tried.
 
 Each format has one function through which such text goes. A row names the function, and the modules that
-write; `test_writers.py` feeds each with `HOSTILE` and reads the result again.
+write; `test_writers.py` feeds each with `HOSTILE` and reads the result with another reader. The rows of a
+plugin are in its own tests, `test_*_writers.py`.
 """
 
 from __future__ import annotations
 
+import ast
+import importlib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from tests.security.test_doors import MODULES
 
 HOSTILE = [
     "plain",
@@ -24,6 +31,8 @@ HOSTILE = [
     "",
 ]
 """Texts that a format may take for its own syntax."""
+UTF8 = [text for text in HOSTILE if "\ud800" not in text]
+"""The texts that a file can hold."""
 
 
 @dataclass(frozen=True)
@@ -36,23 +45,105 @@ class Writer:
 
 
 WRITERS = [
+    Writer("TOML comment", "titancli.recipe.toml:comment", "cli.config cli.finetune recipe.editor"),
+    Writer("TOML value", "titancli.recipe.toml:inline", "cli.finetune cli.tokenize recipe.editor"),
     Writer(
-        "TOML comment",
-        "titancli.recipe.toml:comment",
-        "cli.config cli.finetune recipe.editor titan_migrate.account titan_torchtitan.translate",
+        "TOML", "titancli.recipe.toml:toml_text", "cli.config recipe.load recipe.toml run.evaluate run.start"
     ),
-    Writer("TOML value", "titancli.recipe.toml:inline", "cli.finetune recipe.editor"),
-    Writer("a line of Markdown", "titan_hub.card:_line", "titan_hub.card"),
-    Writer("a block of Markdown", "titan_hub.card:_fenced", "titan_hub.card"),
-    Writer("terminal", "titancli.terminal:printable", "cli.output cli.removing observe.console"),
-    Writer("option of sbatch", "titan_slurm.jobs:_quoted", "titan_slurm.jobs"),
-    Writer("HTML", "titan_report.page:html", "titan_report.page"),
+    Writer("recipe file", "titancli.cli.new_file:write_new", "cli.new_file cli.new_recipe"),
+    Writer("JSON", "titancli.files:json_text", "observe.events observe.notes runs"),
+    Writer("row of a table", "titancli.data.tables:_line", "data.tables"),
+    Writer(
+        "terminal", "titancli.terminal:printable", "cli.output cli.removing observe.console observe.panel"
+    ),
+    Writer("shell", "titancli.terminal:shell_path", "cli.new_file"),
     Writer("log", "titancli.observe.events:EventLog", "observe.events"),
+    Writer("output", "titancli.process:OutputLog", "launchers.local launchers.torchrun process"),
+    Writer("failure", "titancli.observe.failures:write", "observe.failures"),
+    Writer("text for loggers", "titancli.files:utf8", "observe.observers observe.metrics"),
+    Writer("CSV", "titancli.loggers.csv:CsvLogger", "loggers.csv"),
+    Writer("TensorBoard", "titancli.loggers.tensorboard:TensorBoardLogger", "loggers.tensorboard"),
 ]
+
+OWN = {
+    "checkpoint.*": "tensors, and JSON in ASCII by json.dumps or safetensors",
+    "cli.sizing": "a recipe of `as_toml`, in a folder that is removed",
+    "data.row_index data.shards.* data.token_cache": "numbers, and JSON in ASCII",
+    "distributed.*": "a trace of PyTorch, addresses of ranks, locks",
+    "fingerprint": "checksums and paths, as JSON in ASCII",
+    "launchers.agent launchers.meeting": "exit codes and an address, as JSON in ASCII",
+    "locks": "a host and a process",
+    "observe.memory observe.profile_request": "a word for the kernel; a request, as JSON in ASCII",
+    "provenance": "git's own: a commit, settings in a folder that is removed, a patch as it is",
+    "registry.apart": "the report of a child, as JSON in ASCII",
+}
+"""Modules that write no text of others, or only by the standard library's `json.dumps`: what they write."""
 
 COMMENTS = {
     "recipe.editor": "keys of titan's own schema, with inline values; and #:schema, titan's own path",
     "recipe.load": "the header of a lock file: titan's version",
-    "titan_hub.card": "a heading of Markdown; the header of a lock file",
+    "recipe.toml": "the function of comments itself",
 }
 """Modules with a comment of TOML, or a heading, that holds a value beside `comment`: what it holds."""
+
+
+WRITING = {
+    *("write_text", "write_bytes", "write_atomically", "write_file", "write_files", "write_new"),
+    *("writerow", "writerows", "toml_text", "json_text", "dump", "savez", "save_file"),
+    *("add_text", "add_scalar", "add_string", "add_array", "init"),
+}
+"""Functions that write a file, or the text of one."""
+
+
+def _writes(tree: ast.Module) -> bool:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, (ast.Name, ast.Attribute)):
+            name = ast.unparse(node.func).rpartition(".")[2]
+            given = [*node.args, *(keyword.value for keyword in node.keywords)]
+            texts = [str(one.value) for one in given if isinstance(one, ast.Constant)]
+            modes = [text for text in texts if set(text) & set("wax+") and set(text) <= set("rwaxbt+")]
+            if name in WRITING or (name in ("open", "fdopen") and modes):
+                return True
+    return False
+
+
+def _of(package: str) -> dict[str, ast.Module]:
+    """The modules of a plugin, or of the core, whose package is ""."""
+    return {
+        name: tree
+        for name, tree in MODULES.items()
+        if (name.partition(".")[0] if name.startswith("titan_") else "") == package
+    }
+
+
+def check_rows(package: str, rows: Iterable[Writer], own: Mapping[str, str] | None = None) -> None:
+    """Check that rows name functions and modules of a package ("": the core's) that exist, and that each
+    module that writes has a row or a reason."""
+    known = _of(package)
+    listed = [*" ".join([*(row.modules for row in rows), *(own or {})]).split()]
+    for row in rows:
+        module, _, name = row.function.partition(":")
+        assert callable(getattr(importlib.import_module(module), name)), row.function
+    for pattern in listed:
+        assert any(fnmatchcase(name, pattern) for name in known), f"no module is {pattern}"
+    left = {
+        name
+        for name, tree in known.items()
+        if _writes(tree) and not any(fnmatchcase(name, pattern) for pattern in listed)
+    }
+    assert not left, f"these write, and have no row: {sorted(left)}"
+
+
+def check_comments(package: str, reasons: Mapping[str, str]) -> None:
+    """Check that a text with values that begins as a comment is made by `comment`, or that its module is
+    listed with a reason."""
+    found = set()
+    for name, tree in _of(package).items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.JoinedStr) and any(
+                isinstance(part, ast.Constant)
+                and str(part.value).lstrip("\n ").startswith(("# ", "## ", "#:"))
+                for part in node.values
+            ):
+                found.add(name)
+    assert found <= reasons.keys(), found - reasons.keys()

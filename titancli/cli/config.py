@@ -15,7 +15,7 @@ from titancli.cli.output import note, print_json
 from titancli.errors import UsageError
 from titancli.recipe import Loaded, load_recipe
 from titancli.recipe.load import resolved_text
-from titancli.recipe.toml import comment, dotted
+from titancli.recipe.toml import comment, dotted, toml_text
 from titancli.terminal import printable
 
 COMMENT_COLUMN = 40
@@ -101,13 +101,11 @@ def with_origins(loaded: Loaded) -> Iterator[str]:
 
 
 def _table(data: Mapping[str, Any], at: tuple[str | int, ...], origins: Mapping[str, str]) -> Iterator[str]:
-    import tomli_w
-
     names = tuple(part for part in at if isinstance(part, str))  # headers have no numbers
     for key, value in data.items():
         if isinstance(value, dict) or _is_tables(value):
             continue
-        first, *rest = tomli_w.dumps({key: value}).rstrip().split("\n")
+        first, *rest = toml_text({key: value}).rstrip().split("\n")
         path = dotted((*at, key))
         where = origins.get(path) or origins.get(f"{path}.0")  # of an array: of its first element
         yield f"{first:<{COMMENT_COLUMN}}{comment(where, '  # ')}" if where else first

@@ -7,6 +7,7 @@ import shlex
 from pathlib import Path
 
 from titancli.errors import EnvironmentProblem, UsageError
+from titancli.files import encoded
 
 
 def refuse_file(file: Path) -> None:
@@ -38,11 +39,7 @@ def write_new(file: Path, text: str) -> None:
         FileExistsError: something else has just written it.
         EnvironmentProblem: the text names a path that is not UTF-8.
     """
-    try:
-        data = text.encode()
-    except UnicodeEncodeError as error:
-        name = text[max(0, error.start - 20) : error.end + 20]
-        raise EnvironmentProblem(f"{name!a} is not valid UTF-8", hint="rename that file or folder") from error
+    data = encoded(file, text)
     with file.open("xb") as opened:
         opened.write(data)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -108,8 +107,10 @@ def command(
     )
     if index.bos_id is not None:
         note(f"documents begin with BOS ({index.bos_id})")
-    path = json.dumps(str(out), ensure_ascii=False)
-    note(f'to train on them: dataset.type = "token_shards", dataset.paths = [{path}]')
+    from titancli.recipe.toml import inline
+
+    paths = inline([str(out)])
+    note(f'to train on them: dataset.type = "token_shards", dataset.paths = {paths}')
     note(f"to check them: titan data verify {shlex.quote(str(out))}")
     return EXIT_OK
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -29,6 +30,7 @@ from titancli.process import as_child
 from titancli.provenance import code_hashes, file_hash, package_versions
 from titancli.runs import RunFolder, timestamp
 from titancli.signals import STOPPING, heeded, say
+from titancli.terminal import printable
 
 POLL_SECONDS = 0.1
 KILL_SECONDS = 10.0
@@ -146,7 +148,7 @@ def run_agent(
     """Run torchrun to its end and return its exit code, or the one from `ends`: it is called regularly with
     torchrun's process id, and ends torchrun if it returns an exit code."""
     ends_file(request).unlink(missing_ok=True)
-    log.write(f"--- {timestamp()} {' '.join(command)}\n")
+    log.write(f"--- {timestamp()} {printable(shlex.join(command))}\n")
     log.flush()
     agent = subprocess.Popen(
         command,

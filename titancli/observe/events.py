@@ -16,7 +16,6 @@ A resumed or restarted run appends. Numbers that JSON cannot hold are the string
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
@@ -27,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from titancli.errors import EnvironmentProblem
-from titancli.files import parse_json, regular
+from titancli.files import json_text, parse_json, regular
 from titancli.runs import timestamp
 
 EVENTS_FORMAT = 1
@@ -79,7 +78,7 @@ class EventLog:
     def write(self, event: str, **fields: Any) -> None:
         record = plain({"version": EVENTS_FORMAT, "event": event, "time": timestamp(), **fields})
         with self._mutex:
-            self._append(json.dumps(record, ensure_ascii=False))
+            self._append(json_text(record))
             for listener in self._listeners:
                 try:
                     listener(record)
@@ -90,7 +89,7 @@ class EventLog:
         # Bytes at once and unbuffered: a failed write must not come back with the next one.
         data = ("\n" if self._partial else "") + line + "\n"
         try:
-            os.write(self._file.fileno(), data.encode(errors="backslashreplace"))  # JSON has this escape
+            os.write(self._file.fileno(), data.encode())
             self._partial = False
         except OSError as error:
             self._partial = True

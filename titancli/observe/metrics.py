@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from titancli.errors import TitanError
+from titancli.files import utf8
 from titancli.observe.pace import slowest
 
 if TYPE_CHECKING:
@@ -68,6 +69,8 @@ class Collector:
     def add(self, name: str, value: Tensor | float, reduce: Reduce, count: Tensor | float = 1) -> None:
         if reduce not in ("mean", "max", "sum"):
             raise TitanError(f"report({name!r}): reduce is 'mean', 'max' or 'sum', not {reduce!r}")
+        if utf8(name) != name:
+            raise TitanError(f"report({name!a}): the name is not valid UTF-8, and loggers cannot store it")
         detached: Any = value.detach() if hasattr(value, "detach") else float(value)
         if getattr(detached, "ndim", 0) != 0:
             raise TitanError(

@@ -3,11 +3,10 @@ written while the run is under way. Torch-free."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from titancli.errors import EnvironmentProblem, UsageError
-from titancli.files import parse_json, read_bytes
+from titancli.files import json_text, parse_json, read_bytes
 from titancli.runs import timestamp, write_atomically
 from titancli.seal import RECORD_SEAL
 
@@ -61,5 +60,5 @@ def write(folder: Path, text: str) -> None:
             raise EnvironmentProblem(f"cannot remove {file}: {error.strerror}") from error
         return
     record = {"format": FORMAT, "written": timestamp(), "text": text}
-    body = json.dumps(record, indent=2, ensure_ascii=False)
+    body = json_text(record, indent=2)
     write_atomically(file, RECORD_SEAL.put(body.removeprefix("{\n") + "\n"))

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from titancli.files import utf8
 from titancli.observe.memory import memory_gib
 from titancli.observe.metrics import PACE, Reading, collector, reduce_over_ranks
 from titancli.observe.pace import NOTICEABLE, pace
@@ -86,7 +87,7 @@ class Observers:
         collector.drain()
         pace.drain()
         phases.start(self._device)
-        merged = {**self._info, **info}
+        merged = utf8({**self._info, **info})  # the stores of loggers are UTF-8, and arguments need not be
         self.step = int(merged.get("step") or 0)
         self._read_at = time.perf_counter()
         self._notify_all("run_start", merged)

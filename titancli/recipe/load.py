@@ -23,7 +23,17 @@ from titancli.recipe.problems import Problems, nearest
 from titancli.recipe.read import refuse_values
 from titancli.recipe.resolve import resolve
 from titancli.recipe.schema import Recipe
-from titancli.recipe.toml import DEFAULT, KeyPath, Node, Origin, Source, dotted, from_python, leaves
+from titancli.recipe.toml import (
+    DEFAULT,
+    KeyPath,
+    Node,
+    Origin,
+    Source,
+    dotted,
+    from_python,
+    leaves,
+    toml_text,
+)
 from titancli.recipe.vocabulary import grown
 from titancli.registry.component import is_config
 from titancli.registry.fields import fields_of
@@ -217,22 +227,18 @@ def lock_text(recipe: Loaded | Recipe) -> str:
     Raises:
         PluginError: a component of a Recipe is of no plugin, or holds a value that TOML cannot.
     """
-    import tomli_w
-
     if isinstance(recipe, Recipe):
         from titancli.registry import current
 
         data = _table(recipe, None, current())
     else:
         data = recipe.data
-    return f"{_header()}{LOCK_SEAL.put(tomli_w.dumps(data))}"
+    return f"{_header()}{LOCK_SEAL.put(toml_text(data))}"
 
 
 def resolved_text(loaded: Loaded) -> str:
     """Return the same text without the checksum, as a recipe to be edited."""
-    import tomli_w
-
-    return f"{_header()}\n{tomli_w.dumps(loaded.data)}"
+    return f"{_header()}\n{toml_text(loaded.data)}"
 
 
 def _header() -> str:

@@ -8,6 +8,7 @@ over several lines, trailing commas).
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -303,7 +304,33 @@ def dotted(path: Iterable[str | int]) -> str:
 
 def _quoted(text: str) -> str:
     escaped = text.replace("\\", "\\\\").replace('"', '\\"')
-    return '"' + re.sub(r"[\x00-\x1f\x7f]", lambda m: f"\\u{ord(m.group()):04x}", escaped) + '"'
+    return '"' + _visible(escaped, "") + '"'
+
+
+def _visible(text: str, keep: str) -> str:
+    """Return a TOML text with escapes for what a terminal obeys or an editor hides, except the characters in
+    `keep`. A surrogate stays: TOML has no escape for it."""
+    if all(map(str.isprintable, text.split("\n") if keep else [text])):
+        return text
+    return "".join(
+        char if char in keep or unicodedata.category(char) not in _HIDDEN else _escape(ord(char))
+        for char in text
+    )
+
+
+def _escape(code: int) -> str:
+    return f"\\u{code:04x}" if code < 1 << 16 else f"\\U{code:08x}"
+
+
+_HIDDEN = {"Cc", "Cf", "Cn", "Co", "Zl", "Zp"}
+"""Unicode's categories of controls, marks of direction, line separators and characters without a picture."""
+
+
+def toml_text(data: dict[str, Any]) -> str:
+    """Return a table as TOML: all its strings are on one line, and what cannot be seen is escaped."""
+    import tomli_w
+
+    return _visible(tomli_w.dumps(data), "\n")
 
 
 def comment(text: str, mark: str = "# ") -> str:
@@ -313,12 +340,10 @@ def comment(text: str, mark: str = "# ") -> str:
 
 def inline(value: Any) -> str:
     """Return a value on one line, as written in a recipe; a None in a table is left out."""
-    import tomli_w
-
     if isinstance(value, dict):
         known = {key: below for key, below in value.items() if below is not None}
         inner = ", ".join(f"{dotted([key])} = {inline(below)}" for key, below in known.items())
         return f"{{ {inner} }}" if inner else "{}"
     if isinstance(value, list):
         return "[" + ", ".join(map(inline, value)) + "]"
-    return tomli_w.dumps({"x": value}).removeprefix("x = ").rstrip("\n")
+    return toml_text({"x": value}).removeprefix("x = ").rstrip("\n")

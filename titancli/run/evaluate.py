@@ -21,7 +21,7 @@ from titancli.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, Environ
 from titancli.files import read_json
 from titancli.launchers.devices import visible_gpus
 from titancli.observe.events import plain
-from titancli.recipe import Loaded, load_recipe, lock_text
+from titancli.recipe import Loaded, load_recipe, lock_text, toml_text
 from titancli.recipe.assets import hub_hint
 from titancli.recipe.find import LOCK_HEADER
 from titancli.recipe.schema import sections_with
@@ -157,8 +157,6 @@ def recipe_of(
     Raises:
         TitanError: something is missing, or the recipe has errors.
     """
-    import tomli_w
-
     if source.checkpoint is not None:
         loop = {**loop, "checkpoint": str(source.checkpoint)}
     left_out = (*OF_TRAINING, *sections_with("watching"))
@@ -169,7 +167,7 @@ def recipe_of(
     with tempfile.TemporaryDirectory(prefix="titan-") as folder:
         path = Path(folder) / "eval.toml"
         # With a lock file's header, missing values are None and not those of a flavor.
-        path.write_text(f"{LOCK_HEADER}\n{tomli_w.dumps(data)}", encoding="utf-8")
+        path.write_text(f"{LOCK_HEADER}\n{toml_text(data)}", encoding="utf-8")
         loaded = load_recipe(path, overrides)
     require_inputs(loaded, source.checkpoint, dry_run=False, say=say)
     return loaded

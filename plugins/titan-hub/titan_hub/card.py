@@ -71,9 +71,7 @@ def _hash(text: str) -> str:
 
 def recipe_file(source: Source) -> str | None:
     """Return the resolved recipe as TOML, without local paths and accounts; None if it is not known."""
-    import tomli_w
-
-    from titancli.recipe import LOCK_HEADER
+    from titancli.recipe import LOCK_HEADER, toml_text
     from titancli.recipe.schema import sections_with
 
     if source.recipe is None:
@@ -83,7 +81,7 @@ def recipe_file(source: Source) -> str | None:
     versions = source.attempt.get("versions") or {}
     # With a lock file's header, missing values are None and not those of a flavor.
     header = f"{LOCK_HEADER} {_line(str(versions.get('titancli', __version__)))}"
-    return f"{header}, without local paths\n{tomli_w.dumps(without_paths(kept))}"
+    return f"{header}, without local paths\n{toml_text(without_paths(kept))}"
 
 
 def without_paths(value: Any) -> Any:
@@ -172,11 +170,12 @@ def _metrics(source: Source) -> Iterator[str]:
 
 def _data(source: Source) -> Iterator[str]:
     if isinstance(found := source.attempt.get("data"), dict):
-        import tomli_w
+        from titancli.files import utf8
+        from titancli.recipe import toml_text
 
         yield "## Data"
         yield "The identity of the data, as titan recorded it:"
-        yield _fenced(tomli_w.dumps(without_paths(found)))
+        yield _fenced(toml_text(utf8(without_paths(found))))
 
 
 def _line(text: str) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 from titancli import Recipe
 from titancli.commands import comment, printable
+from titancli.recipe import toml_text
 
 
 @dataclass(frozen=True)
@@ -52,13 +53,11 @@ def as_text(head: str, recipe: dict[str, Any], found: Translation, path: str) ->
         recipe: sections by name, in any order.
         path: the name of the config in the account.
     """
-    import tomli_w
-
     order = list(Recipe.__dataclass_fields__)
     data = {key: recipe[key] for key in sorted(recipe, key=order.index)}
     tables = {key: value for key, value in data.items() if isinstance(value, list)}
-    blocks = [tomli_w.dumps({key: value for key, value in data.items() if key not in tables})]
-    blocks += [f"[[{key}]]\n{tomli_w.dumps(table)}" for key, rows in tables.items() for table in rows]
+    blocks = [toml_text({key: value for key, value in data.items() if key not in tables})]
+    blocks += [f"[[{key}]]\n{toml_text(table)}" for key, rows in tables.items() for table in rows]
     account = "".join(f"{comment(line)}\n" for line in _account(found, path))
     return "\n".join([f"{comment(head)}\n{blocks[0]}", *blocks[1:], *filter(None, [account])])
 

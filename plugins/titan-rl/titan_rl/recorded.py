@@ -6,7 +6,6 @@ A step that is repeated after a resume replaces its file.
 from __future__ import annotations
 
 import base64
-import json
 import logging
 import re
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titancli.errors import EnvironmentProblem
-from titancli.files import parse_json, read_bytes
+from titancli.files import json_text, parse_json, read_bytes
 from titancli.observe.events import plain
 from titancli.runs import write_atomically
 
@@ -35,10 +34,10 @@ class Recorder:
 
     def write(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
         """Write the prompts of a step; docs/post-training.md describes the rows."""
-        text = "".join(json.dumps(plain(row), ensure_ascii=False) + "\n" for row in rows)
+        text = "".join(json_text(plain(row)) + "\n" for row in rows)
         try:
             self._folder.mkdir(exist_ok=True)
-            write_atomically(self._folder / f"step-{step}.jsonl", text.encode(errors="replace").decode())
+            write_atomically(self._folder / f"step-{step}.jsonl", text)
         except (OSError, EnvironmentProblem) as error:
             if self._healthy:
                 self._healthy = False
