@@ -7,9 +7,11 @@ each of them, within `SECONDS` of CPU time and `MEBIBYTES` of memory. A plugin's
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import importlib
 import json
+import lzma
 import os
 import resource
 import runpy
@@ -74,6 +76,35 @@ def zipped(content: Callable[[int], bytes]) -> Make:
         with gzip.open(path, "wb", compresslevel=1) as out:
             for number in range(1 << 3):
                 out.write(content(number))
+
+    return make
+
+
+def bzip(path: Path) -> None:
+    """256 MiB."""
+    path.write_bytes(bz2.compress(bytes(1 << 28), 1))
+
+
+def xz(path: Path) -> None:
+    """256 MiB."""
+    path.write_bytes(lzma.compress(bytes(1 << 28), preset=0))
+
+
+def sparse_list(path: Path) -> None:
+    path.write_bytes(b'[{"text": "')
+    os.truncate(path, 1 << 40)
+
+
+def card(harm: str) -> Make:
+    """A dataset's card, whose YAML `datasets` loads."""
+
+    def make(path: Path) -> None:
+        (path.parent / "a.jsonl").write_text('{"text": "a"}\n')
+        if harm == "merges":
+            merges(path)
+            path.write_text(f"---\n{path.read_text()}\n---\n")
+        else:
+            path.write_text(f"---\na: {BRACKETS}\n---\n")
 
     return make
 
@@ -158,6 +189,19 @@ def column(path: Path) -> Any:
     return sum(len(piece.text) for piece in source.read(0, None))
 
 
+def dataset(path: Path) -> Any:
+    """Read a file, or the folder of one that datasets reads besides rows, as `[dataset] type = "hf"` does."""
+    import datasets
+
+    from titancli.data import HFDataset
+    from titancli.data.hf_datasets import IndexedSource, load
+
+    datasets.config.HF_DATASETS_CACHE = str(path.parent.with_suffix(".cache"))
+    datasets.config.HF_HUB_OFFLINE = True
+    config = HFDataset(path=str(path.parent if path.name in FOLDERS else path))
+    return sum(len(piece.text) for piece in IndexedSource(config, load(config), 0).read(0, None))
+
+
 def tokenizer_of(path: Path) -> Any:
     from titancli.data.hf_tokenizer import HFTokenizer
 
@@ -191,6 +235,8 @@ def header(path: Path) -> Any:
 
 BRACKETS = "[" * DEEP
 HUGE = (1 << 62).to_bytes(8, "little")
+FOLDERS = ("README.md", "state.json", "dataset_info.json")
+HF = "datasets datasets.packaged_modules titancli.data.hf_datasets pyarrow.parquet torch"
 DATA = "titancli.data.jsonl titancli.data.parquet"
 ROWS = "text, rows and prompts"
 READERS = {
@@ -217,6 +263,13 @@ READERS = {
     "document": Reader(ROWS, documents, "x.txt", zeros, text(gzip.compress(gzip.compress(b"x"))), fifo, DATA),
     "rows of Parquet": Reader(ROWS, rows, "x.parquet", repeated, long_value, fifo, f"{DATA} pyarrow.parquet"),
     "column": Reader(ROWS, column, "x.parquet", repeated, long_value, fifo, f"{DATA} pyarrow.parquet"),
+    "hf, compressed": Reader(ROWS, dataset, "x.jsonl.zst", zeros, bzip, xz, HF),
+    "hf, lines": Reader(ROWS, dataset, "x.jsonl", sparse, text(f'{{"text": {BRACKETS}\n'), fifo, HF),
+    "hf, list": Reader(ROWS, dataset, "x.json", sparse_list, text(f'[{{"text": {BRACKETS}'), fifo, HF),
+    "hf, text": Reader(ROWS, dataset, "x.txt", sparse, zipped(lambda n: b"x" * (1 << 24)), fifo, HF),
+    "hf, Parquet": Reader(ROWS, dataset, "x.parquet", repeated, long_value, fifo, HF),
+    "hf, card": Reader(ROWS, dataset, "README.md", card("merges"), card("nested"), fifo, HF),
+    "hf, saved": Reader(ROWS, dataset, "state.json", sparse, text(BRACKETS), fifo, HF),
     "tokenizer": Reader(
         "tokenizers and chat templates",
         tokenizer_of,

@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from typing import Any, NoReturn
 
 from titancli.data import HFDataset
+from titancli.data.hf_files import require_small
 from titancli.data.paths import hub_keys, is_saved
 from titancli.data.source import Piece, Size, document_order
 from titancli.data.text import text_dataset
@@ -278,6 +279,7 @@ def _load_local(config: HFDataset, datasets: Any) -> Any:
     if not os.path.exists(path):
         raise EnvironmentProblem(f"{label} does not exist", hint="correct dataset.path")
     refuse_hub_keys(config)
+    require_small(path)
     if is_saved(path):
         return _load_saved(config, datasets)
     options = {"split": config.split, "streaming": config.streaming}

@@ -1,0 +1,97 @@
+"""Files that `datasets` is about to read: good ones pass, once; others are named with a way out."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import lzma
+import os
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from titancli.data import hf_files
+from titancli.data.hf_files import require_small
+from titancli.errors import EnvironmentProblem
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TITAN_CACHE", str(tmp_path / "cache"))
+
+
+def make(folder: Path) -> None:
+    """Files of each kind, as people publish them."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    folder.mkdir()
+    rows = [{"text": f"row {n} of some text", "label": n % 3} for n in range(3000)]
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / "a.jsonl").write_text(lines)
+    (folder / "b.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    (folder / "c.jsonl.xz").write_bytes(lzma.compress(lines.encode()))
+    (folder / "list.json.gz").write_bytes(gzip.compress(json.dumps(rows).encode()))
+    pq.write_table(pa.Table.from_pylist(rows), folder / "d.parquet")
+    with zipfile.ZipFile(folder / "e.zip", "w", zipfile.ZIP_DEFLATED) as out:
+        out.writestr("a.jsonl", lines)
+    card = "---\nconfigs: &a [1, 2]\nmore: *a\n---\n# A set\n---\n"
+    (folder / "README.md").write_text(card)
+    (folder / "empty.jsonl").touch()
+
+
+def test_good_files_pass_and_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(tmp_path / "d")
+    require_small(str(tmp_path / "d"))
+    for magic in hf_files._LOOKS:
+        monkeypatch.setitem(hf_files._LOOKS, magic, lambda path, limit: pytest.fail(path))
+    require_small(str(tmp_path / "d"))
+
+
+def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl.gz"
+    file.write_bytes(gzip.compress(b'{"text": "a"}\n'))
+    require_small(str(file))
+    file.write_bytes(gzip.compress(b"{}\n" * (1 << 25), 9))
+    with pytest.raises(EnvironmentProblem, match=r"a\.jsonl\.gz cannot be read: it expands"):
+        require_small(str(file))
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "words"),
+    [
+        ("a.txt", gzip.compress(b"x" * (1 << 26) + b"y", 0), "a line has more than"),
+        ("a.jsonl", b"\x04\x22\x4d\x18....", "decompress it first"),
+        ("a.zip", b"PK\x03\x04....", "damaged"),
+        ("a.parquet", b"PAR1....", "damaged"),
+        ("a.jsonl.xz", b"\xfd7zXZ\0...", "damaged"),
+        ("README.md", b"---\na: [\n---\n", "its YAML is damaged"),
+        ("state.json", b"[" * 10_000, "nested too deeply"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path: Path, name: str, data: bytes, words: str) -> None:
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(EnvironmentProblem, match=words) as caught:
+        require_small(str(tmp_path))
+    assert str(tmp_path / name) in str(caught.value)
+
+
+def test_a_zip_that_expands(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "a.zip", "w", zipfile.ZIP_DEFLATED) as out:
+        out.writestr("a.jsonl", bytes(1 << 27))
+    with pytest.raises(EnvironmentProblem, match="it expands to more than"):
+        require_small(str(tmp_path))
+
+
+def test_holes(tmp_path: Path) -> None:
+    """A file with small holes is one of a disk that compresses, or was copied with them."""
+    file = tmp_path / "a.jsonl"
+    with open(file, "wb") as out:
+        for _ in range(4):
+            out.write(b'{"text": "a"}\n' * 1000)
+            out.seek(1 << 16, os.SEEK_CUR)
+    require_small(str(file))
+    os.truncate(file, 1 << 40)
+    with pytest.raises(EnvironmentProblem, match="are stored"):
+        require_small(str(file))
