@@ -16,6 +16,7 @@ import os
 import resource
 import runpy
 import signal
+import struct
 import subprocess
 import sys
 from collections.abc import Callable, Collection
@@ -105,6 +106,16 @@ def card(harm: str) -> Make:
             path.write_text(f"---\n{path.read_text()}\n---\n")
         else:
             path.write_text(f"---\na: {BRACKETS}\n---\n")
+
+    return make
+
+
+def megatron(sequences: int, size: int) -> Make:
+    """An index whose header counts so many sequences, of no tokens, in a file of so many bytes."""
+
+    def make(path: Path) -> None:
+        path.write_bytes(struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, sequences, 1))
+        os.truncate(path, size)
 
     return make
 
@@ -202,6 +213,26 @@ def dataset(path: Path) -> Any:
     return sum(len(piece.text) for piece in IndexedSource(config, load(config), 0).read(0, None))
 
 
+def shards(path: Path) -> Any:
+    from titancli.data.shards import read_index
+
+    return read_index(path.parent)
+
+
+def foreign(path: Path) -> Any:
+    """Open the files of another tool, by their names."""
+    from titancli.data import TokenShards
+    from titancli.data.shards.foreign import open_foreign
+
+    kinds: dict[str, Any] = {".idx": {"format": "megatron"}, ".bin": {"format": "llm.c"}}
+    kind = kinds.get(path.suffix, {"format": "raw", "dtype": "uint16"})
+    if path.suffix == ".idx":
+        path.with_suffix(".bin").write_bytes(bytes(16))
+    return open_foreign(
+        TokenShards(paths=[path.with_suffix(".bin") if path.suffix == ".idx" else path], **kind), "x"
+    )
+
+
 def tokenizer_of(path: Path) -> Any:
     from titancli.data.hf_tokenizer import HFTokenizer
 
@@ -237,6 +268,7 @@ BRACKETS = "[" * DEEP
 HUGE = (1 << 62).to_bytes(8, "little")
 FOLDERS = ("README.md", "state.json", "dataset_info.json")
 HF = "datasets datasets.packaged_modules titancli.data.hf_datasets pyarrow.parquet torch"
+SHARDS = "titancli.data.shards titancli.data.shards.foreign"
 DATA = "titancli.data.jsonl titancli.data.parquet"
 ROWS = "text, rows and prompts"
 READERS = {
@@ -270,6 +302,34 @@ READERS = {
     "hf, Parquet": Reader(ROWS, dataset, "x.parquet", repeated, long_value, fifo, HF),
     "hf, card": Reader(ROWS, dataset, "README.md", card("merges"), card("nested"), fifo, HF),
     "hf, saved": Reader(ROWS, dataset, "state.json", sparse, text(BRACKETS), fifo, HF),
+    "index of shards": Reader("token shards", shards, "index.json", sparse, text(BRACKETS), fifo, SHARDS),
+    "Megatron": Reader(
+        "token shards",
+        foreign,
+        "x.idx",
+        megatron(1 << 34, 1 << 38),
+        megatron((1 << 64) - 1, 64),
+        fifo,
+        SHARDS,
+    ),
+    "llm.c": Reader(
+        "token shards",
+        foreign,
+        "x.bin",
+        text(struct.pack("<3i", 20240520, 1, -1) + bytes(1012)),
+        text(struct.pack("<3i", 20240520, 1, (1 << 31) - 1) + bytes(1020)),
+        fifo,
+        SHARDS,
+    ),
+    "NumPy": Reader(
+        "token shards",
+        foreign,
+        "x.npy",
+        text(b"\x93NUMPY\1\0v\0{'descr': '<u2', 'fortran_order': False, 'shape': (1 << 60,), }\n"),
+        text(b"\x93NUMPY\1\0v\0{'descr': '|O', 'fortran_order': False, 'shape': (1,), }\ncos\nsystem\n"),
+        fifo,
+        SHARDS,
+    ),
     "tokenizer": Reader(
         "tokenizers and chat templates",
         tokenizer_of,
@@ -352,7 +412,6 @@ OWN = {
     "copies in the memory of nodes": "of this user, by checksums",
     "object stores": "their files are those of checkpoints",
     "the Hub": "the library huggingface_hub and datasets read it",
-    "token shards": "are mapped, at sizes that the index gives and that are compared with the files'",
     "caches of this user": "nobody else writes there",
     "installed plugins, whose code is trusted": "is code",
     "programs that titan starts, and what they answer": "no files",

@@ -16,6 +16,7 @@ from titancli.data.shards import DTYPES
 from titancli.data.shards.reader import OpenFiles, Part, TokenFiles
 from titancli.data.unchanged import Stamp
 from titancli.errors import EnvironmentProblem
+from titancli.files import regular
 from titancli.recipe.find import url_of
 
 MEGATRON_MAGIC = b"MMIDIDX\0\0"
@@ -24,6 +25,8 @@ MEGATRON_DTYPES = {1: "uint8", 4: "int32", 5: "int64", 8: "uint16"}
 LLMC_HEADER = 1024
 LLMC = {(20240520, 1): "uint16", (20240801, 7): "uint32"}
 """Type of the tokens by the header's magic number and version."""
+EMPTY = 1 << 22
+"""Most sequences or documents without a token in a file."""
 SAMPLES = 64
 """Documents per file whose end markers are checked."""
 
@@ -83,15 +86,27 @@ def _refuse(path: str, byte: int, what: str, config_format: str) -> NoReturn:
     )
 
 
+def _open(path: str) -> BinaryIO:
+    """Open a file.
+
+    Raises:
+        EnvironmentProblem: it cannot be read, or is not a regular file.
+    """
+    try:
+        return open(path, "rb", opener=regular)
+    except OSError as error:
+        raise EnvironmentProblem(f"cannot read {path}: {error.strerror}", hint="restore the file") from error
+
+
 def _plain(config: TokenShards, file: TextFile) -> tuple[Part, str]:
     """Read a file of tokens alone, or after the header of llm.c."""
     if config.format == "raw":
         dtype, first, count = str(config.dtype), 0, None
-        with open(file.path, "rb") as opened:
+        with _open(file.path) as opened:
             if opened.read(6) == b"\x93NUMPY":
                 _refuse(file.path, 0, "it has a header of NumPy; write it with `array.tofile`", "raw")
     else:
-        with open(file.path, "rb") as opened:
+        with _open(file.path) as opened:
             header = opened.read(LLMC_HEADER)
         if len(header) < LLMC_HEADER or struct.unpack("<2i", header[:8]) not in LLMC:
             _refuse(file.path, 0, "its header has another magic number or version", "llm.c")
@@ -144,7 +159,7 @@ def _beside(file: TextFile) -> TextFile:
 def _megatron(file: TextFile) -> _Megatron:
     """Read an index of Megatron-LM and check it against the file of tokens."""
     index = _beside(file)
-    with open(index.path, "rb") as opened:
+    with _open(index.path) as opened:
         header = opened.read(MEGATRON_HEADER.size)
         if len(header) < MEGATRON_HEADER.size:
             _refuse(index.path, len(header), "its header is truncated", "megatron")
@@ -153,6 +168,10 @@ def _megatron(file: TextFile) -> _Megatron:
             _refuse(index.path, 0, "its header has another magic number or version", "megatron")
         if code not in MEGATRON_DTYPES:
             _refuse(index.path, 17, f"the code {code} is not a type of tokens", "megatron")
+        most = file.size // DTYPES[MEGATRON_DTYPES[code]] + EMPTY
+        if max(sequences, documents) > most:
+            what = f"it counts {sequences:,} sequences and {documents:,} documents of {most - EMPTY:,} tokens"
+            _refuse(index.path, 18, what, "megatron")
         size = MEGATRON_HEADER.size + 12 * sequences + 8 * documents
         if index.size < size:
             _refuse(index.path, index.size, f"{sequences:,} sequences need {size:,} bytes", "megatron")
