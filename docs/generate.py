@@ -254,8 +254,8 @@ def _option(command: click.Command, option: click.Option) -> str:
 def main() -> None:
     (DOCS / "commands.md").write_text(commands_page(), encoding="utf-8")
     (DOCS / "components.md").write_text(components_page(), encoding="utf-8")
-    readme = DOCS.parent / "README.md"
-    readme.write_text(tested_page(readme.read_text(encoding="utf-8")), encoding="utf-8")
+    page = DOCS / "tested.md"
+    page.write_text(tested_page(page.read_text(encoding="utf-8")), encoding="utf-8")
     page = DOCS / "coming-from-other-tools.md"
     page.write_text(tools_page(page.read_text(encoding="utf-8")), encoding="utf-8")
     page = DOCS / "coming-from-torchtitan.md"
@@ -263,10 +263,13 @@ def main() -> None:
 
 
 def tested_page(text: str) -> str:
-    """README with its table of what titan has been run on anew."""
+    """docs/tested.md with its table anew."""
     before, rest = text.split(BEGIN)
     after = rest.split(END)[1]
-    rows = [f"| {row.what} | {row.on} | {row.date} | `{row.command}` |" for row in ROWS_TESTED]
+    rows = [
+        f"| {row.what} | {row.on.replace('](', '](../')} | {row.date} | `{row.command}` |"
+        for row in ROWS_TESTED
+    ]
     table = "\n".join(["| what | on | last run | command |", "|---|---|---|---|", *rows])
     return f"{before}{BEGIN}\n\n{table}\n\n{END}{after}"
 

@@ -45,6 +45,8 @@ NAV: dict[str, dict[str, str]] = {
         "Components and sections": "docs/components.md",
         "Commands": "docs/commands.md",
         "Exit codes and JSON": "docs/interfaces.md",
+        "Features": "docs/features.md",
+        "What has been run": "docs/tested.md",
         "Changes": "CHANGELOG.md",
     },
     "Explanation": {

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import inspect
 import re
+import textwrap
 
 import pytest
 
-from tests.docs.markdown import ROOT
+from tests.docs.markdown import ROOT, blocks
 from titancli.data import fitting, row_check, rows
+from titancli.loops import pretrain
 from titancli.protocols import samples
 
 FACTS: dict[str, list[tuple[str, str]]] = {
     "tokens/s of 8B on one H200": [
-        ("README.md", r"trains at ([\d,]+) tokens/s \(60 % MFU\)"),
+        ("README.md", r"trains at ([\d,]+) tokens/s on one H200"),
         ("benchmarks/README.md", r"\| 8B \| titan \| 1 \| ([\d,]+) \|"),
     ],
     "oldest torch": [
         ("README.md", r"titan takes torch ([\d.]+) to"),
         ("pyproject.toml", r'"torch>=([\d.]+)"'),
-    ],
-    "minutes of make test": [
-        ("README.md", r"in about (\d+) minutes; `make test-all`"),
-        ("CONTRIBUTING.md", r"`tests/nightly.txt`; about (\d+) minutes"),
     ],
     "conversations that may share rows": [("docs/post-training.md", r"in groups of (\d+), by best fit")],
     "documents that are packed together": [("docs/data.md", r"up to ([\d,]+) of them, one after another")],
@@ -64,3 +62,10 @@ def test_docstring_of_logprobs() -> None:
     [(file, pattern)] = FACTS["temperature of sampled log-probabilities"]
     [said] = re.findall(pattern, (ROOT / file).read_text(encoding="utf-8"))
     assert said in " ".join(inspect.getsource(samples).split())
+
+
+def test_the_readme_has_the_loop() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (shown,) = (block.text for block in blocks(ROOT / "README.md") if block.text.startswith("while "))
+    assert textwrap.indent(shown, "    ") in inspect.getsource(pretrain.pretrain)
+    assert len(text.split()) <= 700

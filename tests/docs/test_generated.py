@@ -52,8 +52,8 @@ def test_the_tables_of_other_tools_are_current(generate: ModuleType) -> None:
         assert told and not told.endswith(": ") and told not in ("none:", "not needed:"), row
 
 
-def test_the_readme_has_what_titan_was_run_on(generate: ModuleType) -> None:
-    text = (DOCS.parent / "README.md").read_text(encoding="utf-8")
+def test_the_page_has_what_titan_was_run_on(generate: ModuleType) -> None:
+    text = (DOCS / "tested.md").read_text(encoding="utf-8")
     assert text == generate.tested_page(text), "run: python docs/generate.py"
     script = (DOCS.parent / "tests" / "versions.sh").read_text(encoding="utf-8")
     pinned = (DOCS.parent / "constraints.txt").read_text(encoding="utf-8")
