@@ -118,6 +118,17 @@ def require_locks(folder: Path) -> None:
         ) from error
 
 
+def refusal_below(path: Path) -> tuple[Path, OSError] | None:
+    """Return the nearest existing folder of a path and why nothing can be made in it; None: it can. Nothing
+    is left there."""
+    above = next(place for place in (path, *path.parents) if os.path.lexists(place))
+    try:
+        with tempfile.TemporaryFile(dir=above):
+            return None
+    except OSError as error:
+        return above, error
+
+
 def no_room(folder: Path, error: OSError) -> EnvironmentProblem:
     """Return the hint for a folder that cannot be written."""
     hint = "free some space there, or set TMPDIR to a folder on another disk"

@@ -58,7 +58,7 @@ def probed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, 
         ["train", "--help"],
         ["convert-checkpoint", "--help"],
         ["validate", "llama3_debug"],
-        ["validate", "llama3_8b"],
+        ["validate", "llama3_8b", "--recipe-only"],
         ["recipe", "show", "llama3_debug", "--origin"],
         ["recipe", "diff", "llama3_debug", "llama3_8b"],
         ["recipe", "new", "new.toml", "--from", "llama3_debug"],
@@ -76,6 +76,25 @@ def test_a_command_imports_nothing_heavy(probed: Callable[..., dict[str, Any]], 
     found = probed(*arguments)
     assert not HEAVY & set(found["seen"])
     assert found["code"] == 0
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        'type = "text_files", paths = ["a.txt"]',
+        'type = "jsonl", paths = ["a.jsonl"]',
+        'type = "parquet", paths = ["a.parquet"]',
+        'type = "token_shards", paths = ["shards"]',
+        'type = "hf", path = "./a.jsonl"',
+        'type = "chat", path = "./a.jsonl"',
+    ],
+)
+def test_a_look_at_data_needs_no_torch(tmp_path: Path, dataset: str) -> None:
+    (tmp_path / "a.txt").write_text("a text\n")
+    (tmp_path / "a.jsonl").write_text('{"text": "a text"}\n')
+    found = probe(tmp_path, "validate", "llama3_debug", f"dataset={{{dataset}}}")
+    assert not {"torch", "transformers", "datasets"} & set(found["seen"])
+    assert found["code"] == (0 if "a.txt" in dataset or "a.jsonl" in dataset else 5)
 
 
 @pytest.mark.parametrize(

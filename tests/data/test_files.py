@@ -68,13 +68,13 @@ def test_a_large_file_is_read_in_pieces_without_loss(
     path = tmp_path / "large.txt"
     path.write_text(text, newline="")
     [known] = files.find_files(path)
-    pieces = list(files._pieces(known, 0, 0))
+    pieces = list(files.pieces(known, 0, 0))
     assert "".join(piece.text for piece in pieces) == text
     assert max(len(piece.text.encode()) for piece in pieces) <= 100
     assert [piece.begins for piece in pieces] == [True] + [False] * (len(pieces) - 1)
     assert [piece.ends for piece in pieces] == [False] * (len(pieces) - 1) + [True]
     for i, piece in enumerate(pieces):
-        assert list(files._pieces(known, 0, piece.mark["byte"])) == pieces[i:]
+        assert list(files.pieces(known, 0, piece.mark["byte"])) == pieces[i:]
 
 
 def test_a_large_file_is_one_document_and_resumes_inside(

@@ -149,9 +149,9 @@ def test_resuming_reads_nothing_that_lies_before(corpus: Path, monkeypatch: pyte
         next(batches)
     resumed = make(config, rows=1)
     read = []
-    pieces = files._pieces
+    pieces = files.pieces
     monkeypatch.setattr(
-        files, "_pieces", lambda file, *at: read.append(Path(file.path).name) or pieces(file, *at)
+        files, "pieces", lambda file, *at: read.append(Path(file.path).name) or pieces(file, *at)
     )
     resumed.load_state_dict(dataset.state_dict())
     assert same(next(iter(resumed)), next(batches))

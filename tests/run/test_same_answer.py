@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -10,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.run.conftest import Finished, in_this_process
+from tests.run.conftest import Finished, in_this_process, trained
+from titancli.data import TextFiles, first_look
+from titancli.data.formats import Format
 from titancli.runs import RunFolder
 
 Titan = Callable[..., Finished]
@@ -54,6 +58,94 @@ def other_model(here: Path) -> None:
 def incomplete(here: Path) -> None:
     (here / "hf").mkdir()
     (here / "hf/config.json").write_text("{")
+
+
+def written(name: str, data: bytes | str) -> Callable[[Path], object]:
+    """Return what writes a file."""
+
+    def write(here: Path) -> None:
+        (here / name).parent.mkdir(parents=True, exist_ok=True)
+        (here / name).write_bytes(data.encode() if isinstance(data, str) else data)
+
+    return write
+
+
+def table(here: Path, **columns: list[object]) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table(columns), here / "d.parquet")
+
+
+def without_template(here: Path) -> None:
+    tokenizer(here / "tok", 10)
+    (here / "c.jsonl").write_text(50 * CHAT)
+
+
+def weights(here: Path, name: str | None, data: bytes = b"") -> None:
+    """Write a folder of the recipe's own model, with one file of weights."""
+    (here / "hf").mkdir()
+    (here / "hf/config.json").write_text(json.dumps(MODEL))
+    if name is not None:
+        (here / "hf" / name).write_bytes(data)
+
+
+def adapters(here: Path) -> None:
+    weights(here, "model.safetensors", EMPTY)
+    (here / "peft").mkdir()
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "base_model_name_or_path": str(here / "hf")}
+    (here / "peft/adapter_config.json").write_text(json.dumps(config))
+
+
+def cut_checkpoint(here: Path) -> None:
+    (here / "other").mkdir()
+    trained(here / "other", "--run-dir", "r", "training.steps=1")
+    [file] = (here / "other/r/checkpoints/step-1").glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+CHAT = (
+    json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}) + "\n"
+)
+BINARY = bytes(range(256)) * 99
+EMPTY = (2).to_bytes(8, "little") + b"{}"
+"""A safetensors file without tensors."""
+MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 16,
+    "vocab_size": 2048,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-05,
+    "hidden_act": "silu",
+    "num_key_value_heads": 16,
+    "head_dim": 2,
+    "intermediate_size": 768,
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "attention_bias": False,
+    "mlp_bias": False,
+    "bos_token_id": None,
+    "eos_token_id": 256,
+    "dtype": "float32",
+}
+"""The config.json of `tiny.toml`'s model."""
+
+
+def dataset(kind: str, value: str, **more: str) -> str:
+    key = "path" if kind in ("chat", "hf") else "paths"
+    shown = json.dumps(value if key == "path" else [value])
+    fields = "".join(f", {name} = {json.dumps(text)}" for name, text in more.items())
+    return f'dataset={{type = "{kind}", {key} = {shown}{fields}}}'
 
 
 BROKEN: dict[str, tuple[Callable[[Path], object] | None, tuple[str, ...], str]] = {
@@ -107,6 +199,134 @@ BROKEN: dict[str, tuple[Callable[[Path], object] | None, tuple[str, ...], str]] 
     "a choice in place of a type": (None, ("lr_scheduler=cosine",), "decay_type"),
     "two weights": (None, ("weights=a.bin",), "a.bin"),
     "a loop without its task": (None, ("loop=grpo",), "needs 'task'"),
+    "binary data": (written("b.bin", BINARY), ('dataset.paths=["b.bin"]',), "b.bin is binary data"),
+    "a FIFO": (lambda h: os.mkfifo(h / "f"), ('dataset.paths=["f"]',), "f is not a regular file"),
+    "a FIFO of rows": (
+        lambda h: os.mkfifo(h / "f.jsonl"),
+        (dataset("jsonl", "f.jsonl"),),
+        "f.jsonl is not a regular file",
+    ),
+    "a FIFO of conversations": (
+        lambda h: os.mkfifo(h / "f.jsonl"),
+        (dataset("chat", "./f.jsonl"),),
+        "f.jsonl is not a regular file",
+    ),
+    "a FIFO for `datasets`": (
+        lambda h: os.mkfifo(h / "f.jsonl"),
+        (dataset("hf", "./f.jsonl"),),
+        "f.jsonl is not a regular file",
+    ),
+    "an unknown store": (None, ('checkpoint.remote="nope://b/x"',), "Protocol not known: nope"),
+    "a store below a file": (
+        written("store", ""),
+        ('checkpoint.remote="file://{here}/store/x"',),
+        "cannot be written: Not a directory",
+    ),
+    "a store that refuses": (
+        None,
+        ('checkpoint.remote="file:///proc/x"',),
+        "no checkpoint can be uploaded: file:///proc/x cannot be written",
+    ),
+    "conversations without a template": (
+        without_template,
+        (*HF, "model.vocab_size=256", dataset("chat", "./c.jsonl")),
+        "has no chat template",
+    ),
+    "an empty file": (written("e.txt", ""), ('dataset.paths=["e.txt"]',), "every file is empty"),
+    "an empty file of rows": (written("e.jsonl", ""), (dataset("jsonl", "e.jsonl"),), "every file is empty"),
+    "a folder without files": (lambda h: (h / "d").mkdir(), ('dataset.paths=["d"]',), "has no files"),
+    "a folder of pictures": (
+        written("d/1.png", b"\x89PNG\r\n\x1a\n" + BINARY),
+        ('dataset.paths=["d"]',),
+        "1.png is binary data",
+    ),
+    "rows as text": (
+        written("a.jsonl", 9 * '{"text": "a"}\n'),
+        ('dataset.paths=["a.jsonl"]',),
+        'use dataset.type = "jsonl" for it',
+    ),
+    "text of another encoding": (
+        written("l.txt", 99 * "é".encode("latin1")),
+        ('dataset.paths=["l.txt"]',),
+        "is not UTF-8 text: byte 0",
+    ),
+    "a damaged gzip file": (
+        written("a.txt.gz", b"\x1f\x8b\x08aaa"),
+        ('dataset.paths=["a.txt.gz"]',),
+        "cannot read the file",
+    ),
+    "a table without the column": (
+        lambda h: table(h, body=["a"]),
+        (dataset("parquet", "d.parquet"),),
+        "dataset.text may be one of: body",
+    ),
+    "a column of numbers": (
+        lambda h: table(h, text=[1]),
+        (dataset("parquet", "d.parquet"),),
+        "has the type int64, which is not text",
+    ),
+    "text as a table": (None, (dataset("parquet", "text.txt"),), "cannot read the Parquet file"),
+    "a part of a mix": (
+        written("b.bin", BINARY),
+        (
+            'dataset={type="mix", weights={a=1}, datasets={a={type="text_files", paths=["text.txt"]}, '
+            'b={type="text_files", paths=["b.bin"]}}}',
+        ),
+        "b.bin is binary data",
+    ),
+    "binary data for validation": (
+        written("b.bin", BINARY),
+        ('validation.datasets.v={type="text_files", paths=["b.bin"], repeat=false}',),
+        "validation.datasets.v: ",
+    ),
+    "rows of no known format": (
+        written("a.jsonl", 9 * '{"body": "a"}\n'),
+        (dataset("chat", "./a.jsonl"),),
+        "the format of the rows is not known",
+    ),
+    "rows of two formats": (
+        written("a.jsonl", CHAT + '{"text": "a"}\n'),
+        (dataset("chat", "./a.jsonl"),),
+        "rows have different formats",
+    ),
+    "bundled data that is not there": (None, (dataset("chat", "titan:no"),), "titan has no bundled data"),
+    "shards that are text": (
+        None,
+        (dataset("token_shards", "text.txt"),),
+        "is a file, not a folder of token shards",
+    ),
+    "a file that `datasets` does not read": (
+        written("a.xyz", "a"),
+        (dataset("hf", "./a.xyz"),),
+        "the extension .xyz are not supported",
+    ),
+    "a model without weights": (lambda h: weights(h, None), ("weights=hf",), "contains no weights"),
+    "pickled weights": (
+        lambda h: weights(h, "pytorch_model.bin"),
+        ("weights=hf",),
+        "holds pickled weights (pytorch_model.bin)",
+    ),
+    "weights that are a pointer": (
+        lambda h: weights(h, "model.safetensors", b"version https://git-lfs.github.com/spec/v1\n"),
+        ("weights=hf",),
+        "is a pointer of Git LFS",
+    ),
+    "weights that are cut off": (
+        lambda h: weights(h, "model.safetensors", EMPTY[:-1]),
+        ("weights=hf",),
+        "is not a complete safetensors file",
+    ),
+    "weights of which a file is missing": (
+        lambda h: weights(h, "model.safetensors.index.json", b'{"weight_map": {"a": "b.safetensors"}}'),
+        ("weights=hf",),
+        "b.safetensors cannot be read",
+    ),
+    "adapters without a file": (adapters, ("weights=peft",), "has no adapter_model.safetensors"),
+    "a checkpoint that is cut off": (
+        cut_checkpoint,
+        ("weights=other/r/checkpoints/step-1",),
+        "bytes instead of",
+    ),
 }
 
 
@@ -118,7 +338,8 @@ def problems(done: Finished) -> list[str]:
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_three_commands_one_answer(titan: Titan, here: Path, name: str) -> None:
-    prepare, overrides, words = BROKEN[name]
+    prepare, templates, words = BROKEN[name]
+    overrides = [one.replace("{here}", str(here)) for one in templates]
     if prepare is not None:
         prepare(here)
     checked = titan("validate", "tiny.toml", *overrides)
@@ -128,6 +349,39 @@ def test_three_commands_one_answer(titan: Titan, here: Path, name: str) -> None:
     assert problems(checked) == problems(shown) == problems(started)
     assert checked.code == shown.code == started.code != 0
     assert not (here / "r").exists()  # known before anything is written
+
+
+def test_data_that_may_not_be_read(titan: Titan, monkeypatch: pytest.MonkeyPatch, here: Path) -> None:
+    def refuse(path: str, flags: int) -> int:
+        raise PermissionError(errno.EACCES, "Permission denied", path)
+
+    monkeypatch.setattr("titancli.data.formats.regular", refuse)
+    commands = (("validate",), ("train", "--run-dir", "r", "--dry-run"), ("train", "--run-dir", "r"))
+    done = [titan(*words, "tiny.toml") for words in commands]
+    assert all("text.txt: Permission denied" in one.err for one in done)
+
+
+def test_a_run_folder_below_a_file(titan: Titan, here: Path) -> None:
+    (here / "file").write_text("")
+    shown = titan("train", "tiny.toml", "--run-dir", "file/r", "--dry-run")
+    started = titan("train", "tiny.toml", "--run-dir", "file/r")
+    assert f"cannot create the run folder {here}/file/r: Not a directory ({here}/file)" in started.err
+    assert (shown.code, problems(shown)) == (started.code, problems(started)) == (5, problems(started))
+
+
+def test_a_look_at_data_is_cheap(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many files there are, few are listed and opened."""
+    (here / "d").mkdir()
+    for number in range(200):
+        (here / f"d/{number:03}.txt").write_text("a\n")
+    opened = []
+    monkeypatch.setattr(first_look, "LISTED", 100)
+    monkeypatch.setattr(first_look, "format_of", lambda path: opened.append(path) or Format("text"))
+    first_look.look(TextFiles(paths=[here / "d"]))
+    assert len(opened) == first_look.OPENED < 100
+    monkeypatch.setattr(first_look, "SECONDS", -1.0)
+    first_look.look(TextFiles(paths=[here / "d"]))
+    assert len(opened) == first_look.OPENED
 
 
 def test_the_hint_for_a_run_can_be_used(titan: Titan, here: Path) -> None:

@@ -18,6 +18,7 @@ from titancli.recipe.check import remarks
 from titancli.recipe.problems import problems_data
 from titancli.run.fit import import_components
 from titancli.run.inputs import missing_error, require_inputs
+from titancli.worker.remote import require_store
 
 Format = Literal["text", "json", "github"]
 
@@ -55,6 +56,8 @@ def command(
     for reference in recipes:
         try:
             loaded = load_recipe(reference, overrides, unset=unset)
+            if not recipe_only:
+                require_store(loaded.recipe.checkpoint)
             if not recipe_only and (missing := require_inputs(loaded, dry_run=True)):
                 raise missing_error(missing, loaded.recipe)
             if strict:

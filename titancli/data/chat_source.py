@@ -4,23 +4,18 @@ rejected."""
 from __future__ import annotations
 
 import logging
-import os
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 import numpy as np
 
 from titancli.data import HFDataset, RowsOfExamples
 from titancli.data.chat_template import ChatRefused
-from titancli.data.compressed import Damaged
-from titancli.data.files import TextFile, corpus_identity, find_files
+from titancli.data.files import TextFile, corpus_identity
 from titancli.data.fitting import Conversation
-from titancli.data.formats import kind_of_rows
 from titancli.data.hf_datasets import (
     GROUP,
     MappedFiles,
@@ -32,6 +27,7 @@ from titancli.data.hf_datasets import (
 from titancli.data.jsonl import BadRow, BadRows, LineReader, Row, parse
 from titancli.data.remarks import remarks
 from titancli.data.row_check import BAD, CUT, FIRST, RowCheck
+from titancli.data.row_files import row_files
 from titancli.data.rows import RowDataset, RowMaker
 from titancli.data.source import document_order
 from titancli.data.tables import without_nulls
@@ -40,12 +36,6 @@ from titancli.observe.metrics import collector
 from titancli.protocols import Tokenizer
 
 logger = logging.getLogger(__name__)
-
-SPLIT = re.compile(
-    r"(?<![a-z])(train|training|test|testing|valid|validation|val|dev|eval|evaluation)(?![a-z])"
-)
-BUNDLED = "titan:"
-"""Prefix of the names of titan's bundled data."""
 
 
 class Rows(Protocol):
@@ -196,42 +186,13 @@ def rows_of(config: RowsOfExamples, kind: str, *, seed: int, dp_rank: int) -> Ro
     """
     refuse_hub_keys(config)
     path, label = config.path, f"dataset {kind} ({config.path})"
-    if path.startswith(BUNDLED):
-        return LineRows(label, config, find_files(_bundled(path)), seed)
-    files = find_files(Path(path)) if os.path.isabs(path) and config.split == "train" else []
-    if files and (path.endswith(".jsonl") or _of_rows(path, files)):
+    if (files := row_files(config)) is not None:
         return LineRows(label, config, files, seed)
     hf = HFDataset(path=path, name=config.name, revision=config.revision, split=config.split)
     dataset = load(hf, progress=dp_rank == 0 and sys.stderr.isatty())
     if len(dataset) == 0:
         raise EnvironmentProblem(f"{label}: split {config.split!r} has no rows", hint="use another split")
     return HFRows(label, config, dataset, seed)
-
-
-def _of_rows(path: str, files: list[TextFile]) -> bool:
-    """Return whether all files hold rows, and none is named after a split."""
-    if os.path.isdir(path) and any(SPLIT.search(file.name.lower()) for file in files):
-        return False
-    for file in files:
-        try:
-            if kind_of_rows(file.path) == "text":
-                return False
-        except Damaged:
-            pass  # it is reported, or skipped, where rows are read
-        except EnvironmentProblem:
-            if os.path.isdir(path) or path.endswith(".arrow"):
-                return False  # `datasets` knows which files of a folder are its own
-            raise
-    return True
-
-
-def _bundled(path: str) -> Path:
-    folder = Path(__file__).parent / "bundled"
-    found = folder / f"{path.removeprefix(BUNDLED)}.jsonl"
-    if not found.is_file():
-        names = ", ".join(sorted(BUNDLED + os.path.splitext(name)[0] for name in os.listdir(folder)))
-        raise EnvironmentProblem(f"titan has no bundled data {path!r}", hint=f"available: {names}")
-    return found
 
 
 class ChatExamples:

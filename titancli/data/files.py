@@ -2,17 +2,19 @@
 
 A file is one document. It is read in pieces of at most 1 MiB that end at a line (or, without one, at a
 character), so that a file of any size takes little memory; where pieces begin depends on the file alone.
+Torch-free until a dataset is built.
 """
 
 from __future__ import annotations
 
 import codecs
 import glob
+import itertools
 import logging
 import os
 import stat
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -21,7 +23,6 @@ from titancli.data import PythonStdlib, TextFiles
 from titancli.data.compressed import Damaged, is_compressed, open_plain, unreadable
 from titancli.data.formats import format_of, require_text
 from titancli.data.source import Piece, Size, document_order
-from titancli.data.text import text_dataset
 from titancli.data.unchanged import Stamp, require_unchanged
 from titancli.errors import EnvironmentProblem
 from titancli.fingerprint import corpus_fingerprint
@@ -70,11 +71,16 @@ class FileSource:
         order = document_order(self._seed, epoch, len(self._files), shuffle=self._shuffle)
         first, byte = (mark["document"], mark["byte"]) if mark else (0, 0)
         for document in range(first, len(order)):
-            yield from _pieces(self._files[order[document]], document, byte)
+            yield from pieces(self._files[order[document]], document, byte)
             byte = 0
 
 
-def _pieces(known: TextFile, document: int, start: int) -> Iterator[Piece]:
+def pieces(known: TextFile, document: int, start: int) -> Iterator[Piece]:
+    """Yield the pieces of a file from a byte on.
+
+    Raises:
+        EnvironmentProblem: it cannot be read, has changed, or is not UTF-8.
+    """
     path = known.path
     try:
         with open_plain(path) as file:
@@ -100,7 +106,7 @@ def _pieces(known: TextFile, document: int, start: int) -> Iterator[Piece]:
 
 def _read_through(file: TextFile) -> None:
     format_of(file.path)
-    for _ in _pieces(file, 0, 0):
+    for _ in pieces(file, 0, 0):
         pass
 
 
@@ -147,6 +153,21 @@ def _cut(data: bytes) -> int:
     return cut
 
 
+def require_content(label: str, files: Sequence[TextFile]) -> int:
+    """Return the bytes of all files.
+
+    Raises:
+        EnvironmentProblem: all files are empty.
+    """
+    total = sum(file.size for file in files)
+    if total == 0:
+        raise EnvironmentProblem(
+            f"{label} contains no text: every file is empty, for example {files[0].path}",
+            hint="choose files with text",
+        )
+    return total
+
+
 def corpus_identity(
     label: str, files: list[TextFile], *, shuffle: bool, seed: int, text: bool = True
 ) -> dict[str, Any]:
@@ -155,12 +176,7 @@ def corpus_identity(
     Raises:
         EnvironmentProblem: all files are empty, one cannot be read, or, with `text`, one is not UTF-8.
     """
-    total = sum(file.size for file in files)
-    if total == 0:
-        raise EnvironmentProblem(
-            f"{label} contains no text: every file is empty, for example {files[0].path}",
-            hint="choose files with text",
-        )
+    total = require_content(label, files)
     named = [(file.path, file.name, file.size) for file in files]
     try:
         contents = corpus_fingerprint(named, _utf8) if text else corpus_fingerprint(named)
@@ -211,8 +227,10 @@ def _not_text(path: str, byte: int) -> NoReturn:
 # ------------------------------------------------------------------------------------ which files there are
 
 
-def _walk(folder: str, *, skip: Callable[[str], bool], suffix: str = "") -> list[TextFile]:
-    """Return the regular files below a folder, sorted by their relative names."""
+def _walk(
+    folder: str, *, skip: Callable[[str], bool], suffix: str = "", most: int | None = None
+) -> list[TextFile]:
+    """Return the regular files below a folder, sorted by their relative names; at most about `most`."""
 
     def stop(error: OSError) -> NoReturn:
         raise EnvironmentProblem(
@@ -226,6 +244,8 @@ def _walk(folder: str, *, skip: Callable[[str], bool], suffix: str = "") -> list
             if name.endswith(suffix) and not skip(name):
                 path = os.path.join(parent, name)
                 found += _regular(path, os.path.relpath(path, folder))
+        if most is not None and len(found) >= most:
+            break
     return sorted(found, key=lambda file: file.name)
 
 
@@ -237,21 +257,24 @@ def _regular(path: str, name: str) -> list[TextFile]:
     return [TextFile(path, name, status.st_size, status.st_mtime_ns)] if stat.S_ISREG(status.st_mode) else []
 
 
-def find_files(path: Path) -> list[TextFile]:
+def find_files(path: Path, most: int | None = None) -> list[TextFile]:
     """Return the files that an entry of `paths` stands for, sorted by name.
+
+    Args:
+        most: stop the search after about so many files; None: find all.
 
     Raises:
         EnvironmentProblem: the path does not exist, or has no files.
     """
     entry = os.path.abspath(path)
     if os.path.isdir(entry):
-        found = _walk(entry, skip=lambda name: name.startswith("."))
+        found = _walk(entry, skip=lambda name: name.startswith("."), most=most)
         nothing = f"folder {entry} has no files"
     elif os.path.lexists(entry):
         found = _regular(entry, os.path.basename(entry))
         nothing = f"{entry} is not a regular file"
     elif glob.has_magic(entry):
-        matches = sorted(glob.glob(entry, recursive=True))
+        matches = sorted(itertools.islice(glob.iglob(entry, recursive=True), most))
         found = [file for match in matches for file in _regular(match, os.path.relpath(match, _base(entry)))]
         nothing = f"no file matches {entry}"
     else:
@@ -264,15 +287,15 @@ def find_files(path: Path) -> list[TextFile]:
     return found
 
 
-def files_of(paths: Iterable[Path]) -> list[TextFile]:
-    """Return the files of all entries, in their order, without duplicates.
+def files_of(paths: Iterable[Path], most: int | None = None) -> list[TextFile]:
+    """Return the files of all entries, in their order, without duplicates; `most`: see `find_files`.
 
     Raises:
         EnvironmentProblem: an entry has no files.
     """
     files: dict[str, TextFile] = {}
     for path in paths:
-        for file in find_files(path):
+        for file in find_files(path, most):
             files.setdefault(file.path, file)
     return list(files.values())
 
@@ -310,5 +333,7 @@ def build_python_stdlib(config: PythonStdlib, *, seed: int, **runtime: Any) -> D
 def _packed(
     label: str, files: list[TextFile], config: TextFiles | PythonStdlib, seed: int, runtime: dict[str, Any]
 ) -> Dataset:
+    from titancli.data.text import text_dataset  # imports torch
+
     source = FileSource(label, files, shuffle=config.shuffles_source, seed=seed)
     return text_dataset(source, config, seed=seed, **runtime)

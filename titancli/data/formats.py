@@ -111,11 +111,19 @@ def require_text(paths: Sequence[str]) -> None:
         EnvironmentProblem: a file has another format.
     """
     for path, found in zip(paths, formats_of(paths), strict=True):
-        if found != "text":
-            raise EnvironmentProblem(
-                f"{path} holds {READ[found]}, and would be read as one text",
-                hint=f'use dataset.type = "{"parquet" if found == "parquet" else "jsonl"}" for it{ANYHOW}',
-            )
+        refuse_rows(path, found)
+
+
+def refuse_rows(path: str, found: str) -> None:
+    """
+    Raises:
+        EnvironmentProblem: a file of this format is not text.
+    """
+    if found != "text":
+        raise EnvironmentProblem(
+            f"{path} holds {READ[found]}, and would be read as one text",
+            hint=f'use dataset.type = "{"parquet" if found == "parquet" else "jsonl"}" for it{ANYHOW}',
+        )
 
 
 def kind_of_rows(path: str) -> str:

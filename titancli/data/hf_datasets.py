@@ -21,7 +21,6 @@ from titancli.data import HFDataset
 from titancli.data.hf_files import require_small
 from titancli.data.paths import hub_keys, is_saved
 from titancli.data.source import Piece, Size, document_order
-from titancli.data.text import text_dataset
 from titancli.data.unchanged import Stamp, require_unchanged
 from titancli.errors import EnvironmentProblem, RecipeError, TitanError
 from titancli.fingerprint import Contents, chunk_sums, corpus_fingerprint, full_check
@@ -274,17 +273,21 @@ def refuse_hub_keys(config: Any) -> None:
         raise RecipeError(f"dataset.{key}: {reason}", hint=f"remove {key}")
 
 
-def _load_local(config: HFDataset, datasets: Any) -> Any:
+def local_extension(config: HFDataset) -> str | None:
+    """Return the extension of the local file that a config names; None: it names a folder.
+
+    Raises:
+        EnvironmentProblem: there is no file, the folder is empty, or no reader knows the extension.
+    """
     path, label = config.path, _label(config)
     if not os.path.exists(path):
         raise EnvironmentProblem(f"{label} does not exist", hint="correct dataset.path")
-    refuse_hub_keys(config)
-    require_small(path)
-    if is_saved(path):
-        return _load_saved(config, datasets)
-    options = {"split": config.split, "streaming": config.streaming}
     if os.path.isdir(path):
-        return datasets.load_dataset(path, **options)
+        if not os.listdir(path):
+            raise EnvironmentProblem(f"{label}: the folder is empty", hint="correct dataset.path")
+        return None
+    if not os.path.isfile(path):
+        raise EnvironmentProblem(f"{label} is not a regular file", hint="correct dataset.path")
     stem, extension = os.path.splitext(path)
     if extension in (".gz", ".zst", ".xz", ".bz2"):
         extension = os.path.splitext(stem)[1]
@@ -293,6 +296,18 @@ def _load_local(config: HFDataset, datasets: Any) -> Any:
             f"{label}: files with the extension {extension or '(none)'} are not supported",
             hint=f"supported: {', '.join(READERS)}; for whole text files, use the text_files dataset",
         )
+    return extension
+
+
+def _load_local(config: HFDataset, datasets: Any) -> Any:
+    path, extension = config.path, local_extension(config)
+    refuse_hub_keys(config)
+    require_small(path)
+    if is_saved(path):
+        return _load_saved(config, datasets)
+    options = {"split": config.split, "streaming": config.streaming}
+    if extension is None:
+        return datasets.load_dataset(path, **options)
     return datasets.load_dataset(READERS[extension], data_files={"train": glob.escape(path)}, **options)
 
 
@@ -317,6 +332,8 @@ def _load_saved(config: HFDataset, datasets: Any) -> Any:
 
 def build(config: HFDataset, *, seed: int, dp_rank: int, **runtime: Any) -> Dataset:
     """Build `[dataset] type = "hf"`."""
+    from titancli.data.text import text_dataset  # imports torch
+
     dataset = load(config, progress=dp_rank == 0 and sys.stderr.isatty())
     source: IndexedSource | StreamedSource
     source = StreamedSource(config, dataset) if config.streaming else IndexedSource(config, dataset, seed)

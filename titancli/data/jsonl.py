@@ -1,7 +1,7 @@
 """A source of files of rows: each row is a document. Bad rows are skipped and counted, or end the run.
 
 Rows are read one at a time, from any byte, so files of any size take little memory. Only if they are shuffled
-is every file first read once, to find where its rows begin.
+is every file first read once, to find where its rows begin. Torch-free until a dataset is built.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from titancli.data.formats import kind_of_rows
 from titancli.data.row_index import row_starts
 from titancli.data.source import Piece, document_order
 from titancli.data.tables import lines_of
-from titancli.data.text import text_dataset
 from titancli.data.unchanged import Stamp, require_unchanged
 from titancli.errors import EnvironmentProblem
 from titancli.observe.metrics import report
@@ -339,5 +338,7 @@ def _skip_line(stream: BinaryIO) -> int:
 
 def build(config: JsonLines, *, seed: int, **runtime: Any) -> Dataset:
     """Build `[dataset] type = "jsonl"`; a file listed twice is read once."""
+    from titancli.data.text import text_dataset  # imports torch
+
     source = JsonLinesSource(config, files_of(config.paths), seed)
     return text_dataset(source, config, seed=seed, **runtime)

@@ -1,6 +1,7 @@
 """A source of Parquet files: each row is a document. One row group is read at a time.
 
 Shuffling permutes the row groups and the rows within each, since a Parquet file cannot be read row by row.
+Torch-free until a dataset is built.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from titancli.data.compressed import largest, too_large
 from titancli.data.files import TextFile, corpus_identity, files_of
 from titancli.data.parquet_file import open_parquet, written_out
 from titancli.data.source import Piece, Size, document_order
-from titancli.data.text import text_dataset
 from titancli.data.unchanged import require_unchanged
 from titancli.errors import EnvironmentProblem, RecipeError
 from titancli.protocols import Dataset
@@ -41,7 +41,7 @@ class ParquetSource:
         )
         found = corpus_identity(self.label, files, shuffle=self._shuffle, seed=seed, text=False)
         self.identity: dict[str, Any] = {**found, "column": config.text}
-        counts = [self._groups(file) for file in files]
+        counts = [row_groups(file, config.text) for file in files]
         self._firsts = np.cumsum([0, *(len(rows) for rows in counts)])
         """Index of the first row group of each file, then the total."""
         self._rows = np.array([rows for of_file in counts for rows in of_file], np.int64)
@@ -76,22 +76,6 @@ class ParquetSource:
         words = [part & 0xFFFFFFFF for part in (self._seed, self._seed >> 32, epoch, group)]
         return np.random.RandomState(words).permutation(count)
 
-    def _groups(self, file: TextFile) -> list[int]:
-        """Return the number of rows in each row group of a file."""
-        import pyarrow as pa
-
-        schema, metadata = footer(file)
-        if self._column not in schema.names:
-            raise RecipeError(
-                f"{file.path} has no column {self._column!r}",
-                hint=f"dataset.text may be one of: {', '.join(schema.names)}",
-            )
-        kind = schema.field(self._column).type
-        values = kind.value_type if pa.types.is_dictionary(kind) else kind
-        if not any(is_text(values) for is_text in (pa.types.is_string, pa.types.is_large_string)):
-            raise RecipeError(f"{file.path}: column {self._column!r} has the type {kind}, which is not text")
-        return [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
-
     def _column_of(self, group: int) -> Any:
         import pyarrow as pa
 
@@ -108,6 +92,28 @@ class ParquetSource:
                 require_unchanged(file.path, file.stamp)
             _unreadable(file, error)
         return table.column(0)
+
+
+def row_groups(file: TextFile, column: str) -> list[int]:
+    """Return the number of rows in each row group of a file.
+
+    Raises:
+        EnvironmentProblem: the file cannot be read, or has changed.
+        RecipeError: it has no such column, or the column is not text.
+    """
+    import pyarrow as pa
+
+    schema, metadata = footer(file)
+    if column not in schema.names:
+        raise RecipeError(
+            f"{file.path} has no column {column!r}",
+            hint=f"dataset.text may be one of: {', '.join(schema.names)}",
+        )
+    kind = schema.field(column).type
+    values = kind.value_type if pa.types.is_dictionary(kind) else kind
+    if not any(is_text(values) for is_text in (pa.types.is_string, pa.types.is_large_string)):
+        raise RecipeError(f"{file.path}: column {column!r} has the type {kind}, which is not text")
+    return [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
 
 
 def footer(file: TextFile) -> tuple[Any, Any]:
@@ -139,5 +145,7 @@ def _unreadable(file: TextFile, error: Exception) -> NoReturn:
 
 def build(config: Parquet, *, seed: int, **runtime: Any) -> Dataset:
     """Build `[dataset] type = "parquet"`; a file listed twice is read once."""
+    from titancli.data.text import text_dataset  # imports torch
+
     source = ParquetSource(config, files_of(config.paths), seed)
     return text_dataset(source, config, seed=seed, **runtime)

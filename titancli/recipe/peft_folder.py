@@ -35,6 +35,19 @@ def config_of(folder: Path) -> dict[str, Any]:
     return found
 
 
+def weights_of(folder: Path) -> Path:
+    """Return the file with the adapters of a folder.
+
+    Raises:
+        EnvironmentProblem: there is none.
+    """
+    if (folder / WEIGHTS).is_file():
+        return folder / WEIGHTS
+    pickled = (folder / PICKLED).is_file()
+    why = f"holds pickled adapters ({PICKLED}), which can run code" if pickled else f"has no {WEIGHTS}"
+    raise EnvironmentProblem(f"{folder} {why}", hint="save it again with a newer peft")
+
+
 def base_folder(folder: Path) -> Path:
     """Return the folder with the model whose weights are in a folder: of adapters in peft's form their base,
     of any other folder itself. A relative path starts at the current folder, as in peft.

@@ -114,7 +114,7 @@ def check_devices(loaded: Loaded, gpus: int, environ: Mapping[str, str] = os.env
 
 
 def check_weights(loaded: Loaded) -> None:
-    """Refuse weights that were made by another model. Files without weights are reported when they are read.
+    """Refuse weights that were made by another model. Whether they are whole is checked elsewhere.
 
     Raises:
         RecipeError: the message lists the fields that differ.

@@ -7,13 +7,14 @@ import os
 import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from titancli.checkpoint import read_manifest
-from titancli.checkpoint.format.manifest import is_checkpoint, newest_good
+from titancli.checkpoint.format.manifest import DamagedCheckpoint, Verify, faults, is_checkpoint, newest_good
 from titancli.checkpoint.hf.likeness import CONFIG
+from titancli.checkpoint.hf.stored_files import require_stored
 from titancli.checkpoint.start_from import start_from, still_needs_weights
-from titancli.data import HFTokenizer
+from titancli.data import HFTokenizer, PythonStdlib
 from titancli.data.hub import SCHEME, Hosted
 from titancli.errors import EnvironmentProblem, TitanError
 from titancli.recipe.assets import Assets
@@ -93,8 +94,40 @@ def require_inputs(
             read_manifest(start.folder)  # only a checkpoint has more than weights
         _refuse_other_folders(start.folder)
         check_weights(loaded)
-    _check_tokenizer(recipe)
+        _require_whole(start.folder, recipe.checkpoint.verify)
+    _look_at_data(recipe, _check_tokenizer(recipe))
     return missing
+
+
+def _require_whole(folder: Path, verify: Verify) -> None:
+    """Check that the files of weights are there and have their sizes; only a run reads all bytes.
+
+    Raises:
+        EnvironmentProblem: one is missing or damaged.
+    """
+    if not is_checkpoint(folder):
+        require_stored(folder)
+    elif found := faults(folder, read_manifest(folder), verify="off" if verify == "off" else "size"):
+        raise DamagedCheckpoint(folder, "; ".join(found))
+
+
+def _look_at_data(recipe: Recipe, tokenizer: Any) -> None:
+    """
+    Raises:
+        TitanError: the first files of a dataset cannot be read as its type says.
+    """
+    datasets = (recipe.dataset, *recipe.validation.datasets.values())
+    if all(one is None or isinstance(one, PythonStdlib) for one in datasets):
+        return
+    from titancli.data.first_look import look  # imports numpy
+
+    if recipe.dataset is not None:
+        look(recipe.dataset, tokenizer)
+    for name, config in recipe.validation.datasets.items():
+        try:
+            look(config, tokenizer)
+        except TitanError as error:
+            raise type(error)(f"validation.datasets.{name}: {error.message}", hint=error.hint) from error
 
 
 def missing_error(missing: list[str], recipe: Recipe) -> EnvironmentProblem:
@@ -123,26 +156,28 @@ def _refuse_other_folders(folder: Path) -> None:
     )
 
 
-def _check_tokenizer(recipe: Recipe) -> None:
-    """Read the tokenizer's folder, if it is on this machine; code of plugins' tokenizers is not imported.
+def _check_tokenizer(recipe: Recipe) -> Any:
+    """Read the tokenizer's folder, if it is on this machine, and return the tokenizer, or None; code of
+    plugins' tokenizers is not imported.
 
     Raises:
         TitanError: it cannot be read, or has more ids than the model.
     """
     folder = tokenizer_folder(recipe)
     if not isinstance(recipe.tokenizer, HFTokenizer) or folder is None:
-        return
+        return None
     if (hosted := Hosted.of(folder)) is not None:
         try:
             hosted.folder  # noqa: B018 - raises
         except EnvironmentProblem:  # not downloaded yet
-            return
+            return None
     tokenizer = build(recipe.tokenizer)
     rows = recipe.model.vocab_size
     if rows is not None and tokenizer.vocab_size > rows:
         from titancli.worker.data import check_vocabulary  # imports torch
 
         check_vocabulary(recipe, tokenizer)
+    return tokenizer
 
 
 def tokenizer_folder(recipe: Recipe) -> Path | None:

@@ -11,6 +11,7 @@ from titancli.checkpoint.format.manifest import last_serial
 from titancli.closing import has_ended, uploads_alone
 from titancli.data.hub import Hosted
 from titancli.errors import EnvironmentProblem
+from titancli.process import refusal_below
 from titancli.run.drift import Change, changes, sections
 from titancli.run.inputs import require_inputs, tokenizer_folder
 from titancli.run.request import Request, Where, find_run
@@ -125,6 +126,12 @@ def _complete(request: Request, where: Where, loaded: Loaded, before: Loaded | N
     folder = where.folder or RunFolder.choose(loaded.recipe.name)
     if seen is not None and section.remote is not None:  # a checkpoint may have been downloaded
         seen = (seen[0], last_serial(folder.checkpoints))
+    if where.new and (refused := refusal_below(folder.path)):
+        raise EnvironmentProblem(
+            f"cannot create the run folder {folder.path}: {refused[1].strerror} ({refused[0]})",
+            hint="use another --run-dir, or set TITAN_RUNS to a writable folder",
+        ) from refused[1]
+    remote.require_store(section)
     if not request.dry_run:
         remote.require_uploadable(folder, section, new=not request.resume)
     missing = require_inputs(loaded, choice.checkpoint, dry_run=request.dry_run, say=request.say)

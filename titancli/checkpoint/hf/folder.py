@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from titancli.checkpoint.format.disk import sync_folder, write_file
 from titancli.checkpoint.format.metadata import by_numbers
 from titancli.checkpoint.format.newfolder import new_folder
 from titancli.checkpoint.format.stream import Job, Progress, no_progress, write_files
-from titancli.checkpoint.format.tensorfile import ITEM_SIZE, PACKED_BITS, Entry, read_header
+from titancli.checkpoint.format.tensorfile import ITEM_SIZE, PACKED_BITS, Entry
 from titancli.checkpoint.format.tensors import (
     TORCH_DTYPE,
     MemoryTensors,
@@ -29,6 +29,7 @@ from titancli.checkpoint.hf.kept import CONFIG, texts
 from titancli.checkpoint.hf.libraries import Library, library_of
 from titancli.checkpoint.hf.quantise import Quantise
 from titancli.checkpoint.hf.stored import Place, Stored, as_bf16
+from titancli.checkpoint.hf.stored_files import stored_tensors
 from titancli.checkpoint.hf.virtual import blocks, everything
 from titancli.checkpoint.load import name_lists
 from titancli.data.tokenizer_files import TEMPLATES, is_tokenizer_file
@@ -37,7 +38,6 @@ from titancli.files import read_json
 from titancli.models.quantization import DEQUANTISE, KEY, quantization_of
 from titancli.protocols import HFForm
 
-PICKLED = ("*.bin", "*.pth", "*.pt", "*.ckpt")
 QUANTISED_DTYPES = {"I8", "U8", *PACKED_BITS, *(name for name in ITEM_SIZE if name.startswith("F8_"))}
 QUANTISED_NAMES = re.compile(
     r"\.(qweight|qzeros|g_idx|weight_packed|weight_scale\w*|weight_zero_point|absmax|SCB|quant_\w+|\w+_blocks)$"
@@ -195,7 +195,6 @@ class HFReader:
 
     def __init__(self, folder: Path, form: HFForm) -> None:
         self.folder, self.form = folder, form
-        self._header = cache(lambda file: read_header(folder / file))
         self._places = self._find()
 
     def parameter(self, name: str) -> Tensor:
@@ -318,28 +317,8 @@ class HFReader:
 
     def _find(self) -> dict[str, Place]:
         """Return where every tensor is stored, by the name that the form knows it by."""
-        library = library_of(self.form)
-        if (self.folder / library.index).is_file():
-            names = self._indexed(self.folder / library.index)
-            if library.weights not in names and (self.folder / library.weights).is_file():
-                raise EnvironmentProblem(
-                    f"{self.folder} holds weights twice: {library.weights}, and those that {library.index} "
-                    f"names",
-                    hint=f"remove the files that you do not want; transformers reads {library.weights}",
-                )
-        elif (self.folder / library.weights).is_file():
-            names = [library.weights]
-        else:
-            raise self._no_weights()
-        found: dict[str, Stored] = {}
-        for name in names:
-            for key, entry in self._header(name).items():
-                if key in found:
-                    raise EnvironmentProblem(
-                        f"{self.folder}: {key} is in {found[key].path.name} and in {name}",
-                        hint="remove one of the two, or download the folder again",
-                    )
-                found[key] = Stored(self.folder / name, entry)
+        tensors = stored_tensors(self.folder, library_of(self.form))
+        found = {key: Stored(path, entry) for key, (path, entry) in tensors.items()}
         how = quantization_of(self._config())
         places: dict[str, Place] = {**found} if how is None else as_bf16(found, how)
         known_as = self.form.known_as
@@ -362,42 +341,6 @@ class HFReader:
         except (OSError, ValueError) as error:
             raise EnvironmentProblem(f"{path} cannot be read: {error}") from error
         return found if isinstance(found, dict) else {}
-
-    def _indexed(self, path: Path) -> list[str]:
-        try:
-            weight_map = read_json(path)["weight_map"]
-            files = sorted(set(weight_map.values()))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise EnvironmentProblem(f"{path} is damaged: it has no weight_map") from error
-        for name in files:
-            if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][\w.-]*\.safetensors", name):
-                raise EnvironmentProblem(
-                    f"{path} names {name!r}, which is not a safetensors file in that folder"
-                )
-        for key, name in weight_map.items():
-            if key not in self._header(name):
-                raise EnvironmentProblem(f"{path} says that {key!r} is in {name}, but it is not")
-        return files
-
-    def _no_weights(self) -> EnvironmentProblem:
-        library = library_of(self.form)
-        if not self.folder.is_dir():
-            return EnvironmentProblem(f"folder {self.folder} does not exist")
-        pickled = sorted(path.name for form in PICKLED for path in self.folder.glob(form))
-        if pickled:
-            return EnvironmentProblem(
-                f"{self.folder} holds pickled weights ({pickled[0]}), which can run code and are "
-                f"therefore not read",
-                hint="if you trust them, save them as safetensors: load the folder with transformers "
-                "and call save_pretrained(NEW_FOLDER)",
-            )
-        parts = any(self.folder.glob(f"{library.stem}-*-of-*.safetensors"))
-        return EnvironmentProblem(
-            f"{self.folder} contains no weights: neither {library.weights} nor {library.index}",
-            hint=f"{library.index}, which names its other files, is missing: download it again"
-            if parts
-            else "give a Hugging Face model folder with *.safetensors files",
-        )
 
 
 def read_hf(folder: Path, form: HFForm) -> HFReader:

@@ -19,7 +19,7 @@ from titancli.checkpoint.load import name_lists
 from titancli.converters.lora import adapter_names, magnitude_name, merge, scale_of
 from titancli.errors import EnvironmentProblem, TitanError
 from titancli.protocols import HFForm
-from titancli.recipe.peft_folder import CONFIG, PICKLED, WEIGHTS, config_of
+from titancli.recipe.peft_folder import CONFIG, WEIGHTS, config_of, weights_of
 from titancli.registry.component import build
 
 FACTS = {"rank": "r", "alpha": "lora_alpha", "rslora": "use_rslora", "dora": "use_dora"}
@@ -87,12 +87,7 @@ class PeftFolder:
         return read_tensor(self.folder / WEIGHTS, self._header[key])
 
     def _refuse_foreign(self, config: Mapping[str, Any]) -> None:
-        if not (self.folder / WEIGHTS).is_file():
-            pickled = (self.folder / PICKLED).is_file()
-            why = (
-                f"holds pickled adapters ({PICKLED}), which can run code" if pickled else f"has no {WEIGHTS}"
-            )
-            raise EnvironmentProblem(f"{self.folder} {why}", hint="save it again with a newer peft")
+        weights_of(self.folder)
         wrong = [
             f"{key} = {value!r}"
             for key, value in config.items()

@@ -30,11 +30,16 @@ from titancli.checkpoint.format.manifest import (
     read_manifest,
     remove,
 )
+from titancli.checkpoint.remote import Fsspec
 from titancli.checkpoint.remote.marks import left_behind, marked
 from titancli.checkpoint.remote.requests import ABSENT
 from titancli.checkpoint.remote.store import ATTEMPTS, RemotePath, at
 from titancli.errors import EnvironmentProblem, TitanError
 from titancli.files import regular
+from titancli.object_store import file_system
+from titancli.process import refusal_below
+from titancli.recipe.find import store_type
+from titancli.registry import current
 
 if TYPE_CHECKING:
     from titancli.recipe.schema import Checkpoint
@@ -45,6 +50,27 @@ def run_place(section: Checkpoint, run_folder: Path, *, patience: float | None =
     see `at`."""
     url = f"{(section.remote or '').rstrip('/')}/{run_folder.name}"
     return at(url, section.remote_timeout_seconds, patience, section.store)
+
+
+def require_store(section: Checkpoint) -> None:
+    """Check without a request that fsspec knows the store of `checkpoint.remote`, and that one on this
+    machine's disk can be written. A plugin's store is left alone: its code is imported by a run only.
+
+    Raises:
+        EnvironmentProblem: it does not, or it cannot.
+    """
+    if section.remote is None:
+        return
+    url = section.remote.rstrip("/")
+    kind = type(section.store) if section.store else current().find("store", store_type(url, current()))
+    if not issubclass(kind, Fsspec):
+        return
+    _, path = file_system(url)
+    if url.startswith(("file://", "local://")) and (refused := refusal_below(Path(path).absolute())):
+        raise EnvironmentProblem(
+            f"no checkpoint can be uploaded: {url} cannot be written: {refused[1].strerror} ({refused[0]})",
+            hint="name another folder in checkpoint.remote, or remove it with --unset",
+        ) from refused[1]
 
 
 def probe(place: Path) -> None:

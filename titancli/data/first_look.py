@@ -1,0 +1,176 @@
+"""Look at the first files of a dataset before a run starts, as code that builds it will do, with the same
+errors. Torch-free.
+
+A look is cheap however large the data are: it lists, opens and reads a bounded number of files, and stops
+after some seconds. What it leaves out the run reports when it begins.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from itertools import islice
+from typing import Any
+
+from titancli.data import (
+    Chat,
+    HFDataset,
+    JsonLines,
+    Parquet,
+    RowsOfExamples,
+    SeveralDatasets,
+    TextFiles,
+    TokenShards,
+)
+from titancli.data.compressed import Damaged
+from titancli.data.files import TextFile, files_of, pieces, require_content
+from titancli.data.formats import format_of, kind_of_rows, refuse_rows
+from titancli.data.hf_datasets import local_extension
+from titancli.data.jsonl import BadRow, LineReader, parse
+from titancli.data.parquet import row_groups
+from titancli.data.row_files import row_files
+from titancli.data.row_formats import SAMPLED, Names, detected
+from titancli.data.shards import read_index
+from titancli.data.tokenizer_files import TEMPLATES
+from titancli.files import read_json
+from titancli.recipe.find import url_of
+from titancli.registry.component import component_info
+
+LISTED, OPENED, SECONDS = 10_000, 64, 2.0
+"""Limits of a look at a dataset: files listed, files opened, and the time to open them."""
+WITHOUT_TEMPLATE = ("text", "prompt_completion")
+"""Formats of rows that a tokenizer without a chat template can encode."""
+
+
+def look(config: Any, tokenizer: Any = None) -> None:
+    """Look at the files that a dataset's config names; a plugin's own datasets are not known here.
+
+    Args:
+        tokenizer: the run's tokenizer; None: it is not known, and nothing that needs it is checked.
+
+    Raises:
+        TitanError: there is nothing to read, or it cannot be read as this dataset.
+    """
+    if isinstance(config, SeveralDatasets):
+        for one in config.datasets.values():
+            look(one, tokenizer)
+    elif isinstance(config, RowsOfExamples):
+        _examples(config, tokenizer)
+    elif (looks := _LOOKS.get(type(config))) is not None:
+        looks(config)
+
+
+def _first(files: Sequence[TextFile]) -> Iterator[TextFile]:
+    end = time.monotonic() + SECONDS
+    for file in files[:OPENED]:
+        if time.monotonic() > end:
+            return
+        yield file
+
+
+def _require_content(label: str, files: list[TextFile]) -> None:
+    if len(files) < LISTED:  # otherwise there may be more
+        require_content(label, files)
+
+
+def _text(config: TextFiles) -> None:
+    files = files_of(config.paths, LISTED)
+    if config.skip_damaged:  # all are read at the start
+        return
+    if config.format == "auto":
+        for file in _first(files):
+            refuse_rows(file.path, format_of(file.path).name)
+    _require_content("dataset text_files", files)
+    for file in _first(files):
+        next(pieces(file, 0, 0), None)
+
+
+def _rows(config: JsonLines) -> None:
+    files = files_of(config.paths, LISTED)
+    _require_content("dataset jsonl", files)
+    _kinds(files, skip_damaged=config.skip_damaged)
+
+
+def _kinds(files: Sequence[TextFile], *, skip_damaged: bool) -> dict[TextFile, str]:
+    """Return the formats of the first files."""
+    found = {}
+    for file in _first(files):
+        try:
+            found[file] = kind_of_rows(file.path)
+        except Damaged:
+            if not skip_damaged:
+                raise
+    return found
+
+
+def _parquet(config: Parquet) -> None:
+    files = files_of(config.paths, LISTED)
+    _require_content("dataset parquet", files)
+    for file in _first(files):
+        row_groups(file, config.text)
+
+
+def _shards(config: TokenShards) -> None:
+    if config.format != "titan":
+        files_of((path for path in config.paths if url_of(path) is None), LISTED)
+        return
+    for path in config.paths:
+        if url_of(path) is None:
+            read_index(path)
+
+
+def _hf(config: HFDataset) -> None:
+    if os.path.isabs(config.path):
+        local_extension(config)
+
+
+def _examples(config: RowsOfExamples, tokenizer: Any) -> None:
+    files = row_files(config, LISTED)
+    if files is None:
+        return
+    _require_content(f"dataset {component_info(config).name} ({config.path})", files)
+    kinds = _kinds(files, skip_damaged=config.skip_damaged)
+    if not isinstance(config, Chat):
+        return
+    chosen: str | None = config.format
+    if chosen == "auto":  # other files than JSON Lines are converted at the start
+        plain = set(kinds.values()) == {"jsonl"}
+        chosen = detected(_parsed(config, list(kinds)), Names.of(config)) if plain else None
+    if tokenizer is not None and chosen is not None and chosen not in WITHOUT_TEMPLATE:
+        _require_template(tokenizer)
+
+
+def _parsed(config: Chat, files: list[TextFile]) -> Iterator[tuple[str, dict[str, Any] | BadRow]]:
+    reader = LineReader(files, shuffle=False, seed=0, max_bytes=config.max_bytes)
+    for file, row, _ in islice(reader.in_order(None), SAMPLED):
+        found: dict[str, Any] | BadRow
+        try:
+            found = parse(row.data, config.max_bytes)
+        except BadRow as reason:
+            found = reason
+        yield reader.where(file, row), found
+
+
+def _require_template(tokenizer: Any) -> None:
+    """
+    Raises:
+        RecipeError: the tokenizer has no chat template.
+    """
+    files = tokenizer.files
+    if "chat_template.jinja" in files or any(name.startswith(TEMPLATES) for name in files):
+        return
+    with suppress(KeyError, OSError, ValueError, AttributeError):  # transformers says what is wrong
+        if read_json(files["tokenizer_config.json"]).get("chat_template"):
+            return
+    tokenizer.chat_fingerprint  # noqa: B018 - it raises; and imports transformers
+
+
+_LOOKS: dict[type, Any] = {
+    TextFiles: _text,
+    JsonLines: _rows,
+    Parquet: _parquet,
+    TokenShards: _shards,
+    HFDataset: _hf,
+}
