@@ -233,6 +233,26 @@ def foreign(path: Path) -> Any:
     )
 
 
+def excluded(path: Path) -> Any:
+    from titancli.checkpoint.exclude import Exclusion
+
+    return Exclusion.once(["model.x"], path.parent)
+
+
+def lock_model(path: Path) -> Any:
+    """Of a damaged lock there is no model; the error comes when the weights are read."""
+    from titancli.checkpoint.hf.likeness import vocabulary_in
+    from titancli.registry import current
+
+    return vocabulary_in(path.parent, current().find("model", "llama3"))
+
+
+def prompts(path: Path) -> Any:
+    from titancli.generate.prompts import read_file
+
+    return read_file(path)
+
+
 def tokenizer_of(path: Path) -> Any:
     from titancli.data.hf_tokenizer import HFTokenizer
 
@@ -268,6 +288,7 @@ BRACKETS = "[" * DEEP
 HUGE = (1 << 62).to_bytes(8, "little")
 FOLDERS = ("README.md", "state.json", "dataset_info.json")
 HF = "datasets datasets.packaged_modules titancli.data.hf_datasets pyarrow.parquet torch"
+LOCK = "titancli.checkpoint.hf.likeness titancli.checkpoint.exclude"
 SHARDS = "titancli.data.shards titancli.data.shards.foreign"
 DATA = "titancli.data.jsonl titancli.data.parquet"
 ROWS = "text, rows and prompts"
@@ -302,6 +323,21 @@ READERS = {
     "hf, Parquet": Reader(ROWS, dataset, "x.parquet", repeated, long_value, fifo, HF),
     "hf, card": Reader(ROWS, dataset, "README.md", card("merges"), card("nested"), fifo, HF),
     "hf, saved": Reader(ROWS, dataset, "state.json", sparse, text(BRACKETS), fifo, HF),
+    "lock of a checkpoint": Reader(
+        "the lock of a run", excluded, "recipe.lock.toml", sparse, text(f"a = {BRACKETS}"), text("[a"), LOCK
+    ),
+    "model of a checkpoint": Reader(
+        "the lock of a run", lock_model, "recipe.lock.toml", sparse, text(f"a = {BRACKETS}"), fifo, LOCK
+    ),
+    "prompts": Reader(
+        ROWS,
+        prompts,
+        "x.jsonl",
+        sparse,
+        text(f'{{"prompt": {BRACKETS}'),
+        text("\n" * 100),
+        "titancli.generate.prompts",
+    ),
     "index of shards": Reader("token shards", shards, "index.json", sparse, text(BRACKETS), fifo, SHARDS),
     "Megatron": Reader(
         "token shards",

@@ -10,7 +10,12 @@ from tests.security import readers
 from tests.security.doors import DOORS
 from tests.security.readers import ELSEWHERE, OWN, READERS, ROOT, require_bounds
 
-READ_WHOLE = {"recipe": ("expands",), "rows": ("nested",), "table": ("nested",)}
+READ_WHOLE = {
+    "model of a checkpoint": readers.HARMS,
+    "recipe": ("expands",),
+    "rows": ("nested",),
+    "table": ("nested",),
+}
 
 
 @pytest.mark.e2e

@@ -31,12 +31,13 @@ class Exclusion:
         import tomllib
 
         from titancli.checkpoint.format.manifest import LOCK, DamagedCheckpoint
+        from titancli.files import read_bytes
 
         try:
-            lock = tomllib.loads((checkpoint / LOCK).read_text(encoding="utf-8"))
+            lock = tomllib.loads(read_bytes(checkpoint / LOCK).decode())
         except (FileNotFoundError, NotADirectoryError):  # weights alone have no lock file
             lock = {}
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise DamagedCheckpoint(checkpoint, f"{LOCK} cannot be read: {error}", LOCK) from error
         section = lock.get("checkpoint")
         before = section.get("exclude_from_loading") if isinstance(section, dict) else None

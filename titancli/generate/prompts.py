@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 from pathlib import Path
 
 from titancli.errors import EnvironmentProblem, UsageError
 
+LARGEST = 1 << 26
+"""Bytes of a file of prompts."""
 JSON_LINES = (".jsonl", ".ndjson")
 
 
@@ -51,7 +54,13 @@ def read_file(path: Path) -> list[str]:
         EnvironmentProblem: it cannot be read.
     """
     try:
-        text = _decoded(path.read_bytes(), str(path)).removeprefix("\ufeff")
+        with open(path, "rb") as file:  # a pipe, too: `--prompts <(command)`
+            pieces: list[bytes] = []
+            while piece := file.read(1 << 20):
+                pieces.append(piece)
+                if len(pieces) > LARGEST >> 20:
+                    raise OSError(errno.EFBIG, f"it has more than {LARGEST:,} bytes", str(path))
+        text = _decoded(b"".join(pieces), str(path)).removeprefix("\ufeff")
     except OSError as error:
         raise EnvironmentProblem(f"{path} cannot be read: {error.strerror}") from error
     lines = [(n, line.removesuffix("\r")) for n, line in enumerate(text.split("\n"), start=1)]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from titancli.checkpoint.format.manifest import LOCK, is_checkpoint, read_manifest
 from titancli.checkpoint.hf.libraries import type_in
 from titancli.errors import EnvironmentProblem
-from titancli.files import read_json
+from titancli.files import read_bytes, read_json
 from titancli.recipe.config_json import LARGEST, bind_model, fields_in
 from titancli.recipe.peft_folder import base_folder
 from titancli.recipe.toml import inline
@@ -203,8 +203,8 @@ def _in_checkpoint(folder: Path, like: Any) -> Any:
 
     if (folder / LOCK).is_file():
         try:
-            table = tomli.loads((folder / LOCK).read_text(encoding="utf-8"))["model"]
-        except (OSError, ValueError, KeyError):
+            table = tomli.loads(read_bytes(folder / LOCK).decode())["model"]
+        except (OSError, ValueError, KeyError, RecursionError):
             return None  # a damaged checkpoint is reported, with the reason, when its weights are read
     else:
         table = read_manifest(folder).state.get("model")
