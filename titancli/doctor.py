@@ -22,7 +22,7 @@ from titancli.launchers.devices import visible_gpus
 from titancli.parallel.programs import HOW_TO_GET, missing_programs
 from titancli.provenance import versions
 from titancli.registry import current
-from titancli.registry.apart import try_apart
+from titancli.registry.isolated_load import try_apart
 from titancli.registry.kinds import BUILTIN
 from titancli.runs import runs_root
 from titancli.tested import GPU, LAYOUTS, PYTHON, TORCH

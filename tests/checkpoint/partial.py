@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.checkpoint.tensors import bits
 from titan_families.deepseek_v3 import DeepSeekV3
+from titancli.checkpoint.hf.detect_model import hf_form
 from titancli.checkpoint.hf.folder import read_hf
 from titancli.checkpoint.hf.load import load_hf_weights
-from titancli.checkpoint.hf.which import hf_form
 from titancli.distributed.together import Ranks
 from titancli.errors import EnvironmentProblem
 from titancli.models.gpt_oss import GptOss

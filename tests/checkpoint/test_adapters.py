@@ -23,8 +23,8 @@ from titancli.checkpoint import CheckpointReader, export_hf, read_hf, save_check
 from titancli.checkpoint import base as merging
 from titancli.checkpoint.base import base_of
 from titancli.checkpoint.hf import peft
+from titancli.checkpoint.hf.detect_model import hf_form
 from titancli.checkpoint.hf.peft_names import beside_experts, placed
-from titancli.checkpoint.hf.which import hf_form
 from titancli.cli import main
 from titancli.converters.lora import adapter_names
 from titancli.models import Llama3

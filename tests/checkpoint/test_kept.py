@@ -14,7 +14,7 @@ import torch
 from tests.checkpoint.test_convert import TOKENIZER
 from tests.run.conftest import furnish, train_here
 from titancli.checkpoint.format.manifest import faults, read_manifest
-from titancli.checkpoint.hf.kept import kept_of, texts
+from titancli.checkpoint.hf.sidecar_files import kept_of, texts
 from titancli.errors import EnvironmentProblem
 
 SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8)

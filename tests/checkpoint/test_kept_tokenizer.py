@@ -13,7 +13,7 @@ from tests.cli.conftest import Titan, titan
 from tests.cli.test_new_finetune import CHAT, SMALL, TEMPLATE
 from tests.cli.test_new_recipe import LLAMA
 from tests.generate.models import make_tokenizer
-from titancli.checkpoint.hf.kept import kept_of
+from titancli.checkpoint.hf.sidecar_files import kept_of
 from titancli.data import tokenizer_files as files
 from titancli.data.hf_tokenizer import HFTokenizer
 from titancli.errors import EnvironmentProblem

@@ -13,7 +13,7 @@ import pytest
 
 from titan_families import DeepSeekV3, Llama4
 from titan_transformers import HFCausalLM
-from titancli.checkpoint.hf.likeness import complaint, differing_fields
+from titancli.checkpoint.hf.config_match import complaint, differing_fields
 from titancli.errors import EnvironmentProblem
 from titancli.models import GptOss, Llama3, Qwen3
 from titancli.models.sections import MoE

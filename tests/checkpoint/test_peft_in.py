@@ -16,9 +16,9 @@ from tests.cli.conftest import Titan, titan
 from tests.converters.test_lora_experts import OWN
 from tests.engine.cases import recipe, small, whole_batch
 from titan_testing.behaviour.engines import weights
+from titancli.checkpoint.hf.detect_model import hf_form
 from titancli.checkpoint.hf.peft_in import PeftFolder
 from titancli.checkpoint.hf.peft_names import placed
-from titancli.checkpoint.hf.which import hf_form
 from titancli.converters import LoRA
 from titancli.converters.lora import Adapters, adapter_names, weights_of
 from titancli.engine import Engine

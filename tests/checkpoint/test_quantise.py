@@ -14,9 +14,9 @@ from torch import Tensor
 from tests.checkpoint.tensors import RUN, bits
 from tests.checkpoint.test_quantized import opened
 from titancli.checkpoint import CheckpointReader, save_checkpoint
+from titancli.checkpoint.hf.detect_model import hf_form
 from titancli.checkpoint.hf.quantise import _misread, to_fp8, to_mxfp4
 from titancli.checkpoint.hf.stored import E2M1
-from titancli.checkpoint.hf.which import hf_form
 from titancli.cli import main
 from titancli.errors import TitanError
 from titancli.models.blocks.state import named_state

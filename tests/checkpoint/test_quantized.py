@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests.checkpoint.tensors import bits
 from titancli.checkpoint.hf.folder import HFReader, read_hf
-from titancli.checkpoint.hf.virtual import Virtual
+from titancli.checkpoint.hf.lazy_tensor import Virtual
 from titancli.errors import EnvironmentProblem
 from titancli.models.blocks.hf import DecoderHF
 from titancli.models.gpt_oss import GptOss
@@ -168,7 +168,7 @@ def test_gpt_oss_reads_its_own_release_through_its_form(tmp_path: Path):
     keys = {**config.to_dict(), "quantization_config": MXFP4}
     (path / "config.json").write_text(json.dumps(keys))
     theirs = GptOssForCausalLM.from_pretrained(path, dtype=torch.bfloat16).state_dict()
-    from titancli.checkpoint.hf.which import model_of, parameter_shapes
+    from titancli.checkpoint.hf.detect_model import model_of, parameter_shapes
 
     _, _, model = model_of(path, None)
     assert isinstance(model, GptOss)

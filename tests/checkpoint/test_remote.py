@@ -22,9 +22,9 @@ from fsspec.registry import _registry as registry
 from tests.checkpoint.tensors import RUN, same, save, some_tensors, zeros
 from titancli.checkpoint import load_checkpoint, newest_good, read_manifest
 from titancli.checkpoint.format.manifest import FORMAT, SEAL, faults, steps
-from titancli.checkpoint.remote import marks
+from titancli.checkpoint.remote import leases
 from titancli.checkpoint.remote.fsspec_store import FsspecStore
-from titancli.checkpoint.remote.marks import mark_name
+from titancli.checkpoint.remote.leases import mark_name
 from titancli.checkpoint.remote.requests import Unreachable
 from titancli.checkpoint.remote.store import RemotePath, at
 from titancli.checkpoint.remote.transfer import newest_of_both, probe, upload
@@ -239,7 +239,7 @@ def test_what_another_run_is_uploading_is_neither_deleted_nor_overwritten(
     _saved(tmp_path / "here", 2, 4)
     told: list[str] = []
 
-    monkeypatch.setattr(marks, "RENEWED", 0.05)
+    monkeypatch.setattr(leases, "RENEWED", 0.05)
 
     def put(self: RemotePath, source: Path, *given: Any, original: Any = RemotePath.put, **more: Any) -> None:
         original(self, source, *given, **more)
@@ -266,7 +266,7 @@ def test_the_mark_of_an_upload_that_is_gone_blocks_nobody(
     body: bytes,
 ) -> None:
     """Of a run of the same name that was killed in the middle of its first upload."""
-    monkeypatch.setattr(marks, "GONE", 0.2)
+    monkeypatch.setattr(leases, "GONE", 0.2)
     _saved(tmp_path / "here", 2)
     _put(url, mark_name("step-2", "run-2"), body)
     _put(url, "step-2/rank-00007.safetensors", b"half")

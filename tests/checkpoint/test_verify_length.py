@@ -13,8 +13,8 @@ from tests.models.families import GEMMA3, GPT_OSS, LLAMA4, MIXTRAL, OLMO3, QWEN3
 from titan_transformers import HFCausalLM
 from titancli.checkpoint.format.tensors import MemoryTensors
 from titancli.checkpoint.hf.compare import COMPARED, _lengths, verdict, verify_tokens
+from titancli.checkpoint.hf.detect_model import hf_form
 from titancli.checkpoint.hf.folder import export_hf
-from titancli.checkpoint.hf.which import hf_form
 from titancli.models.blocks.state import named_state
 from titancli.models.qwen3 import FactorYarn
 from titancli.models.sections import Yarn

@@ -18,8 +18,8 @@ from titancli.checkpoint.format.region import Region
 from titancli.checkpoint.format.tensorfile import read_header
 from titancli.checkpoint.hf import stored
 from titancli.checkpoint.hf.folder import read_hf
+from titancli.checkpoint.hf.lazy_tensor import Virtual, blocks, everything
 from titancli.checkpoint.hf.stored import Stored
-from titancli.checkpoint.hf.virtual import Virtual, blocks, everything
 
 
 def of(tensor: Tensor) -> Virtual:

@@ -14,7 +14,7 @@ import pytest
 
 from tests.cli.conftest import Titan
 from titancli import __version__
-from titancli.cli import common, failures, grammar, group
+from titancli.cli import command_groups, common, failures, group
 from titancli.cli.common import Common, split_common
 from titancli.cli.output import short_path
 from titancli.errors import EnvironmentProblem, PluginError, RecipeError, TitanError, UsageError
@@ -102,13 +102,13 @@ GROUPED = [(of, name) for of in group.PLACES for name in getattr(group.PLACES[of
 
 @pytest.mark.parametrize(("of", "name"), GROUPED, ids=" ".join)
 def test_the_help_in_the_table_is_the_commands_own(of: str, name: str) -> None:
-    place = getattr(grammar, of).places[name]
+    place = getattr(command_groups, of).places[name]
     assert place.load().get_short_help_str(200) == place.help
 
 
 def test_each_command_has_one_name() -> None:
     places = [place for place in group.PLACES.values() if place.module != group.HERE]
-    places += [getattr(grammar, of).places[name] for of, name in GROUPED]
+    places += [getattr(command_groups, of).places[name] for of, name in GROUPED]
     assert len({id(place.load()) for place in places}) == len(places)
 
 

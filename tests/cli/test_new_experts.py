@@ -22,8 +22,8 @@ from tests.models.families import (
     QWEN3_NEXT,
     Family,
 )
+from titancli.checkpoint.hf.detect_model import hf_form
 from titancli.checkpoint.hf.folder import export_hf
-from titancli.checkpoint.hf.which import hf_form
 from titancli.models.blocks.state import named_state
 from titancli.registry.component import build
 

@@ -32,7 +32,7 @@ from tests.run.conftest import Finished, here, train  # noqa: F401 - fixtures
 from titan_transformers import HFCausalLM
 from titancli.checkpoint import CheckpointReader
 from titancli.checkpoint.format.metadata import open_metadata
-from titancli.checkpoint.hf.which import hf_form
+from titancli.checkpoint.hf.detect_model import hf_form
 from titancli.converters import LoRA
 from titancli.converters.lora import AdaptedLinear, Adapters, adapter_names, merge
 from titancli.errors import RecipeError

@@ -26,8 +26,8 @@ from tests.engine.cases import Layout, recipe, small, whole_batch
 from tests.ranks import Ranks
 from tests.rows import rows
 from titancli.checkpoint import CheckpointReader, export_hf
+from titancli.checkpoint.hf.detect_model import hf_form
 from titancli.checkpoint.hf.peft_names import placed
-from titancli.checkpoint.hf.which import hf_form
 from titancli.cli import main
 from titancli.converters import LoRA
 from titancli.converters.lora import Adapters, adapter_names, magnitude_name, weights_of

@@ -21,7 +21,7 @@ import tomli
 from tests.docs.markdown import PAGES, Block, blocks, commands
 from tests.docs.small_model import write_small_model
 from titancli.cli.group import PLACES, titan
-from titancli.cli.offered import offered
+from titancli.cli.plugin_commands import offered
 from titancli.recipe import load_recipe
 from titancli.registry.first_party import COMMANDS
 

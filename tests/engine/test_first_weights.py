@@ -14,8 +14,8 @@ import torch.distributed as dist
 from tests.engine.cases import Layout, recipe
 from tests.ranks.layouts import MIXTRAL
 from titan_testing.behaviour.engines import weights
-from titancli.checkpoint.hf.likeness import refuse_other_model
-from titancli.checkpoint.hf.which import hf_form
+from titancli.checkpoint.hf.config_match import refuse_other_model
+from titancli.checkpoint.hf.detect_model import hf_form
 from titancli.checkpoint.start_from import start_from
 from titancli.distributed.together import Ranks
 from titancli.engine import Engine

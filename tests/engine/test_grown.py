@@ -15,10 +15,10 @@ from torch import Tensor
 from tests.engine.cases import Layout, recipe, small, whole_batch
 from titan_testing.behaviour.engines import weights
 from titancli.checkpoint.base import open_weights
+from titancli.checkpoint.hf.detect_model import hf_form
 from titancli.checkpoint.hf.folder import export_hf
 from titancli.checkpoint.hf.grown import Grown, grown_form
 from titancli.checkpoint.hf.load import load_hf_weights
-from titancli.checkpoint.hf.which import hf_form
 from titancli.converters import LoRA
 from titancli.engine import Engine
 from titancli.errors import EnvironmentProblem

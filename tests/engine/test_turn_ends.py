@@ -15,7 +15,7 @@ from tests.generate.models import RECIPE as SMALL
 from tests.ranks import Ranks
 from tests.run.conftest import Finished, here, train
 from titancli import Engine, Sample, SamplingParams
-from titancli.checkpoint.hf.kept import end_ids, kept_of, with_ends
+from titancli.checkpoint.hf.sidecar_files import end_ids, kept_of, with_ends
 from titancli.cli import main
 from titancli.errors import EnvironmentProblem
 from titancli.generate.source import find_source

@@ -11,7 +11,7 @@ import torch
 from titan_families import DeepSeekV3, Glm4Moe, Granite, Llama4, Mixtral, Olmo3
 from titan_families.deepseek_v3 import LatentYarn
 from titan_qwen3_next import Qwen3Next
-from titancli.checkpoint.hf.which import hf_form
+from titancli.checkpoint.hf.detect_model import hf_form
 from titancli.models import Gemma3, GptOss, Llama3, Qwen3, RopeScaling
 from titancli.models.blocks.state import named_state
 from titancli.models.qwen3 import FactorYarn

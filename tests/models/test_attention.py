@@ -10,9 +10,9 @@ from tests.models.specs import attention as spec
 from titancli.distributed.collectives import Group
 from titancli.models.blocks import attention
 from titancli.models.blocks.attention import Attention, HeadsNorm, attend
+from titancli.models.blocks.attention_window import WHOLE, Reach, document_positions
 from titancli.models.blocks.cache import KVCache
 from titancli.models.blocks.masks import document_mask
-from titancli.models.blocks.reach import WHOLE, Reach, document_positions
 
 REACHES = {
     "whole": WHOLE,

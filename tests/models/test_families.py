@@ -16,7 +16,7 @@ from tests.generate.models import feed
 from tests.models.by_spec import BY_SPEC
 from tests.models.families import FAMILIES, LENGTH, LLAMA3, Family
 from titancli.checkpoint import export_hf, read_hf
-from titancli.checkpoint.hf.which import hf_form
+from titancli.checkpoint.hf.detect_model import hf_form
 from titancli.errors import RecipeError, TitanError
 from titancli.models import Llama3
 from titancli.models.blocks.moe import moe_layers

@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from titancli.models.blocks import attention
 from titancli.models.blocks.attention import AttentionCall, attend, kernel_of
+from titancli.models.blocks.attention_window import WHOLE, Reach
 from titancli.models.blocks.flash import (
     Queries,
     attention_forward,
@@ -21,7 +22,6 @@ from titancli.models.blocks.flash import (
     flash_backward,
     runs_flash,
 )
-from titancli.models.blocks.reach import WHOLE, Reach
 
 SCALE = 0.3
 

@@ -11,9 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from titancli.models.blocks import flex
 from titancli.models.blocks.attention import attend
+from titancli.models.blocks.attention_window import BLOCK, WHOLE, Piece, Reach
 from titancli.models.blocks.flex import document_block_mask
 from titancli.models.blocks.masks import document_mask, document_masks
-from titancli.models.blocks.reach import BLOCK, WHOLE, Piece, Reach
 
 REACHES = {
     "whole": WHOLE,

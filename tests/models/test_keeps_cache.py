@@ -19,9 +19,9 @@ from titancli.errors import PluginError, TitanError
 from titancli.generate.source import _bare
 from titancli.models import Llama3
 from titancli.models.blocks.attention import Attention
+from titancli.models.blocks.attention_window import WHOLE
 from titancli.models.blocks.cache import keeps_cache
 from titancli.models.blocks.decoder import Decoder
-from titancli.models.blocks.reach import WHOLE
 from titancli.protocols.shape import Attention as Spec
 from titancli.protocols.shape import Block
 from titancli.registry.component import build

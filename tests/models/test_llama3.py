@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tests.models.families import LLAMA3
-from titancli.checkpoint.hf.which import hf_form
+from titancli.checkpoint.hf.detect_model import hf_form
 from titancli.models import Llama3
 
 

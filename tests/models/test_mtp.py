@@ -17,11 +17,11 @@ from titan_preference import DPO
 from titan_rl import Grpo
 from titancli.checkpoint import export_hf
 from titancli.checkpoint.base import open_base
+from titancli.checkpoint.hf.config_match import complaint
 from titancli.checkpoint.hf.convert import to_hf, to_titan
-from titancli.checkpoint.hf.likeness import complaint
+from titancli.checkpoint.hf.detect_model import hf_form
 from titancli.checkpoint.hf.load import load_hf_weights
 from titancli.checkpoint.hf.quantise import quantisation
-from titancli.checkpoint.hf.which import hf_form
 from titancli.checkpoint.reader import CheckpointReader
 from titancli.checkpoint.start_from import start_from
 from titancli.engine.first_weights import load_weights

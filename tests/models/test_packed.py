@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from tests.generate.models import small, tokens
-from titancli.models.blocks import packed as module
-from titancli.models.blocks.packed import packed
+from titancli.models.blocks import onednn as module
+from titancli.models.blocks.onednn import packed
 
 CLOSE = dict(atol=1e-5, rtol=1e-5)
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from titancli.checkpoint.hf.likeness import bind
-from titancli.checkpoint.hf.which import hf_form
+from titancli.checkpoint.hf.detect_model import hf_form
 from titancli.models import Qwen3
+from titancli.recipe.config_json import bind_model
 from titancli.registry.component import build
 
 SIZES: dict[str, Any] = {
@@ -44,7 +45,7 @@ def test_yarn_is_that_of_transformers(form: str) -> None:
         Qwen3Config(**SIZES, rope_theta=1e4, rope_scaling=dict(FORMS[form]), attn_implementation="eager")
     ).eval()
     keys = {"model_type": "qwen3", **SIZES, "rope_theta": 1e4, "rope_scaling": FORMS[form]}
-    config = bind(Qwen3, Qwen3.from_config_json(keys), form)
+    config = bind_model(Qwen3, Qwen3.from_config_json(keys), Path("config.json"))
     ours = build(config, seq_len=128)
     there, of = dict(theirs.named_parameters()), hf_form(config)
     with torch.no_grad():
@@ -55,7 +56,7 @@ def test_yarn_is_that_of_transformers(form: str) -> None:
         torch.testing.assert_close(ours(tokens=tokens), expected, rtol=1e-5, atol=1e-5)
         # What is written is read again, by both.
         written = of.config_json()
-        assert bind(Qwen3, Qwen3.from_config_json(written), form) == config
+        assert bind_model(Qwen3, Qwen3.from_config_json(written), Path("config.json")) == config
         again = AutoModelForCausalLM.from_config(
             Qwen3Config(**{k: v for k, v in written.items() if k not in ("architectures", "model_type")})
         )

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from tests.models.families import DEEPSEEK, GEMMA3, GRANITE
 from tests.models.specs import attention, experts
 from titancli.distributed.local import local
+from titancli.models.blocks.attention_window import WHOLE
 from titancli.models.blocks.decoder import Decoder
-from titancli.models.blocks.reach import WHOLE
 from titancli.models.sections import AttnTemperature
 from titancli.protocols.shape import Block, FeedForward, Norm, Spec
 from titancli.registry.component import build

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from titancli.checkpoint.hf.detect_model import hf_form, model_of
 from titancli.checkpoint.hf.folder import read_hf
-from titancli.checkpoint.hf.which import hf_form, model_of
 from titancli.errors import EnvironmentProblem
 from titancli.models.blocks.state import named_state
 from titancli.registry.component import build

@@ -16,8 +16,8 @@ from torch import Tensor
 from tests.models.test_flash import SCALE, dense
 from titancli.models.blocks import attention, flash
 from titancli.models.blocks.attention import AttentionCall, attend, kernel_of
+from titancli.models.blocks.attention_window import WHOLE, Reach
 from titancli.models.blocks.masks import Documents, document_mask, document_masks
-from titancli.models.blocks.reach import WHOLE, Reach
 from titancli.protocols.batch import Batch, Spans
 
 HALF = torch.bfloat16

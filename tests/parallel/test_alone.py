@@ -28,7 +28,7 @@ from titancli.engine.dry_run import local as here
 from titancli.engine.weights import Renewal
 from titancli.models.blocks.decoder import Decoder as Model
 from titancli.parallel import decoder
-from titancli.parallel.alone import summed_in_float32, summed_over_ranks, whole_on_ranks
+from titancli.parallel.unsharded import summed_in_float32, summed_over_ranks, whole_on_ranks
 from titancli.recipe.schema import Recipe
 from titancli.registry import current
 from titancli.registry.component import build

@@ -25,9 +25,9 @@ from titancli.errors import RecipeError, TitanError
 from titancli.layout.degrees import Degrees
 from titancli.losses import CrossEntropyFull
 from titancli.models.blocks.attention import Attention, attend
+from titancli.models.blocks.attention_window import WHOLE, Reach
 from titancli.models.blocks.flash import Queries, flash, flash_backward
 from titancli.models.blocks.masks import document_mask
-from titancli.models.blocks.reach import WHOLE, Reach
 from titancli.parallel.context import (
     _allgather,
     _causal,

@@ -12,7 +12,7 @@ import torch
 from tests.engine.cases import LENGTH, ROWS, Layout, gradients, my_batches, recipe, whole
 from tests.ranks import runs
 from tests.ranks.layouts import DEEP, EIGHT, SHARED, TWO
-from titancli.checkpoint.hf.virtual import put
+from titancli.checkpoint.hf.lazy_tensor import put
 from titancli.engine import Engine
 from titancli.models import Qwen3
 from titancli.models.blocks.moe import Router

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from titancli.checkpoint.hf.which import model_of
+from titancli.checkpoint.hf.detect_model import model_of
 from titancli.cli.finetune import model_section
 from titancli.errors import EnvironmentProblem, RecipeError
 from titancli.recipe.load import load_recipe, model_in

@@ -14,7 +14,7 @@ from tests.recipe.conftest import BASE
 from tests.recipe.test_lock import FULL
 from titancli.errors import RecipeError
 from titancli.recipe import bundled_folder, load_recipe
-from titancli.recipe.editor import recipe_schema
+from titancli.recipe.json_schema import recipe_schema
 from titancli.registry import current
 from titancli.registry.fields import fields_of
 from titancli.registry.lookup import Registry

@@ -158,7 +158,7 @@ def test_a_key_that_the_model_does_not_have_cannot_be_meant_to_differ(here: Path
 
 def test_the_schema_asks_for_a_model_or_weights(here: Path) -> None:
     check_with = pytest.importorskip("jsonschema").Draft202012Validator
-    from titancli.recipe.editor import recipe_schema
+    from titancli.recipe.json_schema import recipe_schema
     from titancli.registry import current
 
     check = check_with(json.loads(json.dumps(recipe_schema(current()))))

@@ -15,7 +15,7 @@ from tests.recipe.components import TARGET, registry_of
 from tests.recipe.conftest import BASE
 from titancli.errors import Problem, RecipeError
 from titancli.recipe import load_recipe
-from titancli.recipe.editor import recipe_schema
+from titancli.recipe.json_schema import recipe_schema
 from titancli.recipe.layout import takes
 from titancli.registry.component import component
 

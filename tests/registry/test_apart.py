@@ -13,7 +13,7 @@ import pytest
 
 from tests.registry.distributions import Site, loss
 from titan_testing import recipe
-from titancli.registry import apart
+from titancli.registry import isolated_load
 from titancli.registry.discover import load_plugins
 
 PATCHES = """
@@ -56,7 +56,7 @@ HABITS: dict[str, tuple[str, list[str]]] = {
 ENDS = {
     "exits": ("import os\nos._exit(3)\n", "loading it ends the process (exit code 3)"),
     "aborts": ("import os\nos.abort()\n", "loading it ends the process (signal 6)"),
-    "hangs": ("import time\ntime.sleep(3600)\n", apart.SLOW),
+    "hangs": ("import time\ntime.sleep(3600)\n", isolated_load.SLOW),
 }
 """What cannot be loaded in the process of a command."""
 
@@ -68,25 +68,28 @@ def install(site: Site, cases: Mapping[str, tuple[str, object]]) -> None:
 
 def test_what_a_plugin_does_is_named(site: Site) -> None:
     install(site, HABITS)
-    found = {name: (habits, why) for name, habits, why in apart.habits_of([(name, None) for name in HABITS])}
+    found = {
+        name: (habits, why)
+        for name, habits, why in isolated_load.habits_of([(name, None) for name in HABITS])
+    }
     assert found == {name: (words, None) for name, (_, words) in HABITS.items()}
 
 
 def test_what_ends_the_process_is_named_and_not_loaded_here(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(apart, "LIMIT_SECONDS", 1.0)
+    monkeypatch.setattr(isolated_load, "LIMIT_SECONDS", 1.0)
     monkeypatch.setenv("TITAN_PLUGINS", "hangs")
     install(site, {"hangs": ENDS["hangs"]})
     registry = load_plugins()
-    apart.try_apart(registry)
+    isolated_load.try_apart(registry)
     (found,) = [plugin for plugin in registry.plugins if plugin.name == "hangs"]
     assert found.state == "slow" and found.error == ENDS["hangs"][1] and not found.components
-    monkeypatch.setattr(apart, "LIMIT_SECONDS", 60.0)
+    monkeypatch.setattr(isolated_load, "LIMIT_SECONDS", 60.0)
     monkeypatch.setenv("TITAN_PLUGINS", "exits,aborts")
     install(site, {name: case for name, case in ENDS.items() if name != "hangs"})
     registry = load_plugins()
-    apart.try_apart(registry)
+    isolated_load.try_apart(registry)
     for found in registry.plugins:
         if found.name in ENDS and found.state != "unlisted":
             assert found.state == "broken" and (found.error or "").startswith(ENDS[found.name][1]), found

@@ -11,8 +11,8 @@ import pytest
 
 from titancli import registry
 from titancli.errors import EnvironmentProblem, TitanError, causes
-from titancli.registry.blame import Blame, blame
 from titancli.registry.component import build
+from titancli.registry.error_source import Blame, blame
 
 PLUGIN = """\
 import json

@@ -16,8 +16,8 @@ import pytest
 
 from tests.checkpoint.tensors import save
 from titancli.errors import EnvironmentProblem
-from titancli.launchers import meeting
-from titancli.launchers.meeting import Meeting
+from titancli.launchers import rendezvous
+from titancli.launchers.rendezvous import Meeting
 from titancli.runs import ATTEMPT, ChangedMeanwhile, Claim, RunFolder, TakenOver
 from titancli.worker import attempt
 from titancli.worker.attempt import take_part
@@ -141,8 +141,8 @@ def test_a_lost_node_that_holds_the_folder_is_not_waited_for(
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "BEAT", 0.05)
-    monkeypatch.setattr(meeting, "_answers", lambda endpoint: True)
+    monkeypatch.setattr(rendezvous, "BEAT", 0.05)
+    monkeypatch.setattr(rendezvous, "_answers", lambda endpoint: True)
 
 
 def beats(place: Meeting, seconds: float) -> None:
@@ -240,14 +240,14 @@ def test_a_node_that_was_started_with_something_else_does_not_come_in(tmp_path: 
 def test_recipes_that_differ_are_told_by_the_lines_that_do() -> None:
     recipe = 'name = "tiny"\n\n[optimizer]\nlr = 0.1\n\n[launcher]\njoin_timeout_seconds = 25\n'
     other = recipe.replace("25", "600")
-    assert meeting._only(recipe, other) == "[launcher] join_timeout_seconds = 25"
-    assert meeting._only(other, recipe) == "[launcher] join_timeout_seconds = 600"
+    assert rendezvous._only(recipe, other) == "[launcher] join_timeout_seconds = 25"
+    assert rendezvous._only(other, recipe) == "[launcher] join_timeout_seconds = 600"
     longer = recipe + '[[loggers]]\ntype = "csv"\n'
-    assert meeting._only(recipe, longer) == "nothing of its own"
-    assert meeting._only(longer, recipe) == '[[loggers]]; [[loggers]] type = "csv"'
-    assert meeting._only("", "[a]\n" + "".join(f"x{n} = 1\n" for n in range(9))) == "nothing of its own"
-    assert meeting._only("".join(f"x{n} = 1\n" for n in range(9)), "").endswith("x4 = 1; and 4 more")
-    assert meeting._only("--nproc 1", "--nproc 2") == "--nproc 1"
+    assert rendezvous._only(recipe, longer) == "nothing of its own"
+    assert rendezvous._only(longer, recipe) == '[[loggers]]; [[loggers]] type = "csv"'
+    assert rendezvous._only("", "[a]\n" + "".join(f"x{n} = 1\n" for n in range(9))) == "nothing of its own"
+    assert rendezvous._only("".join(f"x{n} = 1\n" for n in range(9)), "").endswith("x4 = 1; and 4 more")
+    assert rendezvous._only("--nproc 1", "--nproc 2") == "--nproc 1"
 
 
 def test_a_place_that_others_cannot_connect_to_is_left_to_one_of_them(
@@ -260,7 +260,7 @@ def test_a_place_that_others_cannot_connect_to_is_left_to_one_of_them(
     first = Meeting(tmp_path / "m", 2, reach=0.1, say=said.append)
     assert first.find(lambda: False)
     cut_off = first.endpoint
-    monkeypatch.setattr(meeting, "_answers", lambda endpoint: endpoint != cut_off)
+    monkeypatch.setattr(rendezvous, "_answers", lambda endpoint: endpoint != cut_off)
     ended, thread = beating(first, waiting=lambda: not at_work.is_set())
     second = Meeting(tmp_path / "m", 2, reach=0.1, say=said.append)
     assert not second.find((tmp_path / "m/1.unreachable").exists) and first.serves
@@ -284,7 +284,7 @@ def test_who_can_connect_after_all_takes_back_that_it_could_not(
     first, second = Meeting(tmp_path / "m", 5), Meeting(tmp_path / "m", 5, reach=0.1)
     assert first.find(lambda: False)
     ended, thread = beating(first)
-    monkeypatch.setattr(meeting, "_answers", lambda endpoint: (tmp_path / "m/1.unreachable").exists())
+    monkeypatch.setattr(rendezvous, "_answers", lambda endpoint: (tmp_path / "m/1.unreachable").exists())
     assert second.find(lambda: False) and second.endpoint == first.endpoint
     ended.set()
     thread.join()
@@ -300,7 +300,7 @@ def test_a_place_that_cannot_be_connected_to_any_more_is_lost(
     ended, thread = beating(first)
     assert second.find(lambda: False)
     beats(second, 0.8)
-    monkeypatch.setattr(meeting, "_answers", lambda endpoint: False)
+    monkeypatch.setattr(rendezvous, "_answers", lambda endpoint: False)
     deadline = time.monotonic() + 60
     while second.beat():
         assert time.monotonic() < deadline
@@ -333,7 +333,7 @@ def test_nor_does_it_end_the_node_that_serves(
     tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stale = Mock(side_effect=OSError(errno.ESTALE, "Stale file handle"))
-    monkeypatch.setattr(meeting, "_knocks", lambda place: Mock(exists=stale, unlink=stale))
+    monkeypatch.setattr(rendezvous, "_knocks", lambda place: Mock(exists=stale, unlink=stale))
     (tmp_path / "m").mkdir()
     (tmp_path / "m/1").touch()
     serving = Meeting(tmp_path / "m", 0.1)

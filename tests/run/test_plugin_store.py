@@ -18,7 +18,7 @@ from tests.docs.markdown import ROOT, blocks
 from tests.run.conftest import Command, Finished, losses
 from titancli import registry
 from titancli.checkpoint.format.manifest import faults, read_manifest, steps
-from titancli.checkpoint.remote import Fsspec, marks
+from titancli.checkpoint.remote import Fsspec, leases
 from titancli.checkpoint.remote.requests import Unreachable
 from titancli.checkpoint.remote.store import at
 from titancli.checkpoint.remote.transfer import probe, upload
@@ -209,8 +209,8 @@ def test_a_run_whose_store_hangs_ends(command: Callable[..., Command], here: Pat
 
 
 def test_two_runs_of_one_name(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(marks, "RENEWED", 0.05)
-    monkeypatch.setattr(marks, "GONE", 1.0)
+    monkeypatch.setattr(leases, "RENEWED", 0.05)
+    monkeypatch.setattr(leases, "GONE", 1.0)
     one, two = tmp_path / "one/step-2", tmp_path / "two/step-2"
     save(one, seed=1)
     save(two, seed=2, run_id="2" * 32)

@@ -114,7 +114,7 @@ DOORS = [
     ),
     Door(
         "the rendezvous in a shared folder",
-        "launchers.meeting launchers.address distributed.shared_folder",
+        "launchers.rendezvous launchers.address distributed.shared_folder",
         f"{SEC}test_small_files.py::test_what_no_node_has_written_is_no_place_to_meet",
         "tests/launchers/test_agent.py::test_a_program_at_the_endpoint_that_never_answers_is_not_waited_for",
         "rendezvous/*",
@@ -128,7 +128,7 @@ DOORS = [
     ),
     Door(
         "checkpoints",
-        "checkpoint.format.* checkpoint.exclude checkpoint.save checkpoint.hf.likeness worker.remote",
+        "checkpoint.format.* checkpoint.exclude checkpoint.save checkpoint.hf.config_match worker.remote",
         f"{RUN}test_hostile.py::test_a_checkpoint_with_a_pickle_in_it_is_passed_over",
         f"{FORMAT}::test_every_bit_of_the_manifest_is_guarded",
         "checkpoints/* checkpoints.*/* exports/*",

@@ -241,7 +241,7 @@ def excluded(path: Path) -> Any:
 
 def lock_model(path: Path) -> Any:
     """Of a damaged lock there is no model; the error comes when the weights are read."""
-    from titancli.checkpoint.hf.likeness import vocabulary_in
+    from titancli.checkpoint.hf.config_match import vocabulary_in
     from titancli.registry import current
 
     return vocabulary_in(path.parent, current().find("model", "llama3"))
@@ -273,7 +273,7 @@ def adapters(path: Path) -> Any:
 
 
 def likeness(path: Path) -> Any:
-    from titancli.checkpoint.hf.likeness import read_config
+    from titancli.checkpoint.hf.config_match import read_config
 
     return read_config(path)
 
@@ -288,7 +288,7 @@ BRACKETS = "[" * DEEP
 HUGE = (1 << 62).to_bytes(8, "little")
 FOLDERS = ("README.md", "state.json", "dataset_info.json")
 HF = "datasets datasets.packaged_modules titancli.data.hf_datasets pyarrow.parquet torch"
-LOCK = "titancli.checkpoint.hf.likeness titancli.checkpoint.exclude"
+LOCK = "titancli.checkpoint.hf.config_match titancli.checkpoint.exclude"
 SHARDS = "titancli.data.shards titancli.data.shards.foreign"
 DATA = "titancli.data.jsonl titancli.data.parquet"
 ROWS = "text, rows and prompts"
@@ -405,7 +405,7 @@ READERS = {
         sparse,
         text(f'{{"model_type": {BRACKETS}'),
         fifo,
-        "titancli.checkpoint.hf.likeness",
+        "titancli.checkpoint.hf.config_match",
     ),
     "tensors": Reader(
         "weights of Hugging Face folders",

@@ -17,7 +17,7 @@ from titan_rl import recorded
 from titan_slurm.jobs import SlurmFiles
 from titan_sweep import sweep
 from titancli.errors import TitanError
-from titancli.launchers import meeting
+from titancli.launchers import rendezvous
 from titancli.observe import failures, notes, profile_request
 from titancli.observe.summary import Summary
 from titancli.recipe import load_recipe
@@ -37,7 +37,7 @@ READERS: dict[str, Callable[[Path], Any]] = {
     "rollouts/step-1.jsonl": lambda path: recorded.read(path / "rollouts/step-1.jsonl"),
     "evaluations/step-1/a.json": lambda path: view.evaluations(summary(path)),
     "digests/1.0/rank-0.bin": read_digests,
-    "rendezvous/1": lambda path: (meeting._read(path / "rendezvous/1"), silent(path)),
+    "rendezvous/1": lambda path: (rendezvous._read(path / "rendezvous/1"), silent(path)),
     "recipe.lock.toml": load_recipe,
     "run.json": lambda path: RunFolder(path).record(),
     notes.FILE: notes.read,
@@ -46,7 +46,7 @@ READERS: dict[str, Callable[[Path], Any]] = {
 
 def silent(path: Path) -> bool:
     with suppress(OSError):
-        return meeting.Meeting(path / "rendezvous", 1.0)._silent(path / "rendezvous/1")
+        return rendezvous.Meeting(path / "rendezvous", 1.0)._silent(path / "rendezvous/1")
     return False
 
 
@@ -72,7 +72,7 @@ TORN = ["", "host\n{}\n", "host:port\n{}\n", ":1\n{}\n", "host:1\n[]\n", "host:1
 @pytest.mark.parametrize("text", TORN)
 def test_what_no_node_has_written_is_no_place_to_meet(tmp_path: Path, text: str) -> None:
     (tmp_path / "1").write_text(text)
-    assert meeting._read(tmp_path / "1") is None
+    assert rendezvous._read(tmp_path / "1") is None
     (tmp_path / "1").write_text('host:1\n{"a": "b"}\n')
-    assert meeting._read(tmp_path / "1") == ("host:1", {"a": "b"})
+    assert rendezvous._read(tmp_path / "1") == ("host:1", {"a": "b"})
     assert os.listdir(tmp_path) == ["1"]

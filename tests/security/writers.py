@@ -45,8 +45,8 @@ class Writer:
 
 
 WRITERS = [
-    Writer("TOML comment", "titancli.recipe.toml:comment", "cli.config cli.finetune recipe.editor"),
-    Writer("TOML value", "titancli.recipe.toml:inline", "cli.finetune cli.tokenize recipe.editor"),
+    Writer("TOML comment", "titancli.recipe.toml:comment", "cli.config cli.finetune recipe.json_schema"),
+    Writer("TOML value", "titancli.recipe.toml:inline", "cli.finetune cli.tokenize recipe.json_schema"),
     Writer(
         "TOML", "titancli.recipe.toml:toml_text", "cli.config recipe.load recipe.toml run.evaluate run.start"
     ),
@@ -71,16 +71,16 @@ OWN = {
     "data.row_index data.shards.* data.token_cache": "numbers, and JSON in ASCII",
     "distributed.*": "a trace of PyTorch, addresses of ranks, locks",
     "fingerprint": "checksums and paths, as JSON in ASCII",
-    "launchers.agent launchers.meeting": "exit codes and an address, as JSON in ASCII",
+    "launchers.agent launchers.rendezvous": "exit codes and an address, as JSON in ASCII",
     "locks": "a host and a process",
     "observe.memory observe.profile_request": "a word for the kernel; a request, as JSON in ASCII",
     "provenance": "git's own: a commit, settings in a folder that is removed, a patch as it is",
-    "registry.apart": "the report of a child, as JSON in ASCII",
+    "registry.isolated_load": "the report of a child, as JSON in ASCII",
 }
 """Modules that write no text of others, or only by the standard library's `json.dumps`: what they write."""
 
 COMMENTS = {
-    "recipe.editor": "keys of titan's own schema, with inline values; and #:schema, titan's own path",
+    "recipe.json_schema": "keys of titan's own schema, with inline values; and #:schema, titan's own path",
     "recipe.load": "the header of a lock file: titan's version",
     "recipe.toml": "the function of comments itself",
 }

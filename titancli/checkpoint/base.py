@@ -13,10 +13,10 @@ from torch import Tensor
 from titancli.checkpoint.exclude import Exclusion
 from titancli.checkpoint.format.manifest import LOCK, Verify, adapter_record, is_checkpoint, read_manifest
 from titancli.checkpoint.format.tensors import Tensors
+from titancli.checkpoint.hf.config_match import left_out
+from titancli.checkpoint.hf.detect_model import hf_form, parameter_shapes
 from titancli.checkpoint.hf.folder import read_hf
 from titancli.checkpoint.hf.grown import grown_form
-from titancli.checkpoint.hf.likeness import left_out
-from titancli.checkpoint.hf.which import hf_form, parameter_shapes
 from titancli.checkpoint.reader import CheckpointReader
 from titancli.converters.lora import adapter_names, magnitude_name, merge, scale_of, weights_of
 from titancli.errors import EnvironmentProblem, TitanError

@@ -67,7 +67,7 @@ class Checkpointer:
 
         Args:
             mesh: the degrees that manifests record.
-            kept: files for exports in each checkpoint, see `titancli.checkpoint.hf.kept`.
+            kept: files for exports in each checkpoint, see `titancli.checkpoint.hf.sidecar_files`.
             on_saved: called with (step, path) on every rank, in the caller's thread, when a save is complete.
             uploads: rank 0's, woken after each save.
             from_zero: the run started at step 0; saving refuses checkpoints of this run that this object

@@ -41,7 +41,7 @@ from titancli.checkpoint.format.manifest import (
 from titancli.checkpoint.format.metadata import METADATA, Group, index_bytes
 from titancli.checkpoint.format.plan import SavePlan
 from titancli.checkpoint.format.storage import Pieces, pieces_of, write_pieces
-from titancli.checkpoint.hf.kept import PREFIX
+from titancli.checkpoint.hf.sidecar_files import PREFIX
 from titancli.data.tokenizer_files import flat
 from titancli.distributed import shared_folder
 from titancli.distributed.together import Ranks
@@ -70,7 +70,7 @@ def save_checkpoint(
     tensors that it has, under a pipeline those of its stages. A DTensor is written in the pieces that the
     ranks hold, each once; of a plain tensor one rank's copy is written. The state and texts are taken from
     rank 0, as are `mesh`, the degrees in the manifest (None: those of the largest mesh of a tensor), and
-    `kept`, files for an export (`titancli.checkpoint.hf.kept`). An older `folder` of the same run is
+    `kept`, files for an export (`titancli.checkpoint.hf.sidecar_files`). An older `folder` of the same run is
     replaced, and deleted only after the new one has its name.
 
     Raises:
@@ -105,7 +105,7 @@ class Draft:
     mesh: dict[str, int]
     ranks: int = 1
     kept: Mapping[str, bytes] = field(default_factory=dict)
-    """Files of the Hugging Face folder that the weights came from; see `titancli.checkpoint.hf.kept`."""
+    """Files beside the Hugging Face weights of the start; see `titancli.checkpoint.hf.sidecar_files`."""
     alongside: set[str] | None = None
     """Names of the only checkpoints of this run that may lie beside it, to which it is added; None: any."""
     claim: Claim | None = None

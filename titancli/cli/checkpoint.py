@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from titancli.cli.output import note, out, print_json, table
-from titancli.cli.places import FolderOrURL
+from titancli.cli.path_types import FolderOrURL
 from titancli.errors import EXIT_ENVIRONMENT, EXIT_OK, EnvironmentProblem
 from titancli.terminal import clean
 

@@ -103,7 +103,7 @@ def _recipe(incomplete: str) -> list[CompletionItem]:
 
 def _override(given: list[str], incomplete: str) -> list[CompletionItem]:
     from titancli.recipe import load_recipe
-    from titancli.recipe.editor import override_keys
+    from titancli.recipe.json_schema import override_keys
     from titancli.registry import current
 
     recipe, *overrides = given

@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 import click
 
-from titancli.cli.offered import offered, offers
 from titancli.cli.output import note
-from titancli.cli.places import FolderOrURL, on_disk
+from titancli.cli.path_types import FolderOrURL, on_disk
+from titancli.cli.plugin_commands import offered, offers
 from titancli.errors import EnvironmentProblem, UsageError
 from titancli.recipe.assets import hub_hint
 from titancli.registry.first_party import COMMANDS

@@ -95,7 +95,7 @@ def print_error(error: Exception, arguments: Sequence[str] = (), *, traceback: b
 
 def _where(error: Exception) -> str:
     """Return the line that names the plugin's component an error came through; empty if there is none."""
-    from titancli.registry.blame import blame
+    from titancli.registry.error_source import blame
 
     found = blame(error)
     return f"\n in {found}" if found and found.place not in str(error) else ""

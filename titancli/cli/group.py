@@ -8,10 +8,10 @@ from typing import Any, NamedTuple, NoReturn
 import click
 
 from titancli import registry
+from titancli.cli.command_groups import GROUPED, Lazy, Place
 from titancli.cli.common import split_common
-from titancli.cli.grammar import GROUPED, Lazy, Place
-from titancli.cli.offered import offered, offers, own_commands, short_help
 from titancli.cli.output import note
+from titancli.cli.plugin_commands import offered, offers, own_commands, short_help
 from titancli.errors import UsageError
 
 
@@ -35,7 +35,7 @@ class Row(NamedTuple):
         return (self.section, ", ".join(names), "; ".join(texts[name] for name in names)) if names else None
 
 
-HERE = "grammar"
+HERE = "command_groups"
 ROWS = [
     Row("Train", {"train": "train"}, "Train a model from a recipe, or resume a run"),
     Row("Train", {"generate": "generate", "plan": "plan"}, "Generate text; estimate memory and speed"),

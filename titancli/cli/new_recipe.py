@@ -141,7 +141,7 @@ def _finetune(
 
 
 def _extend(file: Path, base: str, full: bool) -> int:
-    from titancli.recipe.editor import template
+    from titancli.recipe.json_schema import template
 
     loaded = load_recipe(base)
     beside = file.parent / SCHEMA_NAME
@@ -160,7 +160,7 @@ def _extend(file: Path, base: str, full: bool) -> int:
 
 def _schema_for(beside: Path) -> str | None:
     """Return the text of the schema for a folder without one; None if a broken plugin prevents it."""
-    from titancli.recipe.editor import recipe_schema
+    from titancli.recipe.json_schema import recipe_schema
 
     try:
         return json.dumps(recipe_schema(current()), indent=2, ensure_ascii=False) + "\n"

@@ -97,7 +97,7 @@ def _key(name: str, recipe: str | None) -> str | None:
     """Return the key of a recipe that ends in a name: top level first, then [training], then the
     only other section that has it; None if there is none, or several."""
     from titancli.recipe import load_recipe
-    from titancli.recipe.editor import override_keys
+    from titancli.recipe.json_schema import override_keys
     from titancli.registry import current
 
     try:

@@ -12,9 +12,9 @@ from titancli.cli.group import RESERVED
 from titancli.cli.output import print_json, table
 from titancli.errors import PluginError, nearest_name
 from titancli.registry import current
-from titancli.registry.apart import try_apart
 from titancli.registry.badges import badges
 from titancli.registry.first_party import PLUGINS
+from titancli.registry.isolated_load import try_apart
 from titancli.registry.kinds import BUILTIN
 from titancli.registry.plugins import PluginStatus
 

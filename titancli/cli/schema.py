@@ -20,7 +20,7 @@ def command() -> None:
     Editors with Taplo or Even Better TOML then complete and check any recipe whose first line is
     `#:schema ./titan.schema.json`. Regenerate the file after installing a plugin.
     """
-    from titancli.recipe.editor import recipe_schema
+    from titancli.recipe.json_schema import recipe_schema
 
     print(json.dumps(recipe_schema(current()), indent=2, ensure_ascii=False))
     note_broken()

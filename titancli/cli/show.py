@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from titancli.cli.completion import ComponentName
-from titancli.cli.naming import find_component
+from titancli.cli.component_lookup import find_component
 from titancli.cli.output import print_json
 from titancli.errors import UsageError, nearest_name
 from titancli.recipe.schema import Recipe, default_type, recipe_slots

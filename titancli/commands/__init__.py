@@ -9,11 +9,11 @@ a checkpoint or a Hugging Face folder.
 from titancli.cli import main
 from titancli.cli.common import Common, split_overrides
 from titancli.cli.completion import RecipeOrOverride, RunName
+from titancli.cli.component_lookup import find_component, is_component
 from titancli.cli.failures import print_error
-from titancli.cli.naming import find_component, is_component
 from titancli.cli.new_file import next_step, recipe_name, refuse_file, write_new
 from titancli.cli.output import colored, note, out, print_json, short_path, table
-from titancli.cli.places import FolderOrURL, on_disk
+from titancli.cli.path_types import FolderOrURL, on_disk
 from titancli.cli.train import NumberOrAuto
 from titancli.recipe.toml import comment
 from titancli.terminal import clean, printable

@@ -37,8 +37,8 @@ from titancli.errors import EnvironmentProblem, RecipeError, TitanError
 from titancli.observe.metrics import Reading, collector, report
 from titancli.protocols import Dataset, DatasetDefaults
 from titancli.protocols.batch import Batch
-from titancli.registry.blame import blame
 from titancli.registry.component import build
+from titancli.registry.error_source import blame
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from titancli.checkpoint import load_checkpoint
 from titancli.checkpoint.exclude import NOTHING, Exclusion
 from titancli.checkpoint.format.manifest import DamagedCheckpoint, names_and_sizes, read_manifest
-from titancli.checkpoint.hf.kept import kept_of
+from titancli.checkpoint.hf.sidecar_files import kept_of
 from titancli.distributed.process_group import patient_group
 from titancli.distributed.together import Ranks
 from titancli.engine import recipes

@@ -16,8 +16,8 @@ from titancli.engine.rng import rewound
 from titancli.errors import TitanError
 from titancli.models.blocks.moe import moe_layers
 from titancli.observe.metrics import collector, report
-from titancli.parallel.alone import as_stored
 from titancli.parallel.fsdp import reshard
+from titancli.parallel.unsharded import as_stored
 
 if TYPE_CHECKING:
     from titancli.checkpoint.start_from import StartFrom

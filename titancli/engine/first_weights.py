@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from titancli.checkpoint.exclude import Exclusion
 from titancli.checkpoint.format.manifest import is_checkpoint
+from titancli.checkpoint.hf.config_match import CONFIG, left_out, read_config, refuse_other_model
 from titancli.checkpoint.hf.grown import Grown, grown_form
-from titancli.checkpoint.hf.kept import kept_of
-from titancli.checkpoint.hf.likeness import CONFIG, left_out, read_config, refuse_other_model
 from titancli.checkpoint.hf.peft_in import PeftFolder, fill_adapters, merged_form
+from titancli.checkpoint.hf.sidecar_files import kept_of
 from titancli.checkpoint.start_from import StartFrom, start_from, still_needs_weights
 from titancli.distributed.process_group import patient_group
 from titancli.distributed.together import Ranks
@@ -36,7 +36,7 @@ from titancli.engine.weights import (
 from titancli.errors import EnvironmentProblem, RecipeError
 from titancli.models.loss import OPTIONAL, of_loss, without_loss
 from titancli.models.loss import initialise as initialise_loss
-from titancli.parallel.alone import as_stored
+from titancli.parallel.unsharded import as_stored
 from titancli.recipe.peft_folder import base_folder, is_peft
 from titancli.recipe.schema import Recipe
 from titancli.recipe.vocabulary import GROW

@@ -12,7 +12,7 @@ import torch
 
 from titancli.checkpoint.exclude import Exclusion
 from titancli.checkpoint.format.manifest import DamagedCheckpoint, names_and_sizes
-from titancli.checkpoint.hf.likeness import refuse_other_model
+from titancli.checkpoint.hf.config_match import refuse_other_model
 from titancli.checkpoint.start_from import start_from
 from titancli.distributed import process_group
 from titancli.distributed.together import Ranks

@@ -25,7 +25,7 @@ from titancli.engine.runners import Sums, add_up, inputs_of
 from titancli.errors import TitanError
 from titancli.layout.stages import StageError, check_microbatches
 from titancli.observe.phases import phase
-from titancli.parallel.alone import held, summed_over_ranks, whole_on_ranks
+from titancli.parallel.unsharded import held, summed_over_ranks, whole_on_ranks
 from titancli.protocols.batch import Batch
 from titancli.protocols.result import LossResult
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from titancli.engine.inputs import checked
 from titancli.observe.pace import pace
 from titancli.observe.phases import phase
-from titancli.parallel.alone import summed_in_float32, summed_over_ranks, whole_on_ranks
 from titancli.parallel.fsdp import reduce_after
+from titancli.parallel.unsharded import summed_in_float32, summed_over_ranks, whole_on_ranks
 
 if TYPE_CHECKING:
     from titancli.distributed.local import RowCut

@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from titancli.checkpoint.hf.kept import end_ids
-from titancli.checkpoint.hf.virtual import put
+from titancli.checkpoint.hf.lazy_tensor import put
+from titancli.checkpoint.hf.sidecar_files import end_ids
 from titancli.distributed.private import forget_iteration
 from titancli.distributed.together import Ranks
 from titancli.engine.first_weights import allocate
@@ -21,7 +21,7 @@ from titancli.engine.rng import derive
 from titancli.errors import TitanError
 from titancli.models.blocks.state import named_state
 from titancli.models.loss import of_loss
-from titancli.parallel.alone import held
+from titancli.parallel.unsharded import held
 from titancli.parallel.wrapped import as_written
 from titancli.rl.complete import Completing
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from titancli.checkpoint.hf.kept import end_ids, with_ends
+from titancli.checkpoint.hf.sidecar_files import end_ids, with_ends
 from titancli.data.turn_ends import PROBE, Learned
 from titancli.distributed.together import Ranks
 

@@ -13,14 +13,14 @@ from torch.distributed.tensor import DTensor
 
 from titancli.checkpoint import base as bases
 from titancli.checkpoint.format.manifest import adapter_record, is_checkpoint, read_manifest
-from titancli.checkpoint.hf.virtual import put
+from titancli.checkpoint.hf.lazy_tensor import put
 from titancli.checkpoint.load import name_lists
 from titancli.distributed import process_group
 from titancli.distributed.together import Ranks
 from titancli.errors import TitanError
 from titancli.models.blocks.state import named_state
 from titancli.models.loss import of_loss
-from titancli.parallel.alone import as_stored
+from titancli.parallel.unsharded import as_stored
 
 if TYPE_CHECKING:
     from titancli.distributed.mesh import Mesh

@@ -12,10 +12,7 @@ from torch import Tensor
 
 from titancli.checkpoint.base import open_weights
 from titancli.checkpoint.format.manifest import is_checkpoint
-from titancli.checkpoint.hf.folder import read_hf
-from titancli.checkpoint.hf.kept import end_ids, kept_of
-from titancli.checkpoint.hf.virtual import put
-from titancli.checkpoint.hf.which import (
+from titancli.checkpoint.hf.detect_model import (
     adds_bos,
     check_parameters,
     find_checkpoint,
@@ -24,6 +21,9 @@ from titancli.checkpoint.hf.which import (
     parameter_shapes,
     recipe_of,
 )
+from titancli.checkpoint.hf.folder import read_hf
+from titancli.checkpoint.hf.lazy_tensor import put
+from titancli.checkpoint.hf.sidecar_files import end_ids, kept_of
 from titancli.data.prompt import prompt_ids
 from titancli.engine.first_weights import allocate
 from titancli.errors import EnvironmentProblem, PluginError, UsageError

@@ -21,7 +21,7 @@ from titancli.launchers import Local
 from titancli.launchers.address import reachable, variables
 from titancli.launchers.agent import EXIT_LOST, ONE_NODE, children, signal_group
 from titancli.launchers.devices import allocator_settings
-from titancli.launchers.meeting import Meeting
+from titancli.launchers.rendezvous import Meeting
 from titancli.observe import failures
 from titancli.observe.console import Console, JsonLines
 from titancli.observe.events import Tail

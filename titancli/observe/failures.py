@@ -19,7 +19,7 @@ from pathlib import Path
 
 from titancli.errors import EXIT_FAILED, RankFailure, TitanError
 from titancli.files import read_json
-from titancli.registry.blame import blame
+from titancli.registry.error_source import blame
 from titancli.runs import timestamp, write_atomically
 from titancli.terminal import printable
 

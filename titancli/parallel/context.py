@@ -24,8 +24,8 @@ from titancli.distributed.local import RowCut
 from titancli.distributed.mesh import Mesh
 from titancli.errors import RecipeError, TitanError
 from titancli.models.blocks.attention import Attention
+from titancli.models.blocks.attention_window import WHOLE, Reach
 from titancli.models.blocks.latent import LatentAttention
-from titancli.models.blocks.reach import WHOLE, Reach
 from titancli.parallel.ring import ring_attention, runs_here
 
 SEQUENCE = 1

@@ -17,13 +17,13 @@ from titancli.errors import RecipeError
 from titancli.models.loss import without_loss
 from titancli.parallel import Decoder, async_tp
 from titancli.parallel.activation_checkpoint import apply_activation_checkpoint, runs_again_outside
-from titancli.parallel.alone import compute_in
 from titancli.parallel.compile import check_inductor, compile_model
 from titancli.parallel.context import context_parallel
 from titancli.parallel.expert import expert_parallel
 from titancli.parallel.fsdp import gathers_its_own_way, shard, shared
 from titancli.parallel.loss import loss_parallel
 from titancli.parallel.tensor import on_local_parameters, tensor_parallel
+from titancli.parallel.unsharded import compute_in
 from titancli.protocols import Precision
 from titancli.recipe.schema import ActivationCheckpoint, Compile
 from titancli.registry.component import build as build_component

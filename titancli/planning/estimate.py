@@ -8,8 +8,8 @@ from typing import Any
 
 from titancli.layout.degrees import Degrees
 from titancli.observe.peaks import Device
-from titancli.planning.blame import blamed
 from titancli.planning.blueprint import Blueprint
+from titancli.planning.error_source import blamed
 from titancli.planning.host import host
 from titancli.planning.memory import RankMemory, rank_memory
 from titancli.planning.pipeline import bubble

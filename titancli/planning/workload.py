@@ -16,8 +16,8 @@ from titancli.layout.degrees import Degrees
 from titancli.layout.stages import cut as cut_stages
 from titancli.layout.stages import stages_of
 from titancli.observe.peaks import Device
-from titancli.planning.blame import blamed
 from titancli.planning.blueprint import Blueprint, Cut, Parameter, cut
+from titancli.planning.error_source import blamed
 from titancli.planning.measure import Measured, Piece, measure
 from titancli.planning.stand_in import other_dispatcher
 from titancli.recipe.schema import Pipeline, Recipe, needs_dataset
@@ -77,7 +77,7 @@ class Workload:
     @cached_property
     def alone(self) -> bool:
         """Return whether no other rank has a shard or replica of this rank's parameters, so that FSDP2 is
-        not used, see `titancli.parallel.alone`."""
+        not used, see `titancli.parallel.unsharded`."""
         experts = self.expert_fsdp if self.blueprint.has_experts else 1
         ranks = max(self.fsdp, self.degrees.dp_replicate, experts)
         rounded = self.degrees.pp > 1 and self.stored < BYTES["float32"]

@@ -139,8 +139,8 @@ class ModuleDefaults:
     tokens with which a document begins) or None, and `heads` selects the heads of this rank that the tensors
     contain."""
     reach: Any = None
-    """For an attention: the distance that a token can look back, a `titancli.models.blocks.reach.Reach`;
-    None: to the start of the row."""
+    """For an attention: the distance that a token can look back, a `Reach` of
+    `titancli.models.blocks.attention_window`; None: to the start of the row."""
     keeps_cache: bool = False
     """For the mixer of a block, or a block: whether `forward` continues rows by its argument `cache`, a
     `titancli.models.blocks.cache.LayerStep`. Declared by the class that defines `forward`; without it the

@@ -47,7 +47,7 @@ class PluginStatus:
     torch: bool
     """Whether it imported torch, which its module must not."""
     habits: tuple[str, ...]
-    """Its other side effects when loaded, if these were observed: see `titancli.registry.apart`."""
+    """Its other side effects when loaded, if these were observed: see `titancli.registry.isolated_load`."""
     components: tuple[str, ...]
     """`kind/name`, in the plugin's order."""
     clashes: tuple[str, ...]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from titancli.errors import TitanError
 from titancli.models.blocks.moe import recorded
-from titancli.models.blocks.packed import packed
+from titancli.models.blocks.onednn import packed
 from titancli.protocols import CacheDefaults
 from titancli.protocols.samples import SamplingParams
 from titancli.registry.defaults import fill_in

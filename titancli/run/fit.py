@@ -123,7 +123,7 @@ def check_weights(loaded: Loaded) -> None:
     recipe, start = loaded.recipe, start_from(loaded.recipe)
     if start.kind == "nothing":
         return
-    from titancli.checkpoint.hf.likeness import complaint
+    from titancli.checkpoint.hf.config_match import complaint
 
     differs, grows = recipe.checkpoint.model_differs, recipe.weights_vocab == GROW
     found = complaint(recipe.model, start.folder, differs, grows=grows)

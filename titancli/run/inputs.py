@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from titancli.checkpoint import read_manifest
 from titancli.checkpoint.format.manifest import DamagedCheckpoint, Verify, faults, is_checkpoint, newest_good
-from titancli.checkpoint.hf.likeness import CONFIG
+from titancli.checkpoint.hf.config_match import CONFIG
 from titancli.checkpoint.hf.stored_files import require_stored
 from titancli.checkpoint.start_from import start_from, still_needs_weights
 from titancli.data import HFTokenizer, PythonStdlib

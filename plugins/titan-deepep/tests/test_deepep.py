@@ -128,7 +128,7 @@ def test_output_and_gradients_are_exact_where_bfloat16_is(ranks: Any, weigh_firs
 
 def crowded(layout: Layout) -> tuple[float, bool]:
     """Every token goes to the first expert: the other rank gets none."""
-    from titancli.checkpoint.hf.virtual import put
+    from titancli.checkpoint.hf.lazy_tensor import put
 
     with pytest.MonkeyPatch.context() as patch:
         stand_for_deep_ep(patch)

@@ -16,7 +16,7 @@ from tests.models.families import DEEPSEEK
 from tests.models.specs import size_of
 from titan_families import DeepSeekV3
 from titancli.checkpoint import export_hf, read_hf
-from titancli.checkpoint.hf.which import model_of
+from titancli.checkpoint.hf.detect_model import model_of
 from titancli.errors import TitanError
 from titancli.models.blocks.hf import DecoderHF
 from titancli.models.blocks.state import named_state

@@ -19,7 +19,7 @@ from tests.models.families import FAMILIES
 from titan_gguf.export import Model, write_model
 from titan_gguf.tokens import DIGIT, GPT2, Vocabulary, vocabulary
 from titancli.checkpoint.format.tensors import MemoryTensors
-from titancli.checkpoint.hf.which import hf_form
+from titancli.checkpoint.hf.detect_model import hf_form
 from titancli.models.blocks.state import named_state
 
 PYTHON = os.environ.get("TITAN_LLAMACPP", "")

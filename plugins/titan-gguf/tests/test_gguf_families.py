@@ -15,7 +15,7 @@ from titan_gguf.families import FAMILIES as KNOWN
 from titan_gguf.families import notes
 from titan_gguf.verify import LIMITS, QUANTIZED_LIMIT, Stored, run_llamacpp
 from titancli.checkpoint.hf.compare import far, our_logits
-from titancli.checkpoint.hf.which import hf_form
+from titancli.checkpoint.hf.detect_model import hf_form
 from titancli.errors import TitanError, UsageError
 from titancli.models import Llama3, Qwen3, RopeScaling
 from titancli.models.sections import MoE

@@ -14,8 +14,8 @@ from titan_gguf.newfile import refuse_file
 from titan_gguf.tokens import APPROXIMATE, vocabulary
 from titancli.checkpoint import open_weights
 from titancli.checkpoint.hf.convert import Checksums
-from titancli.checkpoint.hf.kept import is_tokenizer_file, kept_of, texts
-from titancli.checkpoint.hf.which import check_parameters, find_checkpoint, hf_form, recipe_of
+from titancli.checkpoint.hf.detect_model import check_parameters, find_checkpoint, hf_form, recipe_of
+from titancli.checkpoint.hf.sidecar_files import is_tokenizer_file, kept_of, texts
 from titancli.errors import EnvironmentProblem, UsageError
 from titancli.registry.component import build
 

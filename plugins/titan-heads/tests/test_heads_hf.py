@@ -15,8 +15,8 @@ from titan_heads import Classification, Embedding, Reward
 from titancli import TitanError
 from titancli.checkpoint.format.tensors import MemoryTensors
 from titancli.checkpoint.hf.compare import verdict
+from titancli.checkpoint.hf.detect_model import hf_form, parameter_shapes
 from titancli.checkpoint.hf.folder import export_hf, read_hf
-from titancli.checkpoint.hf.which import hf_form, parameter_shapes
 from titancli.models.blocks.state import named_state
 
 CLASSES = ["bad", "so-so", "good"]

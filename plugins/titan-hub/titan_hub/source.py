@@ -58,7 +58,7 @@ class Source:
         if self.checkpoint is None:
             there = [self.path / name for name in MODELS if (self.path / name).is_file()]
             return read_json(there[0]) if there else {}
-        from titancli.checkpoint.hf.which import hf_form, recipe_of
+        from titancli.checkpoint.hf.detect_model import hf_form, recipe_of
 
         found: dict[str, Any] = hf_form(recipe_of(self.checkpoint)[0]).config_json()
         return found
@@ -66,7 +66,7 @@ class Source:
     def library(self) -> str:
         """Return the library that loads what is pushed."""
         if self.checkpoint is not None:
-            from titancli.checkpoint.hf.which import hf_form, recipe_of
+            from titancli.checkpoint.hf.detect_model import hf_form, recipe_of
 
             return "peft" if self.to == "peft" else str(hf_form(recipe_of(self.checkpoint)[0]).library)
         if (self.path / "adapter_config.json").is_file():

@@ -10,7 +10,7 @@ import pytest
 from titan_migrate.known_keys import KEYS
 from titancli.errors import Problem, RecipeError
 from titancli.recipe import load_recipe
-from titancli.recipe.editor import override_keys
+from titancli.recipe.json_schema import override_keys
 from titancli.registry import current
 from titancli.registry.component import component_info
 

@@ -14,7 +14,7 @@ from tests.engine.cases import Layout, gradients, small
 from titan_families import Granite
 from titan_optimizers import Neftune
 from titancli import TitanError
-from titancli.checkpoint.hf.which import hf_form
+from titancli.checkpoint.hf.detect_model import hf_form
 from titancli.layout.degrees import Degrees
 from titancli.models import Gemma3, Qwen3
 from titancli.models.sections import MoE

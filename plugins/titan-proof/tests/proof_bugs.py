@@ -24,13 +24,13 @@ from titancli import LossResult
 from titancli.engine import Engine, grad_clip, pipelined, runners, samples, sampling, training
 from titancli.engine.experts import Balancing, RouterLosses
 from titancli.engine.step import Step
+from titancli.models.blocks.attention_window import Reach
 from titancli.models.blocks.cache import Group, KVCache
 from titancli.models.blocks.decoder import Decoder
 from titancli.models.blocks.feed_forward import FeedForward
 from titancli.models.blocks.hf import DecoderHF
 from titancli.models.blocks.moe import Experts, MoE
-from titancli.models.blocks.reach import Reach
-from titancli.parallel import activation_checkpoint, alone, tensor
+from titancli.parallel import activation_checkpoint, tensor, unsharded
 from titancli.recipe import load_recipe
 
 BUGS: dict[str, Callable[[], Any]] = {}
@@ -272,7 +272,7 @@ def stale_cast() -> Iterator[None]:
         first = kept.setdefault(id(parameter), (parameter, fresh.detach().clone()))[1]
         return fresh + (first - fresh).detach()
 
-    with wrapped(alone, "local", local):
+    with wrapped(unsharded, "local", local):
         yield
 
 

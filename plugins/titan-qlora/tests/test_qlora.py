@@ -31,7 +31,7 @@ from titan_qlora import QLoRA
 from titan_qlora.converter import bytes_of
 from titancli.checkpoint import read_hf
 from titancli.checkpoint.format.metadata import open_metadata
-from titancli.checkpoint.hf.which import hf_form
+from titancli.checkpoint.hf.detect_model import hf_form
 from titancli.cli import main
 from titancli.converters import LoRA
 from titancli.registry.component import build

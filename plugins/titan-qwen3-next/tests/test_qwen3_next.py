@@ -17,7 +17,7 @@ from titan_qwen3_next import DeltaNet, Qwen3Next
 from titan_qwen3_next.delta import GatedDeltaNet
 from titan_testing import check_plugin, run_cli
 from titancli.checkpoint import export_hf, read_hf
-from titancli.checkpoint.hf.which import hf_form, model_of
+from titancli.checkpoint.hf.detect_model import hf_form, model_of
 from titancli.distributed.collectives import Group
 from titancli.distributed.local import RowCut
 from titancli.errors import TitanError

@@ -16,8 +16,8 @@ from torch.nn.functional import pad, silu, softplus
 from titan_qwen3_next.delta_rule import gated_delta_rule
 from titancli.distributed.local import local
 from titancli.errors import TitanError
+from titancli.models.blocks.attention_window import IN_ORDER
 from titancli.models.blocks.init import fill, ones_, uniform_
-from titancli.models.blocks.reach import IN_ORDER
 
 if TYPE_CHECKING:
     from titan_qwen3_next import DeltaNet

@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 from titan_rl import PATIENCE
 from titancli.protocols.rl import NoNumber, number_of
 from titancli.protocols.samples import Completion, Prompt
-from titancli.registry.blame import blame
 from titancli.registry.component import build, component_info
+from titancli.registry.error_source import blame
 
 logger = logging.getLogger(f"titancli.plugins.{__name__}")
 

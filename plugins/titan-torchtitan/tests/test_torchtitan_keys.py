@@ -9,7 +9,7 @@ import pytest
 from titan_torchtitan.known_keys import KEYS
 from titancli.errors import RecipeError
 from titancli.recipe import load_recipe
-from titancli.recipe.editor import override_keys
+from titancli.recipe.json_schema import override_keys
 from titancli.registry import current
 
 

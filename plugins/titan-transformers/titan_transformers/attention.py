@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from titancli.distributed.local import local
 from titancli.errors import RecipeError
 from titancli.models.blocks.attention import attend
+from titancli.models.blocks.attention_window import WHOLE, Reach
 from titancli.models.blocks.masks import Mask, MaskOf, document_mask
-from titancli.models.blocks.reach import WHOLE, Reach
 
 ATTENTION = "titan"
 """Name of our attention and mask functions in transformers' tables."""

@@ -26,11 +26,11 @@ from titan_transformers.values import initial_values
 from titancli.distributed.collectives import gather_same
 from titancli.distributed.local import SEQUENCE
 from titancli.errors import RecipeError
+from titancli.models.blocks.attention_window import document_positions
 from titancli.models.blocks.head import Output
 from titancli.models.blocks.init import fill
 from titancli.models.blocks.masks import document_masks
 from titancli.models.blocks.moe import Experts
-from titancli.models.blocks.reach import document_positions
 
 if TYPE_CHECKING:
     from titancli import LossResult

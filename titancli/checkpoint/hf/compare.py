@@ -12,11 +12,11 @@ from torch import Tensor
 
 from titancli.checkpoint.base import HFTensors, MergedReader
 from titancli.checkpoint.format.tensors import Tensors
+from titancli.checkpoint.hf.detect_model import hf_form
 from titancli.checkpoint.hf.folder import cast_of
+from titancli.checkpoint.hf.lazy_tensor import put
 from titancli.checkpoint.hf.libraries import library_of
 from titancli.checkpoint.hf.quantise import Quantise
-from titancli.checkpoint.hf.virtual import put
-from titancli.checkpoint.hf.which import hf_form
 from titancli.converters.lora import adapt, adapter_names, magnitude_name, weights_of
 from titancli.errors import EnvironmentProblem, TitanError, UsageError
 from titancli.files import read_json

@@ -21,12 +21,8 @@ from titancli.checkpoint.format.stream import Job, Progress, no_progress, write_
 from titancli.checkpoint.format.tensorfile import ITEM_SIZE, Entry
 from titancli.checkpoint.format.tensors import dtype_name
 from titancli.checkpoint.hf.compare import refuse_incomparable, verdict
-from titancli.checkpoint.hf.folder import HFReader, cast_of, export_hf, read_hf
-from titancli.checkpoint.hf.kept import kept_of, not_kept, of_another_tokenizer
-from titancli.checkpoint.hf.libraries import library_of
-from titancli.checkpoint.hf.likeness import CONFIG
-from titancli.checkpoint.hf.quantise import Method, quantisation
-from titancli.checkpoint.hf.which import (
+from titancli.checkpoint.hf.config_match import CONFIG
+from titancli.checkpoint.hf.detect_model import (
     Say,
     check_parameters,
     find_checkpoint,
@@ -35,6 +31,10 @@ from titancli.checkpoint.hf.which import (
     parameter_shapes,
     recipe_of,
 )
+from titancli.checkpoint.hf.folder import HFReader, cast_of, export_hf, read_hf
+from titancli.checkpoint.hf.libraries import library_of
+from titancli.checkpoint.hf.quantise import Method, quantisation
+from titancli.checkpoint.hf.sidecar_files import kept_of, not_kept, of_another_tokenizer
 from titancli.checkpoint.reader import CheckpointReader
 from titancli.checkpoint.save import Draft
 from titancli.errors import EnvironmentProblem, TitanError

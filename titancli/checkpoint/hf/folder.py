@@ -25,12 +25,12 @@ from titancli.checkpoint.format.tensors import (
     Tensors,
     dtype_name,
 )
-from titancli.checkpoint.hf.kept import CONFIG, texts
+from titancli.checkpoint.hf.lazy_tensor import blocks, everything
 from titancli.checkpoint.hf.libraries import Library, library_of
 from titancli.checkpoint.hf.quantise import Quantise
+from titancli.checkpoint.hf.sidecar_files import CONFIG, texts
 from titancli.checkpoint.hf.stored import Place, Stored, as_bf16
 from titancli.checkpoint.hf.stored_files import stored_tensors
-from titancli.checkpoint.hf.virtual import blocks, everything
 from titancli.checkpoint.load import name_lists
 from titancli.data.tokenizer_files import TEMPLATES, is_tokenizer_file
 from titancli.errors import EnvironmentProblem, TitanError
@@ -78,7 +78,7 @@ def export_hf(
         quantise: which tensors are quantized and how, see `titancli.checkpoint.hf.quantise`.
         max_shard: maximum bytes of data per file, except that no tensor is split; None: 5 GB.
         eos_id, bos_id: the tokenizer's, for config.json and generation_config.json.
-        kept: files of the folder that the weights once came from (`titancli.checkpoint.hf.kept`); its
+        kept: files of the folder the weights once came from (`titancli.checkpoint.hf.sidecar_files`); its
             tokenizer's files are copied too.
         say: called with one line for each leftover of a killed export to `out` that is removed.
         before_rename: called when everything is written; if it raises, nothing is left.

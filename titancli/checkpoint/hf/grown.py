@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from titancli.checkpoint.format.region import Region
-from titancli.checkpoint.hf.likeness import vocabulary_in
-from titancli.checkpoint.hf.virtual import Virtual
+from titancli.checkpoint.hf.config_match import vocabulary_in
+from titancli.checkpoint.hf.lazy_tensor import Virtual
 from titancli.protocols import HFForm
 from titancli.registry.component import build
 

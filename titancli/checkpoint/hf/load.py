@@ -22,8 +22,8 @@ from titancli.checkpoint.format.region import Region
 from titancli.checkpoint.format.stream import Progress, no_progress
 from titancli.checkpoint.format.tensors import TORCH_DTYPE
 from titancli.checkpoint.hf.folder import HFReader, read_hf
+from titancli.checkpoint.hf.lazy_tensor import Virtual, blocks, put
 from titancli.checkpoint.hf.stored import Stored
-from titancli.checkpoint.hf.virtual import Virtual, blocks, put
 from titancli.distributed.process_group import patient_group
 from titancli.distributed.together import Ranks
 from titancli.protocols import HFForm

@@ -28,10 +28,10 @@ from titancli.checkpoint.hf.compare import (
     verdict_on,
     verify_tokens,
 )
+from titancli.checkpoint.hf.config_match import vocabulary_in
+from titancli.checkpoint.hf.detect_model import Say, find_checkpoint, hf_form, recipe_of
 from titancli.checkpoint.hf.folder import cast_of, export_hf
-from titancli.checkpoint.hf.likeness import vocabulary_in
 from titancli.checkpoint.hf.peft_names import Adapter, beside_experts, config_of, placed
-from titancli.checkpoint.hf.which import Say, find_checkpoint, hf_form, recipe_of
 from titancli.checkpoint.reader import CheckpointReader
 from titancli.converters.lora import adapter_names, magnitude_name, scale_of, weights_of
 from titancli.errors import EnvironmentProblem, UsageError

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from titancli.checkpoint.format.tensorfile import read_header
 from titancli.checkpoint.format.tensors import read_tensor
+from titancli.checkpoint.hf.detect_model import hf_form, parameter_shapes
 from titancli.checkpoint.hf.folder import read_hf
+from titancli.checkpoint.hf.lazy_tensor import Virtual, put
 from titancli.checkpoint.hf.peft_names import Adapter, placed
-from titancli.checkpoint.hf.virtual import Virtual, put
-from titancli.checkpoint.hf.which import hf_form, parameter_shapes
 from titancli.checkpoint.load import name_lists
 from titancli.converters.lora import adapter_names, magnitude_name, merge, scale_of
 from titancli.errors import EnvironmentProblem, TitanError

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titancli.checkpoint.hf.which import hf_form
+from titancli.checkpoint.hf.detect_model import hf_form
 from titancli.converters.lora_experts import stacks_of
 from titancli.errors import TitanError
 from titancli.registry.component import build

@@ -24,7 +24,7 @@ from titancli.checkpoint.format.files import read_runs
 from titancli.checkpoint.format.region import Region, runs
 from titancli.checkpoint.format.tensorfile import ITEM_SIZE, Entry
 from titancli.checkpoint.format.tensors import TORCH_DTYPE, read_tensor
-from titancli.checkpoint.hf.virtual import Virtual, everything, put
+from titancli.checkpoint.hf.lazy_tensor import Virtual, everything, put
 from titancli.errors import EnvironmentProblem
 from titancli.models.quantization import Quantization
 

@@ -31,7 +31,7 @@ from titancli.checkpoint.format.manifest import (
     remove,
 )
 from titancli.checkpoint.remote import Fsspec
-from titancli.checkpoint.remote.marks import left_behind, marked
+from titancli.checkpoint.remote.leases import left_behind, marked
 from titancli.checkpoint.remote.requests import ABSENT
 from titancli.checkpoint.remote.store import ATTEMPTS, RemotePath, at
 from titancli.errors import EnvironmentProblem, TitanError
@@ -95,7 +95,7 @@ def probe(place: Path) -> None:
 def upload(folder: Path, place: Path, *, read_back: bool = False) -> None:
     """Upload a checkpoint to `place`, its manifest last, unless it is there already.
 
-    Meanwhile a mark lies beside it, see `titancli.checkpoint.remote.marks`. `read_back`: verify each object
+    Meanwhile a mark lies beside it, see `titancli.checkpoint.remote.leases`. `read_back`: verify each object
     by reading it, also if the store has no checksum of it.
 
     Raises:

@@ -18,10 +18,10 @@ from torch.nn.functional import pad, rms_norm, scaled_dot_product_attention
 from titancli.distributed.collectives import Group, gather
 from titancli.distributed.device import device_type
 from titancli.distributed.local import local
+from titancli.models.blocks.attention_window import WHOLE, Reach
 from titancli.models.blocks.flash import flash_attention, runs_flash
 from titancli.models.blocks.masks import Documents, document_mask
 from titancli.models.blocks.norm import norm_of
-from titancli.models.blocks.reach import WHOLE, Reach
 from titancli.models.blocks.rope import rotate
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from titancli.models.blocks.reach import IN_ORDER, Reach
+from titancli.models.blocks.attention_window import IN_ORDER, Reach
 
 PAGE = 16
 """Tokens of a page."""

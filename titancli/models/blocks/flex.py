@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.nn.functional import pad
 
-from titancli.models.blocks.reach import BLOCK, Piece, Reach, first_seen
+from titancli.models.blocks.attention_window import BLOCK, Piece, Reach, first_seen
 
 LEAST = 16
 """Minimum width of heads that torch's GPU kernels support."""

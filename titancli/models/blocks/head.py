@@ -222,7 +222,7 @@ class Output(nn.Linear):
         return hidden, local(self.weight)
 
     def product(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """Return logits before capping; generation replaces it (`titancli.models.blocks.packed`)."""
+        """Return logits before capping; generation replaces it (`titancli.models.blocks.onednn`)."""
         return linear(hidden, weight)
 
     def _logits(self, hidden: Tensor, weight: Tensor, cap: float | None) -> Tensor:

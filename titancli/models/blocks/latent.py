@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from titancli.models.blocks.attention import attend
+from titancli.models.blocks.attention_window import WHOLE
 from titancli.models.blocks.norm import norm_of
-from titancli.models.blocks.reach import WHOLE
 from titancli.models.blocks.rope import rotate
 
 if TYPE_CHECKING:

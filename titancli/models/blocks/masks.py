@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, Union
 import torch
 from torch import Tensor
 
-from titancli.models.blocks.reach import BLOCK, IN_ORDER, WHOLE, Piece, Reach, first_seen
+from titancli.models.blocks.attention_window import BLOCK, IN_ORDER, WHOLE, Piece, Reach, first_seen
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

@@ -10,8 +10,8 @@ import torch
 
 from titancli.checkpoint.format.manifest import LOCK, Manifest, is_checkpoint, newest_good, read_manifest
 from titancli.checkpoint.format.tensors import Tensors
+from titancli.checkpoint.hf.config_match import CONFIG, model_types, read_config, reader_of
 from titancli.checkpoint.hf.libraries import type_in
-from titancli.checkpoint.hf.likeness import CONFIG, model_types, read_config, reader_of
 from titancli.checkpoint.load import name_lists
 from titancli.errors import EnvironmentProblem, PluginError, TitanError, UsageError
 from titancli.models.blocks.state import named_state

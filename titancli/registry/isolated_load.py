@@ -70,7 +70,13 @@ def _in_process(
     with tempfile.TemporaryDirectory(prefix="titan-plugin-") as folder:
         report = Path(folder) / "report.json"
         given = json.dumps([name, str(file) if file else None, with_torch, str(report)])
-        command = [sys.executable, "-P", "-c", "from titancli.registry.apart import main; main()", given]
+        command = [
+            sys.executable,
+            "-P",
+            "-c",
+            "from titancli.registry.isolated_load import main; main()",
+            given,
+        ]
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         # Files, not pipes: what the plugin has started may live on, and would hold them.
         with open(Path(folder) / "out", "w+b") as out, open(Path(folder) / "error", "w+b") as error:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import click
 
-from titancli.cli.offered import offered, offers, short_help
+from titancli.cli.plugin_commands import offered, offers, short_help
 from titancli.errors import nearest_name
 
 
