@@ -68,6 +68,7 @@ WRITERS = [
 OWN = {
     "checkpoint.*": "tensors, and JSON in ASCII by json.dumps or safetensors",
     "cli.sizing": "a recipe of `as_toml`, in a folder that is removed",
+    "data.hf_files": "the size and time of a file",
     "data.row_index data.shards.* data.token_cache": "numbers, and JSON in ASCII",
     "distributed.*": "a trace of PyTorch, addresses of ranks, locks",
     "fingerprint": "checksums and paths, as JSON in ASCII",

@@ -26,7 +26,7 @@ _HOME = {
     "export_hf": "hf.folder",
     "read_hf": "hf.folder",
     "load_hf_weights": "hf.load",
-    "reader_of": "hf.likeness",
+    "reader_of": "hf.config_match",
     "STEP_NAME": "format.manifest",
     "open_weights": "base",
 }
