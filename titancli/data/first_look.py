@@ -24,6 +24,7 @@ from titancli.data import (
     TextFiles,
     TokenShards,
 )
+from titancli.data.chat.row_formats import SAMPLED, Names, detected
 from titancli.data.compressed import Damaged
 from titancli.data.files import TextFile, files_of, pieces, require_content
 from titancli.data.formats import format_of, kind_of_rows, refuse_rows
@@ -31,7 +32,6 @@ from titancli.data.hf_datasets import local_extension
 from titancli.data.jsonl import BadRow, LineReader, parse
 from titancli.data.parquet import row_groups
 from titancli.data.row_files import row_files
-from titancli.data.row_formats import SAMPLED, Names, detected
 from titancli.data.shards import read_index
 from titancli.data.tokenizer_files import TEMPLATES
 from titancli.files import read_json

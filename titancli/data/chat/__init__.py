@@ -1,0 +1,1 @@
+"""Conversations: rows, chat templates, the turns that are trained on, prompts."""
