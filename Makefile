@@ -98,14 +98,16 @@ clean:
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	grep -v '^torch==' constraints.txt > $@
 
-# torch first, and alone: whatever else is installed then takes the torch that is there.
+# torch first, and alone: whatever else is installed then takes the torch that is there. With it what builds titan
+# and its plugins, once for all: pip would make an environment of its own for each.
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c .venv/constraints.txt
 .venv/.installed: .venv/constraints.txt pyproject.toml plugins/requirements.txt titancli/version.py
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c .venv/constraints.txt "$(TORCH)" numpy
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c .venv/constraints.txt -e . -r plugins/requirements.txt
+	$(PIP_INSTALL) "$(TORCH)" numpy hatchling editables
+	$(PIP_INSTALL) --no-build-isolation -e . -r plugins/requirements.txt
 	touch $@
 
 .venv/.installed-dev: .venv/.installed $(wildcard plugins/*/pyproject.toml)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c .venv/constraints.txt -e ".[dev]" \
+	$(PIP_INSTALL) --no-build-isolation -e ".[dev]" \
 		-e plugins/titan-eval -e plugins/titan-float8 -e "plugins/titan-flux[dev]" -e plugins/titan-ft \
 		-e plugins/titan-gguf -e plugins/titan-grain -e plugins/titan-muon -e plugins/titan-optimizers -e plugins/titan-trackio -e plugins/titan-wandb
 	touch $@
