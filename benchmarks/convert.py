@@ -78,7 +78,7 @@ def make_checkpoint(folder: Path, layers: int, ranks: int) -> None:
     from titancli.checkpoint.format.metadata import METADATA, Cell, Group, index_bytes, part_bytes, part_name
     from titancli.checkpoint.format.stream import Job, write_files
     from titancli.checkpoint.format.tensorfile import Entry
-    from titancli.checkpoint.hf.which import parameter_shapes
+    from titancli.checkpoint.hf.detect_model import parameter_shapes
     from titancli.checkpoint.save import Draft
     from titancli.models import Llama3
 

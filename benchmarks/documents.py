@@ -20,9 +20,9 @@ import torch
 
 from titancli.models.blocks import masks
 from titancli.models.blocks.attention import attend
+from titancli.models.blocks.attention_window import WHOLE
 from titancli.models.blocks.flex import document_block_mask
 from titancli.models.blocks.masks import Documents
-from titancli.models.blocks.reach import WHOLE
 from titancli.protocols.batch import Spans
 
 EQUAL = (64, 256, 1024, 4096)
