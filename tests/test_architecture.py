@@ -6,12 +6,15 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import titancli
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+from house import circles, plugin_circles
 
 PACKAGE = Path(titancli.__file__).parent
 FLOORS = [
@@ -101,33 +104,6 @@ def test_imports_run_downward(here):
         assert floor(module) <= floor(here), f"{here}:{line} imports {module} from above"
 
 
-def circles(imported: Mapping[str, set[str]]) -> list[list[str]]:
-    """The strongly connected components of more than one module (Tarjan)."""
-    index: dict[str, int] = {}
-    lowest: dict[str, int] = {}
-    stack: list[str] = []
-    found: list[list[str]] = []
-
-    def visit(module: str) -> None:
-        index[module] = lowest[module] = len(index)
-        stack.append(module)
-        for other in sorted(imported[module]):
-            if other not in index:
-                visit(other)
-            if other in stack:
-                lowest[module] = min(lowest[module], lowest[other])
-        if lowest[module] == index[module]:
-            at = stack.index(module)
-            if len(stack) - at > 1:
-                found.append(sorted(stack[at:]))
-            del stack[at:]
-
-    for module in imported:
-        if module not in index:
-            visit(module)
-    return found
-
-
 def test_no_module_hides_a_name_of_the_package():
     """Once imported, a folder `titancli/report/` would be `titancli.report`, in place of the function."""
     import titancli
@@ -149,6 +125,10 @@ def test_no_file_imports_itself_by_way_of_others():
     }
     found = circles(imported)
     assert not found, "\n".join(" <-> ".join(circle) for circle in found)
+
+
+def test_no_file_of_a_plugin_imports_itself() -> None:
+    assert not plugin_circles()
 
 
 PLUGINS = PACKAGE.parent / "plugins"

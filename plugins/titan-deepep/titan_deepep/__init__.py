@@ -8,15 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 
 from annotated_types import Gt, MultipleOf
 
+from titan_deepep.package import INSTALL, deep_ep
 from titancli import component, hookimpl
 
 if TYPE_CHECKING:
     from titancli import Recipe
 
-INSTALL = (
-    "install it on the machines of the run (https://github.com/deepseek-ai/DeepEP), or set "
-    'parallelize.expert_dispatch = "all_to_all"'
-)
 RANKS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
 """Sizes of a group for which DeepEP has settings (`Buffer.get_dispatch_config`)."""
 ROW = 16
@@ -49,8 +46,6 @@ class DeepEP:
             yield "", "DeepEP refuses torch's deterministic algorithms: set debug.deterministic = false"
 
     def try_out(self) -> None:
-        from titan_deepep.dispatch import deep_ep
-
         deep_ep()
 
 

@@ -18,15 +18,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_deepep import INSTALL
 from titan_deepep import DeepEP as Config
+from titan_deepep.package import KEY, deep_ep
 from titancli.errors import EnvironmentProblem, RecipeError
 from titancli.protocols import Visit
 
 NODE = 8
 """Ranks that reach each other by NVLink; larger groups consist of whole nodes."""
 CAPABILITY = (9, 0)
-KEY = 'parallelize.expert_dispatch = "deepep"'
 
 
 class DeepEP:
@@ -72,21 +71,6 @@ class DeepEP:
         if self._buffer is None or self._buffer.num_nvl_bytes < near or self._buffer.num_rdma_bytes < far:
             self._buffer = made(self._group, near, far)
         return self._buffer
-
-
-def deep_ep() -> Any:
-    """Import the package.
-
-    Raises:
-        RecipeError: it cannot be imported here.
-    """
-    try:
-        import deep_ep
-    except Exception as error:  # it looks for libraries and a compiler when it is imported
-        raise RecipeError(
-            f"{KEY}: the package deep_ep cannot be imported: {type(error).__name__}: {error}", hint=INSTALL
-        ) from error
-    return deep_ep
 
 
 def device_fault(device: torch.device) -> str | None:

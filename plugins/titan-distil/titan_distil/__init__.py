@@ -4,7 +4,7 @@ it."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import field
+from dataclasses import field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -12,6 +12,9 @@ from annotated_types import Ge, Gt, Le, Lt
 
 from titancli import Component, Slot, TitanError, component, hookimpl, section
 from titancli.layout.degrees import Mesh
+from titancli.loops import Pretrain
+from titancli.losses import CrossEntropy
+from titancli.recipe.schema import ActivationCheckpoint, Validation
 from titancli.registry.component import component_info
 from titancli.rl import Local
 
@@ -45,6 +48,28 @@ class Teacher:
 
         return self.model if self.weights is None or self.model is not None else model_in(self.weights)
 
+    def recipe(self, student: Recipe) -> Recipe:
+        """Return the recipe that it is built from: the student's, with another model, weights, dtype and
+        layout.
+
+        Raises:
+            TitanError: `weights` describe no model.
+        """
+        return replace(
+            student,
+            model=self.config(),
+            weights=self.weights,
+            mesh=self.mesh or student.mesh,
+            training=replace(student.training, dtype=self.dtype, mixed_precision_param=self.dtype),
+            checkpoint=replace(student.checkpoint, model_differs=[]),
+            activation_checkpoint=ActivationCheckpoint(mode="none"),
+            converters=[],
+            callbacks=[],
+            validation=Validation(),
+            loss=CrossEntropy(),
+            loop=Pretrain(),
+        )
+
 
 @component("loop", "distil", target="titan_distil.loop:build")
 class Distil:
@@ -77,9 +102,7 @@ class Distil:
             yield from self._check_vocabulary(recipe)
 
     def frozen_models(self, recipe: Recipe) -> list[Recipe]:
-        from titan_distil.teacher import recipe_of  # brings torch
-
-        return [] if self.teacher.topk is not None else [recipe_of(recipe, self.teacher)]
+        return [] if self.teacher.topk is not None else [self.teacher.recipe(recipe)]
 
     def _check_stored(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         if recipe.validation.datasets:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,9 +9,6 @@ import torch
 from titan_distil.losses import HIDDEN, Distil, Head
 from titancli import Batch, Engine, LossResult, TitanError, phase
 from titancli.distributed.collectives import gather_same
-from titancli.loops import Pretrain
-from titancli.losses import CrossEntropy
-from titancli.recipe.schema import ActivationCheckpoint, Validation
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,7 +37,7 @@ class Teacher:
             raise TitanError("the loop distil needs its own loss", hint='set loss = "distil"')
         self._student, self._loss = student, loss
         self._head = _Capture()
-        self.engine = Engine.frozen(recipe_of(recipe, config), device=student.device)
+        self.engine = Engine.frozen(config.recipe(recipe), device=student.device)
         ours, theirs = student.mesh.degrees, self.engine.mesh.degrees
         if theirs.dp != ours.dp:
             raise TitanError(
@@ -89,22 +85,3 @@ class _Capture:
                 "the teacher's model does not compute losses in titancli.models.blocks.head.Output"
             )
         return found
-
-
-def recipe_of(recipe: Recipe, config: Config) -> Recipe:
-    """Return the recipe that the teacher is built from: the student's, with another model, weights, dtype and
-    layout."""
-    return replace(
-        recipe,
-        model=config.config(),
-        weights=config.weights,
-        mesh=config.mesh or recipe.mesh,
-        training=replace(recipe.training, dtype=config.dtype, mixed_precision_param=config.dtype),
-        checkpoint=replace(recipe.checkpoint, model_differs=[]),
-        activation_checkpoint=ActivationCheckpoint(mode="none"),
-        converters=[],
-        callbacks=[],
-        validation=Validation(),
-        loss=CrossEntropy(),
-        loop=Pretrain(),
-    )

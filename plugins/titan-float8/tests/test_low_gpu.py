@@ -14,7 +14,8 @@ from tests.engine import cases
 from tests.engine.cases import Layout
 from titan_float8 import Float8Experts
 from titan_float8.hardware import has
-from titan_float8.products import Scheme, grouped_product
+from titan_float8.products import grouped_product
+from titan_float8.scheme import Scheme
 from titancli.engine import Engine
 
 HOPPER = pytest.mark.skipif(not has("float8 groups"), reason="needs a GPU of compute capability 9.0")

@@ -15,8 +15,9 @@ from torchao.prototype.mx_formats.config import ScaleCalculationMode
 from torchao.prototype.mx_formats.mx_tensor import to_mx
 
 from titan_float8 import blackwell
-from titan_float8.formats import E4M3, blockwise, mxfp8, nvfp4, turned
-from titan_float8.products import Padded, Scheme, grouped_product, product
+from titan_float8.formats import E4M3, Padded, blockwise, mxfp8, nvfp4, turned
+from titan_float8.products import grouped_product, product
+from titan_float8.scheme import Scheme
 from titancli.models.blocks.grouped import grouped_linear
 
 COUNTS = {

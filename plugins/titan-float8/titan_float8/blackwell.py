@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from titan_float8.ao import ignoring_noise
-from titan_float8.formats import E4M3, SIGNS
+from titan_float8.formats import E4M3, SIGNS, Padded
 
 if TYPE_CHECKING:
-    from titan_float8.products import Scheme
+    from titan_float8.scheme import Scheme
 
 MULTIPLE = 128
 """What the sides of a matrix, and the number of tokens, must be multiples of for NVFP4's kernels."""
@@ -66,7 +66,6 @@ def grouped_product(
     with ignoring_noise():
         from torchao.prototype.moe_training.mxfp8_grouped_mm import _to_mxfp8_then_scaled_grouped_mm
         from torchao.quantization.quantize_.common import KernelPreference
-    from titan_float8.products import Padded
 
     padded = Padded.of(ends, len(x), scheme.block)
     out = _to_mxfp8_then_scaled_grouped_mm(

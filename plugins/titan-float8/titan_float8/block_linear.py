@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from titan_float8 import blackwell
 from titan_float8.hardware import kernel_for
 from titan_float8.layer import CUTS
-from titan_float8.products import Cut, Scheme, product
+from titan_float8.products import product
+from titan_float8.scheme import Cut, Scheme
 from titan_float8.selection import choose, refuse_uncut, split
 from titancli.distributed.collectives import Group
 from titancli.distributed.local import local

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from titan_float8.hardware import kernel_for
-from titan_float8.products import Scheme, grouped_product
+from titan_float8.products import grouped_product
+from titan_float8.scheme import Scheme
 from titan_float8.selection import choose
 from titancli.converters.lora_experts import OWN as ADAPTERS
 from titancli.errors import EnvironmentProblem, TitanError

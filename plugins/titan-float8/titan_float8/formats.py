@@ -201,3 +201,38 @@ def turned(x: Tensor) -> Tensor:
     positive = (_POSITIVE >> torch.arange(size, device=x.device)) & 1
     matrix = (2 * positive - 1).to(x.dtype)[:, None] * matrix * size**-0.5
     return (x.unflatten(-1, (-1, size)) @ matrix).flatten(-2)
+
+
+class Padded(NamedTuple):
+    """Tokens by expert, each expert's filled up with zeros to whole blocks.
+
+    How many rows that makes is known to the device alone, so there are as many as there could be; those
+    behind the last expert's belong to none.
+    """
+
+    rows: int
+    place: Tensor
+    """[M], where each token is."""
+    ends: Tensor
+    """[E] int32, the end of each expert's rows."""
+    group: Tensor
+    """[rows], the expert of each row; of those that belong to none the last."""
+
+    @classmethod
+    def of(cls, ends: Tensor, tokens: int, block: int) -> Padded:
+        """Return the places of `tokens` tokens, of which each expert's end at `ends` [E]."""
+        experts = len(ends)
+        counts = ends.diff(prepend=ends.new_zeros(1))
+        sizes = (counts + block - 1) // block * block
+        padded = sizes.cumsum(0).int()
+        rows = (tokens + experts * (block - 1)) // block * block
+        shift = (padded - sizes) - (ends - counts)
+        at = torch.arange(tokens, device=ends.device, dtype=torch.int32)
+        place = at + shift[torch.searchsorted(ends, at, right=True)]
+        at = torch.arange(rows, device=ends.device, dtype=torch.int32)
+        group = torch.searchsorted(padded, at, right=True).clamp(max=experts - 1)
+        return cls(rows, place.long(), padded, group)
+
+    def fill(self, x: Tensor) -> Tensor:
+        """Put tokens into their places: [M, K] to [rows, K]."""
+        return x.new_zeros(self.rows, x.shape[1]).index_copy(0, self.place, x)

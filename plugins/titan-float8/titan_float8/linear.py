@@ -18,7 +18,7 @@ from titan_float8.ao import (
 from titan_float8.block_linear import BlockLinear
 from titan_float8.hardware import has, kernel_for
 from titan_float8.layer import Linear
-from titan_float8.products import Scheme
+from titan_float8.scheme import Scheme
 from titan_float8.selection import choose, logger, refuse_uncut, split
 from titan_float8.weight import GatheredWeight, plain
 from titancli.errors import EnvironmentProblem

@@ -9,87 +9,20 @@ and no scale reaches from one expert's tokens to another's.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad
 
 from titan_float8 import formats
-from titan_float8.formats import Codes
+from titan_float8.formats import Codes, Padded
 from titan_float8.kernels import grouped_on_hopper, outer_on_hopper, planned, planned_grouped, planned_outer
+from titan_float8.scheme import Cut, Role, Scheme
 from titancli.distributed.collectives import Group, all_reduce
 from titancli.models.blocks.grouped import grouped_linear, grouped_outer
 
-Role = Literal["input", "weight", "grad"]
-
-
-class Scheme(NamedTuple):
-    """How a layer's operands are cast, and multiplied. Plain values, so that compiled code may hold it."""
-
-    format: Literal["rowwise", "blockwise", "mxfp8", "nvfp4"]
-    kernel: Literal["emulated", "hopper", "torchao", "planned"] = "emulated"
-    """Who multiplies: torch, dequantized operands in the usual dtype; torch's float8 kernel for groups;
-    torchao; or nobody, for a plan of memory and time."""
-    floor: bool = False
-    """MXFP8: see `formats.mxfp8`."""
-    plain_grad_weight: bool = False
-    """Whether `grad.T @ x` is a product in the usual dtype."""
-    stochastic: bool = False
-    """NVFP4: whether gradients are rounded stochastically."""
-    hadamard: bool = False
-    """NVFP4: whether both operands of `grad.T @ x` are turned before they are cast, see `formats.turned`."""
-
-    @property
-    def block(self) -> int:
-        """Return the numbers that share a scale; both sides of a matrix must be multiples of it."""
-        return {"rowwise": 16, "blockwise": 128, "mxfp8": 32, "nvfp4": 16}[self.format]
-
-    def cast(
-        self,
-        x: Tensor,
-        role: Role,
-        largest: Tensor | None = None,
-        group: Tensor | None = None,
-        groups: int = 0,
-        cut: Cut | None = None,
-        cut_dim: int = -1,
-    ) -> Codes:
-        """Cast along the last dimension.
-
-        Args:
-            x: […, rows, K].
-            largest: NVFP4: see `formats.nvfp4`.
-            group: float8 rowwise: the group of each column, of `groups`; None: a row has one scale.
-            cut: how operands are shards; a gradient's along `cut_dim`.
-        """
-        if self.format == "rowwise":
-            return formats.rowwise(x, group, groups, self.block)
-        if self.format == "blockwise":
-            return formats.blockwise(x, self.block if role == "weight" else 1)
-        if self.format == "mxfp8":
-            return formats.mxfp8(x, floor=self.floor)
-        assert largest is not None
-        noise = _noise(x, cut, cut_dim) if self.stochastic and role == "grad" else None
-        return formats.nvfp4(x, largest, rows=self.block if role == "weight" else 1, noise=noise)
-
-
 # ------------------------------------------------------------------------------------------ linear layers
-
-
-class Cut(NamedTuple):
-    """Which operands are shards under tensor parallelism, so that their largest number is the group's."""
-
-    name: str
-    size: int
-    rank: int
-    input: bool
-    weight: bool
-    grad: bool
-
-    @classmethod
-    def of(cls, group: Group, style: str) -> Cut:
-        return cls(group.name, group.size, group.rank, style == "row", True, style == "column")
 
 
 def product(x: Tensor, weight: Tensor, scheme: Scheme, cut: Cut | None = None) -> Tensor:
@@ -128,15 +61,6 @@ class _Product(torch.autograd.Function):
             right = _cast(_over_tokens(rows, scheme), "input", scheme, cut)
             for_weight = _multiply(scheme, left, right, x.dtype)
         return for_x, for_weight, None, None
-
-
-def _noise(x: Tensor, cut: Cut | None, dim: int) -> Tensor:
-    """Return the part for x of the random numbers of a whole gradient, which all ranks draw alike."""
-    if cut is None or not cut.grad:
-        return torch.rand_like(x, dtype=torch.float32)
-    shape = list(x.shape)
-    shape[dim] *= cut.size
-    return torch.rand(shape, device=x.device).chunk(cut.size, dim)[cut.rank]
 
 
 def _cast(x: Tensor, role: Role, scheme: Scheme, cut: Cut | None, cut_dim: int = -1) -> Codes:
@@ -197,41 +121,6 @@ class _Grouped(torch.autograd.Function):
             right = _over_groups(x, "input", padded, scheme)
             for_weight = _outer(left, right, padded.ends, scheme, x.dtype)
         return for_x, for_weight, None, None
-
-
-class Padded(NamedTuple):
-    """Tokens by expert, each expert's filled up with zeros to whole blocks.
-
-    How many rows that makes is known to the device alone, so there are as many as there could be; those
-    behind the last expert's belong to none.
-    """
-
-    rows: int
-    place: Tensor
-    """[M], where each token is."""
-    ends: Tensor
-    """[E] int32, the end of each expert's rows."""
-    group: Tensor
-    """[rows], the expert of each row; of those that belong to none the last."""
-
-    @classmethod
-    def of(cls, ends: Tensor, tokens: int, block: int) -> Padded:
-        """Return the places of `tokens` tokens, of which each expert's end at `ends` [E]."""
-        experts = len(ends)
-        counts = ends.diff(prepend=ends.new_zeros(1))
-        sizes = (counts + block - 1) // block * block
-        padded = sizes.cumsum(0).int()
-        rows = (tokens + experts * (block - 1)) // block * block
-        shift = (padded - sizes) - (ends - counts)
-        at = torch.arange(tokens, device=ends.device, dtype=torch.int32)
-        place = at + shift[torch.searchsorted(ends, at, right=True)]
-        at = torch.arange(rows, device=ends.device, dtype=torch.int32)
-        group = torch.searchsorted(padded, at, right=True).clamp(max=experts - 1)
-        return cls(rows, place.long(), padded, group)
-
-    def fill(self, x: Tensor) -> Tensor:
-        """Put tokens into their places: [M, K] to [rows, K]."""
-        return x.new_zeros(self.rows, x.shape[1]).index_copy(0, self.place, x)
 
 
 def _tokens(x: Tensor, role: Role, ends: Tensor, scheme: Scheme) -> Codes:

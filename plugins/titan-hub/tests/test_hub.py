@@ -19,8 +19,9 @@ from hub_server import Hub, serving
 from huggingface_hub import ModelCard, constants
 
 from tests.run.conftest import Finished, in_this_process, trained
-from titan_hub.card import base_model_of, is_ours, without_paths
+from titan_hub.card import is_ours, without_paths
 from titan_hub.files import collect
+from titan_hub.source import base_model_of
 
 SMALL = ("training.steps=2", "checkpoint.interval=2", "model.n_layers=1")
 VALIDATION = 'validation={freq=2, steps=1, datasets={held={type="text_files", paths=["text.txt"]}}}'

@@ -8,11 +8,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from titan_hub.source import Source
+from titan_hub.source import REPOSITORY, Source
 from titancli import __version__
 from titancli.commands import printable
 
-REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+\Z", re.ASCII)
 PRIVATE = ("env", "launcher", "loggers", "checkpoint")
 """Sections of a recipe that say where it ran and where its results went, beside those that only watch."""
 SEAL = re.compile(r"<!-- written by titan-hub: ([0-9a-f]{64}) -->\n\Z")
@@ -108,16 +107,6 @@ def _without_path(text: str) -> str:
     if text.startswith(("/", "~")):
         return f"./{PurePosixPath(text).name}"
     return _LOCAL.sub(r"./\1", _PASSWORD.sub(r"\1", text))
-
-
-def base_model_of(recipe: Mapping[str, Any]) -> str | None:
-    """Return the repository of the weights that a recipe begins with; None if it does not name it."""
-    weights, assets = str(recipe.get("weights") or ""), str(recipe.get("assets") or "")
-    if weights.startswith("hf://"):
-        name = weights.removeprefix("hf://").partition("@")[0]
-        return name if REPOSITORY.match(name) else None
-    same = weights and PurePosixPath(weights).name == assets.partition("/")[2]
-    return assets if same and REPOSITORY.match(assets) else None
 
 
 def _tables(value: Any) -> list[dict[str, Any]]:

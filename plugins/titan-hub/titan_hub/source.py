@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from titan_hub.files import read_json
@@ -16,6 +17,7 @@ from titancli.runs import RunFolder
 Say = Callable[[str], None]
 SHOWN = ("loss", "grad_norm")
 """Metrics of a step that a card has, beside those of validation."""
+REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+\Z", re.ASCII)
 MODELS = ("config.json", "adapter_config.json", "model_index.json")
 
 
@@ -49,8 +51,6 @@ class Source:
     @property
     def base_model(self) -> str | None:
         """The repository of the weights that training began with, as the recipe names it."""
-        from titan_hub.card import base_model_of
-
         return base_model_of(self.recipe or {})
 
     def config(self) -> dict[str, Any]:
@@ -155,3 +155,13 @@ def _with_records(source: Source, run: Path) -> Source:
         kept,
         evaluations,
     )
+
+
+def base_model_of(recipe: Mapping[str, Any]) -> str | None:
+    """Return the repository of the weights that a recipe begins with; None if it does not name it."""
+    weights, assets = str(recipe.get("weights") or ""), str(recipe.get("assets") or "")
+    if weights.startswith("hf://"):
+        name = weights.removeprefix("hf://").partition("@")[0]
+        return name if REPOSITORY.match(name) else None
+    same = weights and PurePosixPath(weights).name == assets.partition("/")[2]
+    return assets if same and REPOSITORY.match(assets) else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -43,9 +44,12 @@ class FromZero(ScheduleConfig):
 
     def warmup(self, steps: int) -> int:
         """Return the steps of warm-up in a schedule of `steps` steps."""
-        from titan_migrate.schedule import warmup_steps
-
-        return warmup_steps(self, steps)
+        if self.warmup_ratio is None:
+            return self.warmup_steps
+        share = self.warmup_ratio * steps
+        found = math.ceil(share) if self.warmup_rounding == "up" else int(share)
+        found = min(found, self.warmup_limit or found)
+        return 2 if found == 1 and self.warmup_rounding == "down" else found
 
 
 def _command(tool: str, name: str) -> Command:

@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from titan_migrate import FromZero
     from titancli.protocols import Schedule
 
 
-def warmup_steps(config: FromZero, steps: int) -> int:
-    """Return the steps of warm-up in a schedule of `steps` steps."""
-    if config.warmup_ratio is None:
-        return config.warmup_steps
-    share = config.warmup_ratio * steps
-    found = math.ceil(share) if config.warmup_rounding == "up" else int(share)
-    found = min(found, config.warmup_limit or found)
-    return 2 if found == 1 and config.warmup_rounding == "down" else found
-
-
-def build(config: FromZero, *, steps: int) -> Schedule:
-    """Build the schedule: `get_scheduler` of transformers, and the cosines of axolotl and torchtune."""
-    warmup = warmup_steps(config, steps)
+def build(config: Any, *, steps: int) -> Schedule:
+    """Build the schedule of a `FromZero`: `get_scheduler` of transformers, the cosines of axolotl and
+    torchtune."""
+    warmup = config.warmup(steps)
     end = steps if config.decay_until == 1 else int(steps * config.decay_until)
 
     def factor(step: int) -> float:

@@ -38,7 +38,7 @@ class Probe:
     """Other settings, `KEY=VALUE`, with which the step is also tried."""
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
-        from titan_proof.replay import check_variation
+        from titan_proof.variation import check_variation
 
         try:
             check_variation(self.overrides)

@@ -36,9 +36,6 @@ PROBE = "titan-proof/probe"
 """The callback that looks at the step."""
 FAR = 1000
 """The number of steps that may be repeated without `--from-scratch`."""
-VARIABLE = ("optimizer", "lr_scheduler", "loss", "stability", "activation_checkpoint", "compile", "debug")
-"""Sections whose values can be varied; of other sections, only the keys in `VARIABLE_KEYS`."""
-VARIABLE_KEYS = ("training.max_norm", "training.mixed_precision_param", "training.mixed_precision_reduce")
 STANDS_OUT = 2.0
 """A row stands out if its loss, or the norm of its gradient, is this many times the median of the step's
 rows."""
@@ -189,26 +186,6 @@ def load(
         )
     require_inputs(loaded, source.checkpoint, dry_run=False, say=say)
     return loaded
-
-
-def check_variation(overrides: Sequence[str]) -> None:
-    """Check that the settings to try keep the model and the rows.
-
-    Raises:
-        UsageError: with one of these settings, the model or the rows would be others.
-    """
-    for override in overrides:
-        key, sign, _ = override.partition("=")
-        section = key.split(".")[0]
-        if not sign:
-            raise UsageError(f"--with takes KEY=VALUE, not {override!r}", hint="--with optimizer.lr=1e-4")
-        if (section in VARIABLE or key in VARIABLE_KEYS) and key != "optimizer.type":
-            continue
-        raise UsageError(
-            f"--with {key}: a step can be tried with other settings of {', '.join(VARIABLE)}, and "
-            f"{', '.join(VARIABLE_KEYS)}",
-            hint="for anything else, resume a copy of the run: titan train COPY --resume --step N KEY=VALUE",
-        )
 
 
 def replay(

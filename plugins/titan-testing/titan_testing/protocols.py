@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from titancli import protocols
+from titancli.registry.component import component_info
 from titancli.registry.plugins import own_traceback
 
 OPTIONAL = {
@@ -19,6 +20,8 @@ OPTIONAL = {
     },
 }
 """Members of Protocols that a component may omit."""
+SCHEMES = {"fsspec": "file"}
+"""Schemes of stores that have other names."""
 BUILT = (
     "model",
     "tokenizer",
@@ -128,12 +131,16 @@ def _runtime(kind: str, config: Any, folder: Path, seq_len: int) -> dict[str, An
     if kind == "schedule":
         return {"steps": 1000}
     if kind == "store":
-        from titan_testing.behaviour.stores import url_of
-
         return {"url": url_of(config, folder)}
     if kind == "task":
         return {"seed": 0}
     return {"run_folder": folder, "is_main": True} if kind == "logger" else {}
+
+
+def url_of(config: Any, folder: Path) -> str:
+    """Return the URL of a folder in a store, by the store's name."""
+    name = component_info(config).name
+    return f"{SCHEMES.get(name, name)}://{folder}"
 
 
 def _methods(protocol: type | None) -> dict[str, Callable[..., Any]]:

@@ -89,7 +89,8 @@ def command(
     for paths that differ on this machine, such as dataset.paths. The exit code is 0 unless the steps diverge.
     """
     from titan_proof import Probe
-    from titan_proof.replay import check_variation, find_source, load, replay
+    from titan_proof.replay import find_source, load, replay
+    from titan_proof.variation import check_variation
 
     runs, overrides = split_overrides(arguments)
     if len(runs) != 1:

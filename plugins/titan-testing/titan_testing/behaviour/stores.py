@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from io import BytesIO
-from pathlib import Path
 from typing import Any
 
 from titan_testing.behaviour.subject import Check, Subject
-from titancli.registry.component import component_info
+from titan_testing.protocols import url_of
 
-SCHEMES = {"fsspec": "file"}
-"""Schemes of stores that have other names."""
 DATA = bytes(range(256)) * 16
 
 
@@ -50,12 +47,6 @@ def absent(subject: Subject) -> Iterator[str]:
             yield f"list of a folder that is not there returns {found!r}"
     with suppress(FileNotFoundError):
         store.delete(f"{key}/nothing/here")
-
-
-def url_of(config: Any, folder: Path) -> str:
-    """Return the URL of a folder in a store, by the store's name."""
-    name = component_info(config).name
-    return f"{SCHEMES.get(name, name)}://{folder}"
 
 
 def _place(subject: Subject) -> tuple[str, str]:
