@@ -107,6 +107,7 @@ def cut_checkpoint(here: Path) -> None:
 CHAT = (
     json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}) + "\n"
 )
+QUESTION = json.dumps({"messages": [{"role": "user", "content": "a"}]}) + "\n"
 BINARY = bytes(range(256)) * 99
 EMPTY = (2).to_bytes(8, "little") + b"{}"
 """A safetensors file without tensors."""
@@ -288,6 +289,11 @@ BROKEN: dict[str, tuple[Callable[[Path], object] | None, tuple[str, ...], str]] 
         written("a.jsonl", CHAT + '{"text": "a"}\n'),
         (dataset("chat", "./a.jsonl"),),
         "rows have different formats",
+    ),
+    "rows that are all bad": (
+        written("a.jsonl", 3 * '{"messages": "a"}\n' + 3 * QUESTION),
+        (dataset("chat", "./a.jsonl"),),
+        "has no rows to train on",
     ),
     "bundled data that is not there": (None, (dataset("chat", "titan:no"),), "titan has no bundled data"),
     "shards that are text": (

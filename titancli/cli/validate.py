@@ -18,7 +18,6 @@ from titancli.recipe.check import remarks
 from titancli.recipe.problems import problems_data
 from titancli.run.fit import import_components
 from titancli.run.inputs import missing_error, require_inputs
-from titancli.worker.remote import require_store
 
 Format = Literal["text", "json", "github"]
 
@@ -56,7 +55,9 @@ def command(
     for reference in recipes:
         try:
             loaded = load_recipe(reference, overrides, unset=unset)
-            if not recipe_only:
+            if not recipe_only and loaded.recipe.checkpoint.remote is not None:
+                from titancli.checkpoint.remote.transfer import require_store
+
                 require_store(loaded.recipe.checkpoint)
             if not recipe_only and (missing := require_inputs(loaded, dry_run=True)):
                 raise missing_error(missing, loaded.recipe)

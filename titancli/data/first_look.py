@@ -24,22 +24,20 @@ from titancli.data import (
     TextFiles,
     TokenShards,
 )
-from titancli.data.chat.row_formats import SAMPLED, Names, detected
+from titancli.data.chat.row_formats import SAMPLED, Names, detected, require_answer, talk_of
 from titancli.data.compressed import Damaged
 from titancli.data.files import TextFile, files_of, pieces, require_content
 from titancli.data.formats import format_of, kind_of_rows, refuse_rows
-from titancli.data.hf_datasets import local_extension
 from titancli.data.jsonl import BadRow, LineReader, parse
-from titancli.data.parquet import row_groups
 from titancli.data.row_files import row_files
-from titancli.data.shards import read_index
 from titancli.data.tokenizer_files import TEMPLATES
+from titancli.errors import EnvironmentProblem
 from titancli.files import read_json
 from titancli.recipe.find import url_of
 from titancli.registry.component import component_info
 
-LISTED, OPENED, SECONDS = 10_000, 64, 2.0
-"""Limits of a look at a dataset: files listed, files opened, and the time to open them."""
+LISTED, OPENED, SECONDS, READ = 10_000, 64, 2.0, 256
+"""Limits of a look at a dataset: files listed, files opened, the time to open them, and rows read."""
 WITHOUT_TEMPLATE = ("text", "prompt_completion")
 """Formats of rows that a tokenizer without a chat template can encode."""
 
@@ -106,6 +104,8 @@ def _kinds(files: Sequence[TextFile], *, skip_damaged: bool) -> dict[TextFile, s
 
 
 def _parquet(config: Parquet) -> None:
+    from titancli.data.parquet import row_groups  # what a look does not need costs it nothing
+
     files = files_of(config.paths, LISTED)
     _require_content("dataset parquet", files)
     for file in _first(files):
@@ -113,6 +113,8 @@ def _parquet(config: Parquet) -> None:
 
 
 def _shards(config: TokenShards) -> None:
+    from titancli.data.shards import read_index
+
     if config.format != "titan":
         files_of((path for path in config.paths if url_of(path) is None), LISTED)
         return
@@ -122,6 +124,8 @@ def _shards(config: TokenShards) -> None:
 
 
 def _hf(config: HFDataset) -> None:
+    from titancli.data.hf_datasets import local_extension
+
     if os.path.isabs(config.path):
         local_extension(config)
 
@@ -130,21 +134,38 @@ def _examples(config: RowsOfExamples, tokenizer: Any) -> None:
     files = row_files(config, LISTED)
     if files is None:
         return
-    _require_content(f"dataset {component_info(config).name} ({config.path})", files)
+    label = f"dataset {component_info(config).name} ({config.path})"
+    _require_content(label, files)
     kinds = _kinds(files, skip_damaged=config.skip_damaged)
     if not isinstance(config, Chat):
         return
+    plain = set(kinds.values()) == {"jsonl"}  # others are converted at the start
+    rows = list(_parsed(config, list(kinds))) if plain else []
     chosen: str | None = config.format
-    if chosen == "auto":  # other files than JSON Lines are converted at the start
-        plain = set(kinds.values()) == {"jsonl"}
-        chosen = detected(_parsed(config, list(kinds)), Names.of(config)) if plain else None
+    if chosen == "auto":
+        chosen = detected(rows[:SAMPLED], Names.of(config)) if plain else None
     if tokenizer is not None and chosen is not None and chosen not in WITHOUT_TEMPLATE:
         _require_template(tokenizer)
+    whole = plain and len(kinds) == len(files) and len(rows) < READ
+    if whole and chosen is not None and all(_is_bad(config, row, chosen) for _, row in rows):
+        raise EnvironmentProblem(f"{label} has no rows to train on", hint="check the rows that were skipped")
+
+
+def _is_bad(config: Chat, row: dict[str, Any] | BadRow, chosen: str) -> bool:
+    if isinstance(row, BadRow):
+        return True
+    try:
+        talk = talk_of(row, chosen, Names.of(config))
+        if config.train_on != "all":
+            require_answer(talk)
+    except BadRow:
+        return True
+    return False
 
 
 def _parsed(config: Chat, files: list[TextFile]) -> Iterator[tuple[str, dict[str, Any] | BadRow]]:
     reader = LineReader(files, shuffle=False, seed=0, max_bytes=config.max_bytes)
-    for file, row, _ in islice(reader.in_order(None), SAMPLED):
+    for file, row, _ in islice(reader.in_order(None), READ):
         found: dict[str, Any] | BadRow
         try:
             found = parse(row.data, config.max_bytes)

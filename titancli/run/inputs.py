@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from titancli.checkpoint import read_manifest
 from titancli.checkpoint.format.manifest import DamagedCheckpoint, Verify, faults, is_checkpoint, newest_good
 from titancli.checkpoint.hf.config_match import CONFIG
-from titancli.checkpoint.hf.stored_files import require_stored
 from titancli.checkpoint.start_from import start_from, still_needs_weights
 from titancli.data import HFTokenizer, PythonStdlib
 from titancli.data.hub import SCHEME, Hosted
@@ -106,6 +105,8 @@ def _require_whole(folder: Path, verify: Verify) -> None:
         EnvironmentProblem: one is missing or damaged.
     """
     if not is_checkpoint(folder):
+        from titancli.checkpoint.hf.stored_files import require_stored
+
         require_stored(folder)
     elif found := faults(folder, read_manifest(folder), verify="off" if verify == "off" else "size"):
         raise DamagedCheckpoint(folder, "; ".join(found))

@@ -12,9 +12,6 @@ from annotated_types import Ge, Gt, Le, Lt
 
 from titancli import Component, Slot, TitanError, component, hookimpl, section
 from titancli.layout.degrees import Mesh
-from titancli.loops import Pretrain
-from titancli.losses import CrossEntropy
-from titancli.recipe.schema import ActivationCheckpoint, Validation
 from titancli.registry.component import component_info
 from titancli.rl import Local
 
@@ -55,6 +52,10 @@ class Teacher:
         Raises:
             TitanError: `weights` describe no model.
         """
+        from titancli.loops import Pretrain  # whoever lists components needs none of these
+        from titancli.losses import CrossEntropy
+        from titancli.recipe.schema import ActivationCheckpoint, Validation
+
         return replace(
             student,
             model=self.config(),

@@ -18,7 +18,15 @@ from titancli.data import Chat
 from titancli.data.chat.prompt import has_chat_template, templated
 from titancli.data.chat.remarks import remark
 from titancli.data.chat.row_check import CUT
-from titancli.data.chat.row_formats import SAMPLED, Names, Talk, detected, talk_of, words
+from titancli.data.chat.row_formats import (
+    SAMPLED,
+    Names,
+    Talk,
+    detected,
+    require_answer,
+    talk_of,
+    words,
+)
 from titancli.data.chat.source import Rows, dataset_of, rows_of
 from titancli.data.chat.texts import Texts
 from titancli.data.fitting import Conversation, PackedRows
@@ -120,14 +128,7 @@ class ConversationReader:
             chat = self._tokenizer.chat
             ids = chat(talk.messages, **templated(chat, talk.options))
             return ids, [True] * len(ids)
-        speakers = [message["role"] for message in talk.messages]
-        if "assistant" not in speakers[talk.first :]:
-            raise BadRow("it has no assistant message")
-        if speakers[-1] != "assistant":
-            raise BadRow(
-                f"its last message is of {speakers[-1]!r}, with no answer to learn: remove the message, "
-                f'or train on all tokens (dataset.train_on = "all")'
-            )
+        require_answer(talk)
         return self._masked(talk)
 
 

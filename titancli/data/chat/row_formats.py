@@ -414,3 +414,21 @@ def talk_of(row: dict[str, Any], name: str, names: Names) -> Talk:
                 f"({', '.join(names.field(key) for key in one.needs)}): move it to a file of its own"
             )
     return weighed(one.read(row, names))
+
+
+def require_answer(talk: Talk) -> None:
+    """Refuse a conversation that does not end with an answer to train on.
+
+    Raises:
+        BadRow: no message is the assistant's, or the last one is not.
+    """
+    if talk.text is not None:
+        return
+    speakers = [message["role"] for message in talk.messages]
+    if "assistant" not in speakers[talk.first :]:
+        raise BadRow("it has no assistant message")
+    if speakers[-1] != "assistant":
+        raise BadRow(
+            f"its last message is of {speakers[-1]!r}, with no answer to learn: remove the message, "
+            f'or train on all tokens (dataset.train_on = "all")'
+        )
