@@ -95,7 +95,7 @@ def test_ctrl_c_at_any_moment(tmp_path: Path) -> None:
         # While Python ends it leaves the signal to the system; a shell shows 130 for this, too.
         assert process.returncode in (0, 130, -signal.SIGINT), f"{number / 10} s: {err}"
         heard += process.returncode != 0
-    assert heard >= 10  # the others had ended
+    assert heard >= 4  # on a fast machine the others have ended
 
 
 IN_ORDER = """
