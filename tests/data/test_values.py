@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from titancli.data.values import Limits, fault, harmless
+from titancli.data.values import Limits, fault, zero_invalid
 from titancli.errors import TitanError
 from titancli.protocols.batch import Batch, MissingTensor
 
@@ -26,7 +26,7 @@ def batch(**other: Any) -> Batch:
 
 def test_what_the_model_has_is_left_as_it_is() -> None:
     assert fault(batch(), LIMITS) is None
-    kept, wrong = harmless(batch(), LIMITS)
+    kept, wrong = zero_invalid(batch(), LIMITS)
     assert not wrong and all(torch.equal(kept[name], value) for name, value in batch().items())
 
 
@@ -49,7 +49,7 @@ def test_what_may_not_be_there_is_named_or_marked(name: str, row: list[int], wor
     assert found is not None and found.hint
     with pytest.raises(TitanError, match=words):
         raise TitanError(found.message)
-    made, mark = harmless(wrong, LIMITS)
+    made, mark = zero_invalid(wrong, LIMITS)
     assert mark and fault(Batch({k: v for k, v in made.items() if k != "document_ids"}), LIMITS) is None
 
 

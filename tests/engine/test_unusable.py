@@ -98,8 +98,8 @@ def test_a_load_that_fails_before_it_begins_changes_nothing(engine: Engine, tmp_
 
 def test_what_no_load_mends_needs_a_new_engine(engine: Engine, tmp_path: Path) -> None:
     engine.save(tmp_path / "step-0")
-    engine.spoil("rank 1 is gone", "nothing")
-    engine.spoil("and this is said after it")
+    engine.mark_unusable("rank 1 is gone", "nothing")
+    engine.mark_unusable("and this is said after it")
     with pytest.raises(TitanError, match="load: the engine is unusable: rank 1 is gone\nbuild a new engine"):
         engine.load(tmp_path / "step-0")
 

@@ -84,7 +84,7 @@ def ranks_of_one(monkeypatch):
 
 def test_it_goes_on_until_the_last_step():
     run = Run(steps=3, stop=Stop())
-    assert [run.goes_on(step) for step in (0, 2, 3)] == [True, True, False]
+    assert [run.should_continue(step) for step in (0, 2, 3)] == [True, True, False]
     assert run.why == "finished"
 
 
@@ -93,16 +93,16 @@ def test_it_goes_on_until_the_last_step():
 )
 def test_a_signal_ends_it(signal, why):
     run = Run(steps=3, stop=Stop(signal))
-    assert not run.goes_on(0)
+    assert not run.should_continue(0)
     assert (run.why, run.signal) == (why, signal)
 
 
 def test_the_end_of_the_data_gives_what_is_left_and_then_ends_it():
     run, data = Run(steps=9, stop=Stop()), Data([1, 2, 3])
-    assert run.take(data, 2) == [1, 2]
-    assert run.take(data, 2) == [3]
+    assert run.next_microbatches(data, 2) == [1, 2]
+    assert run.next_microbatches(data, 2) == [3]
     assert run.why == "finished"
-    assert run.take(data, 2) == []
+    assert run.next_microbatches(data, 2) == []
     assert run.why == "data_ended"
 
 
@@ -162,7 +162,7 @@ def test_a_save_that_fails_meanwhile_is_told_before_the_next_step_and_once(caplo
     disk.full = True
     run.save(engine, Data())
     assert "no room" not in caplog.text
-    assert run.goes_on(4) and run.goes_on(5)
+    assert run.should_continue(4) and run.should_continue(5)
     assert caplog.text.count("no room for step-4") == 1
 
 
@@ -173,7 +173,7 @@ def test_a_full_disk_ends_the_training_where_that_is_wanted(asynchronous):
     disk.full = True
     with pytest.raises(EnvironmentProblem, match="no room for step-4"):
         run.save(engine, Data())
-        run.goes_on(4)
+        run.should_continue(4)
 
 
 def test_what_is_saved_is_not_saved_again():
@@ -190,7 +190,7 @@ def of_unequal_length() -> str:
     with Library.of(Llama3(**TINY), mesh=Mesh(dp_shard=2)) as engine:
         run = Run(steps=9, stop=Stop())
         try:
-            while run.goes_on(engine.step) and (batches := run.take(data, 1)):
+            while run.should_continue(engine.step) and (batches := run.next_microbatches(data, 1)):
                 engine.forward_backward(batches)
                 engine.optim_step()
             run.finish(engine, data)

@@ -242,7 +242,7 @@ def test_it_is_evaluated_at_the_start_every_so_often_and_at_the_end(engine: Engi
     run = Run(steps=10, stop=SimpleNamespace(requested=None), validation=validation)  # type: ignore[arg-type]
     nowhere = SimpleNamespace(state={})
     for step in range(11):
-        assert run.goes_on(step) == (step < 10)
+        assert run.should_continue(step) == (step < 10)
         if step < 10:
             run.step_done(step + 1)
     engine.step = 10
@@ -275,9 +275,9 @@ def test_a_run_that_is_stopped_is_evaluated_if_there_is_time(
     validation, told = schedule(engine, data, freq=2)
     stop = SimpleNamespace(requested=None)
     run = Run(steps=10, stop=stop, validation=validation)  # type: ignore[arg-type]
-    assert run.goes_on(1)
+    assert run.should_continue(1)
     data.__class__ = type("Stopping", (Uneven,), {"__iter__": lambda self: stopping(self, stop)})
-    assert not run.goes_on(2) and run.why == "stopped"
+    assert not run.should_continue(2) and run.why == "stopped"
     assert steps_of(told) == [] and "the evaluation of step 2 was abandoned" in caplog.text
 
 

@@ -1,7 +1,7 @@
 """Valid ranges of the integers of a batch: ids that the model has, and positions that it was made for.
 
 On the CPU, values are checked and rejected with a message. A tensor on a GPU is not read, since that would
-wait for the device: invalid values are replaced by harmless ones, and the step's numbers become NaN.
+wait for the device: invalid values are replaced by zero_invalid ones, and the step's numbers become NaN.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def fault(batch: Batch, limits: Limits, who: str = "the batch contains") -> Faul
     return None
 
 
-def harmless(batch: Batch, limits: Limits) -> tuple[Batch, Tensor]:
+def zero_invalid(batch: Batch, limits: Limits) -> tuple[Batch, Tensor]:
     """Return the batch with 0 in place of every invalid value, and whether there was one.
 
     Nothing is read to the host: the flag is a bool tensor on the device.

@@ -25,7 +25,7 @@ from titancli.models.loss import OPTIONAL
 if TYPE_CHECKING:
     from titancli.checkpoint.format.manifest import Verify
     from titancli.engine.core import EngineCore
-    from titancli.engine.status import MendedBy
+    from titancli.engine.status import RecoverableBy
 
 logger = logging.getLogger(__name__)
 
@@ -63,10 +63,10 @@ def load(
     """Load a checkpoint; see `titancli.Engine.load`."""
     wanted = engine.optimizer is not None if optimizer is None else optimizer
     everything = wanted or engine.optimizer is None
-    mends: MendedBy | None = "load" if everything else "weights"
+    mends: RecoverableBy | None = "load" if everything else "weights"
     if exclude.patterns:
         mends = None if exclude.may_have_weights else "weights"
-    with engine.verb_lock.of("load"):
+    with engine.call_lock.of("load"):
         engine.ready("load" if everything else "load(optimizer=False)", mends)
         if wanted:
             engine._trained("load(optimizer=True)")
@@ -113,7 +113,9 @@ def _load_state(
     }
 
     def begin() -> None:
-        engine.spoil(f"loading {folder} failed after it had started", "load" if optimizer else "weights")
+        engine.mark_unusable(
+            f"loading {folder} failed after it had started", "load" if optimizer else "weights"
+        )
 
     optional = None if optimizer else OPTIONAL
     state = load_checkpoint(

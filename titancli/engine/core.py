@@ -30,11 +30,11 @@ from titancli.engine.runners import Runner
 from titancli.engine.sampling import not_training
 from titancli.engine.skip_step import Guard
 from titancli.engine.status import (
+    CallLock,
     EngineSettings,
-    MendedBy,
+    RecoverableBy,
     Status,
     Unusable,
-    VerbLock,
     Watched,
     refuse_modes,
 )
@@ -111,7 +111,7 @@ class EngineCore:
     """A checkpoint of adapters that must be loaded before any verb is called."""
     watched: Watched = field(init=False, repr=False)
     """The parameters at the time of building."""
-    verb_lock: VerbLock = field(default_factory=VerbLock, repr=False)
+    call_lock: CallLock = field(default_factory=CallLock, repr=False)
     """The verb that is running, if any."""
     pending: Step | None = field(default=None, repr=False)
     """The step whose gradients wait for `optim_step`."""
@@ -155,7 +155,7 @@ class EngineCore:
             tokens_seen=self.tokens_seen,
         )
 
-    def ready(self, verb: str, mends: MendedBy | None = None) -> None:
+    def ready(self, verb: str, mends: RecoverableBy | None = None) -> None:
         """Check that a verb can be called.
 
         Args:
@@ -167,10 +167,10 @@ class EngineCore:
         """
         self._usable(verb, mends)
         refuse_modes(verb, self.device)
-        self.verb_lock.require(verb)
+        self.call_lock.require(verb)
         self.watched.check(verb, self.parts, self.optimizer)
 
-    def _usable(self, verb: str, mends: MendedBy | None = None) -> None:
+    def _usable(self, verb: str, mends: RecoverableBy | None = None) -> None:
         if self.busy is not None:
             raise TitanError(f"{verb}: the engine {self.busy}")
         self.ranks.require(verb)
@@ -178,9 +178,9 @@ class EngineCore:
             raise self.unusable.error(verb)
 
     @contextmanager
-    def _verb(self, name: str, mends: MendedBy | None = None) -> Iterator[Call]:
+    def _verb(self, name: str, mends: RecoverableBy | None = None) -> Iterator[Call]:
         """Run a verb in the block: one at a time over all threads, and on every rank; see `ready`."""
-        with self.verb_lock.of(name):
+        with self.call_lock.of(name):
             self.ready(name, mends)
             yield self.call(name)
 
@@ -188,11 +188,11 @@ class EngineCore:
         """Begin a verb that every rank calls."""
         return Call(self.ranks, verb, self.number, self.mesh.degrees)
 
-    def spoil(self, why: str, mended_by: MendedBy = "load") -> None:
+    def mark_unusable(self, why: str, recoverable_by: RecoverableBy = "load") -> None:
         """Refuse later verbs after an error that cannot be undone. Of several reasons the most severe is
         kept, or the first of them."""
-        found = Unusable(why, mended_by)
-        if self.unusable is None or found.worse_than(self.unusable.mended_by):
+        found = Unusable(why, recoverable_by)
+        if self.unusable is None or found.worse_than(self.unusable.recoverable_by):
             self.unusable = found
             self.version += 1  # weights may have changed
 
@@ -318,5 +318,5 @@ class EngineCore:
                     forget_iteration(part)
                 if self.runner.exchanging:
                     why = f"{verb} raised an error while the ranks of its pipeline were exchanging tensors"
-                    self.spoil(why, "nothing")
+                    self.mark_unusable(why, "nothing")
             raise

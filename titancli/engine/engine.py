@@ -25,7 +25,7 @@ from titancli.engine.samples import How, are_samples, as_list, refuse_how
 from titancli.engine.sampling import refuse_layout, sampled, whole_model
 from titancli.engine.status import EngineSettings, Watched
 from titancli.engine.step import Hooks, Metrics
-from titancli.engine.sums import poisoned, quotient, summed
+from titancli.engine.sums import nan_if_invalid, quotient, summed
 from titancli.engine.training import accumulating, apply, refuse_another
 from titancli.engine.weights import NamedTensor, Target, push
 from titancli.errors import TitanError
@@ -243,7 +243,7 @@ class Engine(EngineCore):
                     numbers = {"loss": result.sum, "weight": result.weight, **result.metrics}
                     for name, value in numbers.items():
                         sums[name] = sums.get(name, 0.0) + value.float()
-                totals = summed(poisoned(call.in_order(sums), poison), self.mesh.dp_group)
+                totals = summed(nan_if_invalid(call.in_order(sums), poison), self.mesh.dp_group)
             weight = totals.pop("weight")
             averages = {name: quotient(value, weight) for name, value in totals.items()}
             return {**averages, "weight": weight}
@@ -405,7 +405,7 @@ class Engine(EngineCore):
             try:
                 reported = apply(self, call, optimizer, step)
             except BaseException:
-                self.spoil("optim_step raised an error after it had started")
+                self.mark_unusable("optim_step raised an error after it had started")
                 raise
             if self.guard is not None:
                 self.guard.check()

@@ -49,7 +49,7 @@ def weights(engine: EngineCore) -> Iterator[NamedTensor]:
     while True:
         if engine.busy is not None:
             raise TitanError(f"weights: the engine {engine.busy}")
-        if engine.version != version and engine.verb_lock.verb != "load_weights":  # it may read from here
+        if engine.version != version and engine.call_lock.verb != "load_weights":  # it may read from here
             raise TitanError(
                 f"weights: the weights have changed since the first was sent (version {version}, now "
                 f"{engine.version})",
@@ -81,7 +81,7 @@ def load_weights(engine: EngineCore, given: Iterable[NamedTensor] | None) -> Non
             shapes = {one.name: one.shape for one in known}
 
             def begin() -> None:
-                engine.spoil("load_weights failed after it had started", "weights")
+                engine.mark_unusable("load_weights failed after it had started", "weights")
 
             loader = WeightLoader(dict(engine.plain_parameters()), shapes, form, begin)
             take_weights(loader, given, engine.device)

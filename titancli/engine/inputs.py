@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from titancli.data.values import INTEGERS, Limits, fault, harmless, readable
+from titancli.data.values import INTEGERS, Limits, fault, readable, zero_invalid
 from titancli.errors import TitanError
 from titancli.models.loss import module_of
 from titancli.protocols import LossDefaults
@@ -106,7 +106,7 @@ def checked_batches(
             if (wrong := fault(batch, limits)) is not None:
                 raise TitanError(wrong.message, hint=wrong.hint)
         else:
-            batch, mark = harmless(batch.to(device), limits)
+            batch, mark = zero_invalid(batch.to(device), limits)
             marks.append(mark)
         found.append(with_padding(batch, part, counts))
     found = alike(found)

@@ -84,7 +84,7 @@ def take_state(engine: Engine, tensors: Mapping[str, Tensor], counters: Mapping[
                 )
         with call.shared(), torch.no_grad():
             before = engine.version
-            engine.spoil("to take over the state of another engine failed after it had started")
+            engine.mark_unusable("to take over the state of another engine failed after it had started")
             for name, tensor in mine.items():
                 tensor.copy_(tensors[name])
             found = counters_of({"engine": dict(counters)}, Path("the other engine"), engine.guard, NOTHING)

@@ -52,13 +52,13 @@ class EngineSettings:
 # --------------------------------------------------------------------------------------------------- unusable
 
 
-MendedBy = Literal["load", "weights", "nothing"]
+RecoverableBy = Literal["load", "weights", "nothing"]
 """The remedy for an unusable engine: a `load` of its complete state; new weights alone, from `load_weights`
 or a `load` without the optimizer's state; or only a new engine."""
 
-_SEVERITY: tuple[MendedBy, ...] = ("weights", "load", "nothing")
+_SEVERITY: tuple[RecoverableBy, ...] = ("weights", "load", "nothing")
 
-_HINTS: dict[MendedBy, str] = {
+_HINTS: dict[RecoverableBy, str] = {
     "load": "load a checkpoint into it (engine.load), or build a new engine",
     "weights": "load whole weights into it (engine.load or engine.load_weights), or build a new engine",
     "nothing": "build a new engine and load the last checkpoint",
@@ -71,18 +71,18 @@ class Unusable:
 
     why: str
     """The end of the message "the engine is unusable: "."""
-    mended_by: MendedBy = "load"
+    recoverable_by: RecoverableBy = "load"
 
     def error(self, verb: str) -> TitanError:
         """Return the error of calling a verb anyway."""
-        return TitanError(f"{verb}: the engine is unusable: {self.why}", hint=_HINTS[self.mended_by])
+        return TitanError(f"{verb}: the engine is unusable: {self.why}", hint=_HINTS[self.recoverable_by])
 
-    def mended_by_this(self, what: MendedBy | None) -> bool:
+    def mended_by_this(self, what: RecoverableBy | None) -> bool:
         """Return whether the state that a verb restores makes the engine usable."""
-        return what is not None and self.mended_by != "nothing" and not self.worse_than(what)
+        return what is not None and self.recoverable_by != "nothing" and not self.worse_than(what)
 
-    def worse_than(self, other: MendedBy) -> bool:
-        return _SEVERITY.index(self.mended_by) > _SEVERITY.index(other)
+    def worse_than(self, other: RecoverableBy) -> bool:
+        return _SEVERITY.index(self.recoverable_by) > _SEVERITY.index(other)
 
 
 # ----------------------------------------------------------------------------------------- one verb at a time
@@ -94,7 +94,7 @@ IN_HOOKS = frozenset(("forward", "evaluate"))
 """The verbs that hooks may call during another."""
 
 
-class VerbLock:
+class CallLock:
     """The running verb of an engine: one at a time over all threads.
 
     Without the lock two threads could both find no verb running, and step through the same shards.

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-def poisoned(sums: dict[str, Tensor], poison: Tensor | None) -> dict[str, Tensor]:
+def nan_if_invalid(sums: dict[str, Tensor], poison: Tensor | None) -> dict[str, Tensor]:
     """Return the numbers, NaN if their batches are invalid (`poison`, see `inputs.checked_batches`)."""
     return sums if poison is None else {name: value + poison for name, value in sums.items()}
 

@@ -14,7 +14,7 @@ from titancli.engine.grad_clip import norm_and_scale
 from titancli.engine.rng import Stream
 from titancli.engine.skip_step import step_with
 from titancli.engine.step import Backward, Metrics, Step
-from titancli.engine.sums import largest, poisoned, quotient, summed
+from titancli.engine.sums import largest, nan_if_invalid, quotient, summed
 from titancli.errors import TitanError
 from titancli.observe.phases import phase
 
@@ -76,12 +76,12 @@ def accumulating(
     with engine._aborted("forward_backward", forget=True), call.shared():
         replaced, added = {}, Pass()
         backward = _backward(engine, step, placed, loss, first, is_first=is_first)
-        with engine.hooks.around_backward(backward, engine.verb_lock.lent):
+        with engine.hooks.around_backward(backward, engine.call_lock.lent):
             if first is not None:
                 replaced = first(step)
             with step.stream.drawn():
                 yield added
-        sums = poisoned(call.in_order({**added.sums, **replaced}), poison)
+        sums = nan_if_invalid(call.in_order({**added.sums, **replaced}), poison)
         worst = largest(quotient(sums["loss"], sums["weight"]), engine.mesh.dp_group)
         totals = summed(sums, engine.mesh.dp_group)
         weight = totals.pop("weight")
@@ -102,16 +102,16 @@ def apply(engine: EngineCore, call: Call, optimizer: torch.optim.Optimizer, step
             step.norm, scale = norm_and_scale(parameters, step.weight, max_norm, stages)
         # If a callback raised on one rank alone, the others would wait in the last hook.
         together = call.agreed() if engine.hooks.wait_for_gradients else call.shared()
-        with together, engine.verb_lock.lent():
+        with together, engine.call_lock.lent():
             engine.hooks.gradients_ready(step)
-        with call.shared(), engine.verb_lock.lent():
+        with call.shared(), engine.call_lock.lent():
             engine.hooks.decide(step)
     with call.shared():
         with phase("optimizer"), step.stream.drawn():
             step_with(optimizer, scale, step.skipped)
             engine.step, engine.version = engine.step + 1, engine.version + 1
             engine.tokens_seen += step.tokens
-            with engine.verb_lock.lent():
+            with engine.call_lock.lent():
                 reported = engine.hooks.step_applied(step)
         engine._forget_gradients()
     return reported

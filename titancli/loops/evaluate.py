@@ -30,4 +30,4 @@ def evaluate(engine: Engine, run: Run, step: int) -> None:
     if "reference_row_logprobs" in engine.loss.needs:
         run.validation.prepare = Referenced(engine, run)
     if not run.validation.alone(step, run.asked_to_stop):
-        run.is_to_stop()
+        run.should_stop()

@@ -28,7 +28,7 @@ class RunHooks:
         """Add a hook, on every rank, before the first step."""
         self._hooks.append(fill_in(hook, RunHookDefaults))
 
-    def hear(self, moment: str) -> bool:
+    def has(self, moment: str) -> bool:
         """Return whether any hook has a method for a moment."""
         return any(hasattr(hook, moment) for hook in self._hooks)
 
@@ -45,9 +45,9 @@ class RunHooks:
             for hook in hooks:
                 getattr(hook, moment)(*given)
 
-    def asks(self) -> list[int]:
+    def poll(self) -> list[int]:
         """Return what each hook has the ranks agree on."""
-        return [hook.asks() for hook in self._hooks]
+        return [hook.poll() for hook in self._hooks]
 
     def before_step(self, step: int, agreed: Sequence[int]) -> None:
         """Let each hook know that a step begins, and what the ranks have agreed on."""

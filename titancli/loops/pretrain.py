@@ -32,8 +32,8 @@ def pretrain(
     Args:
         prepare: adds to the batches of a step what the loss reads beside the data. Collective.
     """
-    while run.goes_on(engine.step):
-        batches = run.take(data, engine.settings.accumulation)
+    while run.should_continue(engine.step):
+        batches = run.next_microbatches(data, engine.settings.accumulation)
         if not batches:
             break
         metrics = engine.forward_backward(batches if prepare is None else prepare(batches))

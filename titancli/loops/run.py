@@ -118,18 +118,18 @@ class Run:
     _agreed: Sequence[int] = field(default=(), repr=False)
     """The answers that the ranks agreed on, for each hook."""
 
-    def goes_on(self, step: int) -> bool:
+    def should_continue(self, step: int) -> bool:
         """Return whether there is another step to do. All ranks agree on a signal that any of them got. If
         there is another step, and `[validation]` is due, it is evaluated here first.
 
         Raises:
             EnvironmentProblem: a checkpoint could not be written, and the recipe wants that to end the run.
         """
-        if self.is_to_stop() or step >= self.steps:
+        if self.should_stop() or step >= self.steps:
             return False
         # An evaluation takes its time.
         evaluated = self.validation is not None and self.validation.between(step, self.asked_to_stop)
-        if evaluated and self.is_to_stop():
+        if evaluated and self.should_stop():
             return False
         self.hooks.before_step(step, self._agreed)
         return True
@@ -147,7 +147,7 @@ class Run:
         """Let the run have ended because of a signal."""
         self.signal, self.why = signal, "interrupted" if signal == "SIGINT" else "stopped"
 
-    def is_to_stop(self) -> bool:
+    def should_stop(self) -> bool:
         """Return whether a signal, or what went wrong, ends the run before the next step; `why` says which.
         Collective."""
         self.signal, failed, too_many, early = self._agree()
@@ -169,7 +169,7 @@ class Run:
         """End the run with the step that is done, if any rank wants it: the run saves, and has finished."""
         self._early = reason
 
-    def take(self, data: Source, count: int) -> list[Batch]:
+    def next_microbatches(self, data: Source, count: int) -> list[Batch]:
         """The micro-batches of one step; fewer, or none, at the end of the data. A dataset has as many on
         every rank: if not, the next verb, or `finish`, raises on all of them."""
         began = time.perf_counter()
@@ -196,7 +196,7 @@ class Run:
         """Save everything that a resume needs. A failing disk is reported, and ends the training or not.
 
         Raises:
-            EnvironmentProblem: as in `goes_on`.
+            EnvironmentProblem: as in `should_continue`.
         """
         self._settle()
         try:
@@ -358,11 +358,11 @@ class Run:
         requested = self.stop.requested
         failed = self.checkpoints is not None and self.checkpoints.failed
         too_many = self.guard is not None and self.guard.too_many()
-        self._agreed = asks = self.hooks.asks()
+        self._agreed = polled = self.hooks.poll()
         if dist.get_world_size() == 1:
             return requested, failed, too_many, self._early is not None
         number = _SIGNALS.index(requested) if requested in _SIGNALS else 0
-        numbers = torch.tensor([number, int(failed), int(too_many), int(self._early is not None), *asks])
+        numbers = torch.tensor([number, int(failed), int(too_many), int(self._early is not None), *polled])
         with phase("wait"):
             dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
         signal, *decided = numbers[:4].tolist()

@@ -72,7 +72,7 @@ class Profiler:
 
     # ------------------------------------------------------------------------------------- as a hook
 
-    def asks(self) -> int:
+    def poll(self) -> int:
         """Return the request to rank 0, for the ranks to agree on: a `Wish` as a number, 0 for none."""
         if self._requests is None or self._window is not None:
             return 0

@@ -85,7 +85,7 @@ class RunHook(Protocol):
 class RunHookDefaults:
     """An optional number that the ranks of a run agree on for a hook, before each step."""
 
-    def asks(self) -> int:
+    def poll(self) -> int:
         """Return a number of 0 or more, such as a request to this rank."""
         return 0
 

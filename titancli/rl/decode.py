@@ -85,7 +85,7 @@ def _run(
     vocab_size: int | None,
     log_probs: Sequence[list[float]] | None,
 ) -> None:
-    while decoding.goes_on:
+    while decoding.should_continue:
         logits, drawing = decoding.forward()
         uniform = torch.stack([row.uniforms[row.drawn] for row in drawing]).to(logits.device)
         chosen = choose(_finite(logits[:, :vocab_size]), params, uniform)
@@ -150,7 +150,7 @@ class _Decoding:
         self._running: list[_Running] = []
 
     @property
-    def goes_on(self) -> bool:
+    def should_continue(self) -> bool:
         """Return whether a row has not ended."""
         return bool(self._unread or self._read or self._running)
 

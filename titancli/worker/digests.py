@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def digested(opened: Opened) -> Iterator[None]:
+def with_digests(opened: Opened) -> Iterator[None]:
     """Write the digest of each step inside the block, if the recipe enables it."""
     if not (opened.recipe.debug.digests and opened.start.trains):
         yield

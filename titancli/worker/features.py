@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, ExitStack, closing, contextmanage
 from typing import TYPE_CHECKING
 
 from titancli.observe.profiler import Profiler
-from titancli.worker.digests import digested
+from titancli.worker.digests import with_digests
 from titancli.worker.saving import saved
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def fed(opened: Opened) -> Iterator[None]:
+def close_data(opened: Opened) -> Iterator[None]:
     """Close the data after the block."""
     if opened.data is None:
         yield
@@ -45,15 +45,15 @@ def profiled(opened: Opened) -> Iterator[None]:
 
 FEATURES: tuple[Callable[[Opened], AbstractContextManager[None]], ...] = (
     saved,
-    fed,
+    close_data,
     profiled,
-    digested,
+    with_digests,
 )
 """All features, the outermost first."""
 
 
 @contextmanager
-def taking_part(opened: Opened) -> Iterator[None]:
+def enter_features(opened: Opened) -> Iterator[None]:
     """Activate all features for the loop that is built and run inside the block."""
     with ExitStack() as stack:
         for feature in FEATURES:

@@ -257,7 +257,7 @@ class Rank:
         from titancli.worker.callbacks import open_run
         from titancli.worker.data import check_vocabulary, open_data, open_validation
         from titancli.worker.epochs import with_steps
-        from titancli.worker.features import garbage_between_steps, taking_part
+        from titancli.worker.features import enter_features, garbage_between_steps
         from titancli.worker.observing import observe
 
         start = with_steps(start, self.place)
@@ -280,7 +280,7 @@ class Rank:
         if start.checkpoint is not None and not copied:
             run.saved_step = engine.step
         run.validation = open_validation(recipe, tokenizer, engine, observers)
-        if run.validation is not None and run.hooks.hear("validated"):
+        if run.validation is not None and run.hooks.has("validated"):
             run.validation.on_metrics = partial(run.hooks.call, "validated")
         opened = Opened(
             start,
@@ -294,7 +294,7 @@ class Rank:
             observers,
             self._copies,
         )
-        with taking_part(opened):
+        with enter_features(opened):
             known = {"engine": engine, "data": data, "tokenizer": tokenizer}
             go = build(recipe.loop, **known, observers=observers, run=run)
             if recipe.checkpoint.create_seed_checkpoint and data is not None:

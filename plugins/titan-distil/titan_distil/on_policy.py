@@ -66,7 +66,7 @@ def on_policy(
 ) -> None:
     """Train until the last step or a signal; save on the way and at the end."""
     rows, seq_len = run.batch_shape
-    while run.goes_on(engine.step):
+    while run.should_continue(engine.step):
         with phase("sample"):
             written = completed(config, engine, data, generator, seq_len)
         batches = [teacher(batch) for batch in batch_of(written, seq_len).split(rows)]

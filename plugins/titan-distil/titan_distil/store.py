@@ -82,7 +82,7 @@ def store(config: DistilStore, engine: Engine, tokenizer: Any, run: Run) -> None
         with phase("teacher"):
             engine.evaluate(batch, loss)
         ranks.local("storing distributions", keep)
-        if run.is_to_stop():
+        if run.should_stop():
             raise TitanError(f"stopped by {run.signal} before all was stored", hint="start it again")
     files = ranks.each("storing distributions", close)
     index = {"version": VERSION, "k": config.k, "vocabulary": run.recipe.model.vocab_size, **identity}

@@ -302,7 +302,7 @@ class Exchange:
         self.count, self.step = 2, 7
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        answers: dict[str, Any] = {"forward_backward": {}, "failure": "gone", "is_to_stop": self.stop}
+        answers: dict[str, Any] = {"forward_backward": {}, "failure": "gone", "should_stop": self.stop}
         answers |= {"meet": self.newer}
 
         def call(*given: Any) -> Any:
@@ -328,7 +328,7 @@ def test_a_step_that_does_not_count_is_computed_again_or_left(
     monkeypatch.setattr(loop, "reduce_gradients", lambda engine, add: {"loss": 1.0})
     found = loop.step(exchange, exchange, [], exchange)  # type: ignore[arg-type]
     assert found == ({"loss": 1.0, "replicas": 2} if taken else None)
-    others = ("clear_gradients", "failure", "is_to_stop")
+    others = ("clear_gradients", "failure", "should_stop")
     assert [call for call in exchange.calls if call not in others] == ["forward_backward", "agree", *calls]
     # The gradients of a step that did not count are never left to the next.
     assert exchange.calls.count("clear_gradients") == exchange.calls.count("agree") - taken

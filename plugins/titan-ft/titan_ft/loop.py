@@ -45,12 +45,12 @@ def steps(
     config: FaultTolerant, engine: Engine, data: Loader, observers: Observers, run: Run, replicas: Replicas
 ) -> None:
     """Take one step after another. Raises the errors of `Replicas.meet`."""
-    while run.goes_on(engine.step):
+    while run.should_continue(engine.step):
         replicas.begin()
         if engine.step >= run.steps:  # the others are done, and this replica has their state
             break
         rows = engine.settings.accumulation
-        batches = run.take(data, rows * config.replicas)
+        batches = run.next_microbatches(data, rows * config.replicas)
         if len(batches) < rows * config.replicas:
             run.why = "data_ended"
             break
@@ -92,7 +92,7 @@ def step(engine: Engine, replicas: Replicas, own: list[Any], run: Run) -> dict[s
         if (why := replicas.failure()) != said:
             logger.warning("step %d is computed once more: %s", engine.step + 1, why)
             said = why
-        if run.is_to_stop():
+        if run.should_stop():
             replicas.abandon()
             return None
         if replicas.meet():

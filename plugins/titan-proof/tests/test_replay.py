@@ -466,8 +466,8 @@ def titan_components():
 
 def build(config, *, engine, data, tokenizer, observers, run):
     def go():
-        while run.goes_on(engine.step):
-            for batch in run.take(data, 2):
+        while run.should_continue(engine.step):
+            for batch in run.next_microbatches(data, 2):
                 metrics = engine.forward_backward([batch])
             observers.step_end(engine.step + 1, metrics | engine.optim_step())
             if run.checkpoint_due(engine.step):

@@ -70,7 +70,7 @@ def grpo(
     # A step without samples is skipped; the run ends with their reason before the guard ends it with its own.
     most_without = -(-engine.recipe.stability.max_skips // (config.updates * config.passes))
     failures = Failures(scorer, config.max_failed, engine, most_without=most_without)
-    while not failures.too_many and run.goes_on(engine.step):
+    while not failures.too_many and run.should_continue(engine.step):
         step = engine.step
         clock.start()
         rollouts = collect(config, engine, data, generator, scorer, run.batch_shape[1], clock)
