@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from titancli.data.chat.template import MARKERS, ChatRefused
+from titancli.data.chat_template import MARKERS, ChatRefused
 from titancli.data.hf_tokenizer import HFTokenizer
 
 FOLDER = Path(str(find_spec("trl").origin)).parent / "chat_templates"  # type: ignore[union-attr]

@@ -16,10 +16,10 @@ from tests.data.templates import SHAPES, TOOLS, Compared, says, user
 from titan_preference.pairs import PairReader
 from titan_preference.unpaired import of_answer
 from titancli.data import ByteTokenizer, Chat
-from titancli.data.chat.dataset import ConversationReader, Masked
-from titancli.data.chat.row_formats import Names, format_of_row, talk_of
-from titancli.data.chat.template import ChatRefused
+from titancli.data.chat import ConversationReader, Masked
+from titancli.data.chat_template import ChatRefused
 from titancli.data.jsonl import BadRow
+from titancli.data.row_formats import Names, format_of_row, talk_of
 from titancli.registry.component import build
 
 JUNK: list[Any] = [

@@ -12,7 +12,7 @@ import pytest
 
 from tests.data.helpers import global_rows, make, same
 from titancli.data import ByteTokenizer, Chat, HFTokenizer
-from titancli.data.chat.template import MARKERS, ChatRefused
+from titancli.data.chat_template import MARKERS, ChatRefused
 from titancli.data.fitting import best_fit
 from titancli.errors import EnvironmentProblem, RecipeError
 from titancli.observe.metrics import collector

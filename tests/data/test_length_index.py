@@ -19,9 +19,9 @@ from tests.data.helpers import global_rows, make, rows_of, same
 from tests.data.test_workers import loader
 from titan_preference import Preference
 from titancli.data import Chat, lengths
-from titancli.data.chat.dataset import ConversationReader
-from titancli.data.chat.row_check import FIRST
+from titancli.data.chat import ConversationReader
 from titancli.data.lengths import BAD, CHUNK, row_lengths
+from titancli.data.row_check import FIRST
 from titancli.errors import EnvironmentProblem
 from titancli.observe.metrics import collector
 

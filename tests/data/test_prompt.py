@@ -14,7 +14,7 @@ from tests.data.small_tokenizers import chatml
 from tests.generate.models import make_checkpoint
 from titancli.cli import main
 from titancli.data import ByteTokenizer, Chat, HFTokenizer, JsonLines
-from titancli.data.chat.prompt import answered, prompt_ids
+from titancli.data.prompt import answered, prompt_ids
 from titancli.errors import EnvironmentProblem, RecipeError, TitanError
 from titancli.generate.source import encode, encode_chat, find_source
 from titancli.protocols.samples import Prompt

@@ -133,5 +133,5 @@ def test_check_does_not_move_the_data(tmp_path: Path, tokenizer_with: Any) -> No
     state = data.state_dict()
     check = data.check()
     assert check.rows == 29 and not check.lines() and data.state_dict() == state
-    assert logging.getLogger("titancli.data.chat.source").handlers == []
+    assert logging.getLogger("titancli.data.chat_source").handlers == []
     assert collector.drain().get("bad_rows") is None

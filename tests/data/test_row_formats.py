@@ -16,10 +16,10 @@ from tokenizers import Tokenizer
 from tests.data.helpers import global_rows, make
 from titan_preference import Preference
 from titancli.data import Chat, HFTokenizer
-from titancli.data.chat.remarks import remarks
-from titancli.data.chat.row_formats import Names, talk_of
-from titancli.data.chat.template import ChatRefused
+from titancli.data.chat_template import ChatRefused
 from titancli.data.jsonl import BadRow
+from titancli.data.remarks import remarks
+from titancli.data.row_formats import Names, talk_of
 from titancli.errors import EnvironmentProblem
 from titancli.observe.metrics import collector
 from titancli.protocols.batch import IGNORE

@@ -21,9 +21,9 @@ from tests.data.templates import (
     tokenizer_of,
     user,
 )
-from titancli.data.chat.remarks import remarks
-from titancli.data.chat.template import ChatRefused
+from titancli.data.chat_template import ChatRefused
 from titancli.data.hf_tokenizer import HFTokenizer
+from titancli.data.remarks import remarks
 from titancli.errors import RecipeError
 
 CHATML = (

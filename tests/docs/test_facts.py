@@ -9,8 +9,7 @@ import textwrap
 import pytest
 
 from tests.docs.markdown import ROOT, blocks
-from titancli.data import fitting, rows
-from titancli.data.chat import row_check
+from titancli.data import fitting, row_check, rows
 from titancli.loops import pretrain
 from titancli.protocols import samples
 

@@ -151,7 +151,7 @@ def _text(data: str | None) -> dict[str, Any]:
 def _located(data: str | None) -> list[tuple[str, Any]]:
     """Return the first rows of local data with their locations, or why they are bad; none of the Hub's."""
     from titancli.data import Chat
-    from titancli.data.chat.source import rows_of
+    from titancli.data.chat_source import rows_of
 
     config: Any = Chat(path=str(data), shuffle=False, max_bytes=LONGEST)
     if not os.path.isabs(config.path):
@@ -164,7 +164,7 @@ def _rows(data: str | None) -> list[dict[str, Any]]:
 
 
 def _require_conversations(data: str | None) -> None:
-    from titancli.data.chat.row_formats import Names, detected
+    from titancli.data.row_formats import Names, detected
 
     detected(_located(data), Names())
 

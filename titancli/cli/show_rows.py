@@ -157,7 +157,7 @@ class Roles:
         Where a message is encoded differently when others follow, it has no boundary to the next: their
         tokens have the roles of both.
         """
-        from titancli.data.chat.template import ChatRefused
+        from titancli.data.chat_template import ChatRefused
 
         start = tuple(tokens)
         whole = next((ids for ids in self._encoded if ids[: len(start)] == start), None)
@@ -184,9 +184,9 @@ def _format(config: Any) -> str:
 
     if not isinstance(config, Chat):
         return ""
-    from titancli.data.chat.dataset import reader_of
-    from titancli.data.chat.row_formats import Names, words
-    from titancli.data.chat.source import rows_of
+    from titancli.data.chat import reader_of
+    from titancli.data.chat_source import rows_of
+    from titancli.data.row_formats import Names, words
 
     chosen, _ = reader_of(config, rows_of(config, "chat", seed=0, dp_rank=0), say=False)
     return f"; {words(chosen, Names.of(config))}"

@@ -410,7 +410,7 @@ class RowsOfExamples:
             yield "padding", 'the loss needs these rows one by one: use "longest"'
 
 
-@component("dataset", "chat", target="titancli.data.chat.dataset:build")
+@component("dataset", "chat", target="titancli.data.chat:build")
 class Chat(RowsOfExamples):
     """Conversations, with the tokenizer's chat template; bad rows are skipped and counted."""
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from titancli import data
-from titancli.data.chat.forms import text_of
-from titancli.data.chat.template import ChatRefused
+from titancli.data.chat_template import ChatRefused
+from titancli.data.forms import text_of
 from titancli.protocols import TokenizerDefaults
 
 

@@ -24,12 +24,12 @@ from titancli.data import (
     TextFiles,
     TokenShards,
 )
-from titancli.data.chat.row_formats import SAMPLED, Names, detected, require_answer, talk_of
 from titancli.data.compressed import Damaged
 from titancli.data.files import TextFile, files_of, pieces, require_content
 from titancli.data.formats import format_of, kind_of_rows, refuse_rows
 from titancli.data.jsonl import BadRow, LineReader, parse
 from titancli.data.row_files import row_files
+from titancli.data.row_formats import SAMPLED, Names, detected, require_answer, talk_of
 from titancli.data.tokenizer_files import TEMPLATES
 from titancli.errors import EnvironmentProblem
 from titancli.files import read_json

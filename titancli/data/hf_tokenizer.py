@@ -19,11 +19,11 @@ import numpy as np
 import xxhash
 
 from titancli.data import HFTokenizer as Config
-from titancli.data.chat.template import ChatTemplate
-from titancli.data.chat.turn_ends import TurnEnds, ends_of_turns
+from titancli.data.chat_template import ChatTemplate
 from titancli.data.hub import local_folder
 from titancli.data.tokenizer_files import tokenizer_files
 from titancli.data.tokenizer_trial import try_first
+from titancli.data.turn_ends import TurnEnds, ends_of_turns
 from titancli.errors import EnvironmentProblem, RecipeError
 from titancli.files import read_json
 

@@ -54,7 +54,7 @@ class Examples(Protocol):
 
 
 class Checked(Protocol):
-    """The result of a check, as `titancli.data.chat.row_check.RowCheck` is."""
+    """The result of a check, as `titancli.data.row_check.RowCheck` is."""
 
     rows: int
     """Number of rows that were checked."""

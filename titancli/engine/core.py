@@ -47,7 +47,7 @@ from titancli.parallel.wrapped import as_written
 from titancli.registry.component import build
 
 if TYPE_CHECKING:
-    from titancli.data.chat.turn_ends import Learned
+    from titancli.data.turn_ends import Learned
     from titancli.distributed.mesh import Mesh
     from titancli.parallel.pipeline import Placement
     from titancli.protocols import Converter, HFForm, Loss, Tokenizer

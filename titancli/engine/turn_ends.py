@@ -7,7 +7,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from titancli.checkpoint.hf.sidecar_files import end_ids, with_ends
-from titancli.data.chat.turn_ends import PROBE, Learned
+from titancli.data.turn_ends import PROBE, Learned
 from titancli.distributed.together import Ranks
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from titancli.checkpoint.hf.detect_model import (
 from titancli.checkpoint.hf.folder import read_hf
 from titancli.checkpoint.hf.lazy_tensor import put
 from titancli.checkpoint.hf.sidecar_files import end_ids, kept_of
-from titancli.data.chat.prompt import prompt_ids
+from titancli.data.prompt import prompt_ids
 from titancli.engine.first_weights import allocate
 from titancli.errors import EnvironmentProblem, PluginError, UsageError
 from titancli.models.blocks.state import named_state

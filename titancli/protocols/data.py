@@ -58,7 +58,7 @@ class Tokenizer(TokenizerDefaults, Protocol):
     """Converts text to ids and back.
 
     Optional members are in `TokenizerDefaults`. A conversation that a chat template rejects raises
-    `titancli.data.chat.template.ChatRefused`.
+    `titancli.data.chat_template.ChatRefused`.
     """
 
     vocab_size: int

@@ -6,10 +6,10 @@ import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from titancli.data.chat.prompt import prompt_ids
-from titancli.data.chat.template import ChatRefused
+from titancli.data.chat_template import ChatRefused
 from titancli.data.jsonl import BadRow
 from titancli.data.packing import STATE_VERSION, refuse_other_data, tokenizer_identity
+from titancli.data.prompt import prompt_ids
 from titancli.errors import TitanError
 from titancli.protocols import Task
 from titancli.protocols.samples import Prompt

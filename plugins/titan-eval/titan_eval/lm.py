@@ -15,9 +15,9 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from titancli.data.chat.prompt import begun
-from titancli.data.chat.template import ChatRefused
+from titancli.data.chat_template import ChatRefused
 from titancli.data.packing import tokenizer_identity
+from titancli.data.prompt import begun
 from titancli.distributed.together import Ranks
 from titancli.errors import TitanError
 from titancli.registry.component import build

@@ -14,12 +14,12 @@ import numpy as np
 
 from titan_preference.pairs import PairReader
 from titancli import report
-from titancli.data.chat.dataset import Masked
-from titancli.data.chat.prompt import begun, templated
-from titancli.data.chat.row_formats import Names, Talk, check_messages, format_of_row, talk_of
-from titancli.data.chat.source import dataset_of
+from titancli.data.chat import Masked
+from titancli.data.chat_source import dataset_of
 from titancli.data.fitting import Conversation, best_fit, row_of
 from titancli.data.jsonl import BadRow, check_characters, value_of
+from titancli.data.prompt import begun, templated
+from titancli.data.row_formats import Names, Talk, check_messages, format_of_row, talk_of
 from titancli.data.rows import Row
 from titancli.errors import RecipeError, TitanError
 

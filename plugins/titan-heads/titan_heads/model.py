@@ -16,7 +16,7 @@ from titan_heads.hf import SCORE
 from titan_heads.losses import Embedding, Scores
 from titancli import IGNORE, Batch, Engine, Sample, build
 from titancli.checkpoint import LOCK, newest_good, open_weights
-from titancli.data.chat.prompt import answered, prompt_ids
+from titancli.data.prompt import answered, prompt_ids
 from titancli.errors import RecipeError, TitanError
 from titancli.models.blocks.state import named_state
 from titancli.recipe import load_recipe

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from titan_preference import Preference
-from titancli.data.chat.dataset import Masked
-from titancli.data.chat.prompt import has_chat_template
-from titancli.data.chat.row_formats import Names, Talk, answered
-from titancli.data.chat.source import dataset_of
+from titancli.data.chat import Masked
+from titancli.data.chat_source import dataset_of
 from titancli.data.fitting import Conversation, row_of
 from titancli.data.jsonl import BadRow, value_of
+from titancli.data.prompt import has_chat_template
+from titancli.data.row_formats import Names, Talk, answered
 from titancli.data.rows import Row, RowDataset
 from titancli.errors import RecipeError
 from titancli.protocols import Tokenizer

@@ -79,7 +79,7 @@ def build_prompts(config: rl.Prompts, *, seed: int) -> FromRows:
     Raises:
         EnvironmentProblem: the data are empty or cannot be read, or with `strict` a row is not a prompt.
     """
-    from titancli.data.chat.source import rows_of
+    from titancli.data.chat_source import rows_of
     from titancli.data.jsonl import BadRow
 
     listed: Any = dataclasses.replace(config, shuffle=False)
@@ -118,8 +118,8 @@ def build_prompts(config: rl.Prompts, *, seed: int) -> FromRows:
 
 
 def _prompt(row: dict[str, Any], config: rl.Prompts) -> Prompt:
-    from titancli.data.chat.row_formats import Names, check_messages, options_of
     from titancli.data.jsonl import BadRow, check_characters, value_of
+    from titancli.data.row_formats import Names, check_messages, options_of
 
     found = value_of(row, config.prompt)
     answer = row.get(config.answer)

@@ -1,6 +1,6 @@
 """Conversations under a Hugging Face chat template: their ids, and which of them are the assistant's.
 
-A template may mark assistant turns with `{% generation %}`; otherwise `titancli.data.chat.turns` locates
+A template may mark assistant turns with `{% generation %}`; otherwise `titancli.data.turns` locates
 them. A turn that cannot be located, or a template that leaves out what a message says, makes a bad row;
 nothing is guessed.
 
@@ -16,10 +16,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from titancli.data.chat.forms import Forms, printed_by_python
-from titancli.data.chat.marks import ChatRefused, Leaf, Messages, Trace
-from titancli.data.chat.remarks import remark
-from titancli.data.chat.turns import Turns, common, spans_of_tokens
+from titancli.data.forms import Forms, printed_by_python
+from titancli.data.marks import ChatRefused, Leaf, Messages, Trace
+from titancli.data.remarks import remark
+from titancli.data.turns import Turns, common, spans_of_tokens
 from titancli.errors import EnvironmentProblem, RecipeError
 
 __all__ = ["MARKERS", "ChatRefused", "ChatTemplate"]

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from titancli.data.chat.prompt import begun
-from titancli.data.chat.remarks import remark
 from titancli.data.jsonl import BadRow
+from titancli.data.prompt import begun
+from titancli.data.remarks import remark
 from titancli.errors import RecipeError
 
 Markers = Literal["auto", "read", "turns", "plain"]

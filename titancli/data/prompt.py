@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from titancli.data.chat.forms import text_of
+from titancli.data.forms import text_of
 from titancli.data.jsonl import BadRow
 from titancli.errors import RecipeError
 

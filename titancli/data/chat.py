@@ -15,10 +15,13 @@ from typing import Any
 import numpy as np
 
 from titancli.data import Chat
-from titancli.data.chat.prompt import has_chat_template, templated
-from titancli.data.chat.remarks import remark
-from titancli.data.chat.row_check import CUT
-from titancli.data.chat.row_formats import (
+from titancli.data.chat_source import Rows, dataset_of, rows_of
+from titancli.data.fitting import Conversation, PackedRows
+from titancli.data.jsonl import BadRow
+from titancli.data.prompt import has_chat_template, templated
+from titancli.data.remarks import remark
+from titancli.data.row_check import CUT
+from titancli.data.row_formats import (
     SAMPLED,
     Names,
     Talk,
@@ -27,11 +30,8 @@ from titancli.data.chat.row_formats import (
     talk_of,
     words,
 )
-from titancli.data.chat.source import Rows, dataset_of, rows_of
-from titancli.data.chat.texts import Texts
-from titancli.data.fitting import Conversation, PackedRows
-from titancli.data.jsonl import BadRow
 from titancli.data.rows import RowDataset
+from titancli.data.texts import Texts
 from titancli.errors import RecipeError
 from titancli.observe.metrics import collector, report
 from titancli.protocols import Tokenizer

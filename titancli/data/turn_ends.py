@@ -12,8 +12,8 @@ import re
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from titancli.data.chat.marks import Messages
-from titancli.data.chat.template import ChatTemplate
+from titancli.data.chat_template import ChatTemplate
+from titancli.data.marks import Messages
 from titancli.errors import RecipeError
 
 ASKED, SAID, NEXT = "heron", "walnut", "pebble"

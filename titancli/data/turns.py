@@ -2,7 +2,7 @@
 
 A turn begins after the generation prompt, or where the rendering diverges from it (`<think>`), and ends with
 whatever the template puts after it. Both are found by rendering the messages before the turn, and those up to
-it, and comparing what follows their last mark (`titancli.data.chat.marks`) with the same place of the whole.
+it, and comparing what follows their last mark (`titancli.data.marks`) with the same place of the whole.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from titancli.data.chat.marks import ChatRefused, Mark, Render, Trace
+from titancli.data.marks import ChatRefused, Mark, Render, Trace
 
 
 class Turn(NamedTuple):

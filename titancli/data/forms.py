@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
-from titancli.data.chat.marks import ChatRefused, Messages, Trace, leaves_of
+from titancli.data.marks import ChatRefused, Messages, Trace, leaves_of
 
 
 class Form(NamedTuple):

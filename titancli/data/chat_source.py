@@ -13,9 +13,7 @@ from typing import Any, NoReturn, Protocol
 import numpy as np
 
 from titancli.data import HFDataset, RowsOfExamples
-from titancli.data.chat.remarks import remarks
-from titancli.data.chat.row_check import BAD, CUT, FIRST, RowCheck
-from titancli.data.chat.template import ChatRefused
+from titancli.data.chat_template import ChatRefused
 from titancli.data.files import TextFile, corpus_identity
 from titancli.data.fitting import Conversation
 from titancli.data.hf_datasets import (
@@ -27,6 +25,8 @@ from titancli.data.hf_datasets import (
     refuse_hub_keys,
 )
 from titancli.data.jsonl import BadRow, BadRows, LineReader, Row, parse
+from titancli.data.remarks import remarks
+from titancli.data.row_check import BAD, CUT, FIRST, RowCheck
 from titancli.data.row_files import row_files
 from titancli.data.rows import RowDataset, RowMaker
 from titancli.data.source import document_order

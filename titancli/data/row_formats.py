@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from titancli.data import RowsOfExamples
-from titancli.data.chat.marks import THOUGHTS
-from titancli.data.chat.remarks import remark
 from titancli.data.jsonl import BadRow, check_characters, value_of
+from titancli.data.marks import THOUGHTS
+from titancli.data.remarks import remark
 from titancli.errors import EnvironmentProblem
 
 SAMPLED = 16

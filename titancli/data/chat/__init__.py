@@ -1,1 +1,0 @@
-"""Conversations: rows, chat templates, the turns that are trained on, prompts."""
