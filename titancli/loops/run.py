@@ -107,7 +107,7 @@ class Run:
     """The way it ended: finished, stopped, interrupted, data_ended or skipped (too many steps in a row)."""
     signal: str | None = None
     data_wait: float = 0.0
-    """Seconds that the last `take` waited for data."""
+    """Seconds that the last `next_microbatches` waited for data."""
     saved_step: int | None = None
     """The step of the newest checkpoint."""
     steps_here: int = field(default=0, repr=False)
