@@ -17,7 +17,8 @@ import tomli
 import tomli_w
 import torch
 
-from tests.security.writers import COMMENTS, HOSTILE, OWN, UTF8, WRITERS, check_comments, check_rows
+from tests.security.test_doors import MODULES, ROOT
+from tests.security.writers import COMMENTS, HOSTILE, OWN, UTF8, WRITERS, check_comments, check_rows, writing
 from titancli.cli.new_file import next_step, write_new
 from titancli.data.tables import _line
 from titancli.errors import EnvironmentProblem, TitanError
@@ -270,3 +271,13 @@ def test_loggers_get_utf8() -> None:
     assert all(utf8(text) == text for text in UTF8)
     with pytest.raises(TitanError, match=r"dcff.*is not valid UTF-8"):
         report("a\udcff", 1.0)
+
+
+PLUGINS = sorted({name.partition(".")[0] for name in MODULES if name.startswith("titan_")})
+
+
+@pytest.mark.parametrize("package", PLUGINS)
+def test_a_plugin_that_writes_has_its_rows(package: str) -> None:
+    files = (ROOT / "plugins" / package.replace("_", "-") / "tests").glob("test_*_writers.py")
+    checked = any(f'check_rows("{package}"' in file.read_text(encoding="utf-8") for file in files)
+    assert checked or not writing(package), f"{writing(package)}: add a test with check_rows"

@@ -108,6 +108,11 @@ def _writes(tree: ast.Module) -> bool:
     return False
 
 
+def writing(package: str) -> list[str]:
+    """Return the modules of a plugin, or of the core ("") that write files, or the text of one."""
+    return sorted(name for name, tree in _of(package).items() if _writes(tree))
+
+
 def _of(package: str) -> dict[str, ast.Module]:
     """The modules of a plugin, or of the core, whose package is ""."""
     return {
@@ -127,12 +132,8 @@ def check_rows(package: str, rows: Iterable[Writer], own: Mapping[str, str] | No
         assert callable(getattr(importlib.import_module(module), name)), row.function
     for pattern in listed:
         assert any(fnmatchcase(name, pattern) for name in known), f"no module is {pattern}"
-    left = {
-        name
-        for name, tree in known.items()
-        if _writes(tree) and not any(fnmatchcase(name, pattern) for pattern in listed)
-    }
-    assert not left, f"these write, and have no row: {sorted(left)}"
+    left = [name for name in writing(package) if not any(fnmatchcase(name, one) for one in listed)]
+    assert not left, f"these write, and have no row: {left}"
 
 
 def check_comments(package: str, reasons: Mapping[str, str]) -> None:
