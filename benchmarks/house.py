@@ -2,7 +2,7 @@
 
 python benchmarks/house.py     a table; about half a minute of CPU. Counts do not depend on the machine.
 
-`circles` and `plugin_imports` are used by tests/test_architecture.py, too.
+tests/test_architecture.py uses `circles` and `plugin_circles`, too.
 """
 
 from __future__ import annotations

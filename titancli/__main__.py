@@ -1,4 +1,4 @@
-"""The script `titan`, and `python -m titancli`. A Ctrl-C while it starts ends it without a word."""
+"""The script `titan`, and `python -m titancli`. Ctrl-C during start-up exits silently."""
 
 import _signal  # `signal` imports enum first, while a Ctrl-C would print a traceback
 import _thread

@@ -95,3 +95,19 @@ def test_holes(tmp_path: Path) -> None:
     os.truncate(file, 1 << 40)
     with pytest.raises(EnvironmentProblem, match="are stored"):
         require_small(str(file))
+
+
+def test_files_are_left_unread_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After some time, as for a terabyte; what was read before is known."""
+    make(tmp_path / "d")
+    monkeypatch.setattr(hf_files, "PATIENCE", -1.0)
+    require_small(str(tmp_path / "d"))
+    assert "5 of its compressed files and tables were not read" in caplog.text
+    caplog.clear()
+    monkeypatch.setattr(hf_files, "PATIENCE", 60.0)
+    require_small(str(tmp_path / "d"))
+    monkeypatch.setattr(hf_files, "PATIENCE", -1.0)
+    require_small(str(tmp_path / "d"))
+    assert not caplog.text

@@ -36,7 +36,6 @@ def the_groups() -> None:
     assert dist.group.WORLD in before
     made = dist.new_group([0, 1])
     assert set(private.groups()) - before == {made}
-    dist.barrier()  # a rank that leaves now would close on one that still connects
 
 
 def a_timeout() -> None:

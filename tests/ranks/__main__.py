@@ -7,6 +7,7 @@ import gc
 import os
 import pickle
 import sys
+import time
 import traceback
 from multiprocessing.connection import Connection
 from typing import Any
@@ -17,6 +18,21 @@ import torch.distributed as dist
 from tests import choice
 from tests.ranks import GROUP_SECONDS, packed
 from titancli.distributed.private import forget_meshes
+
+DONE, LINGER = "done", 5.0
+"""Key of the number of ranks that are done, and the seconds that one waits for the others."""
+
+
+def leave_together(store: dist.Store, world: int) -> None:
+    """Wait until all ranks are done: one that closes its groups fails others that still connect to them.
+
+    The store counts, not a collective, which a case may have left behind. A case whose rank waits in vain for
+    one that has left is over after `LINGER` seconds, as it would be at once.
+    """
+    store.add(DONE, 1)
+    end = time.monotonic() + LINGER
+    while store.add(DONE, 0) < world and time.monotonic() < end:
+        time.sleep(0.002)
 
 
 def serve(connection: Connection[Any, Any], rank: int) -> None:
@@ -32,18 +48,21 @@ def serve(connection: Connection[Any, Any], rank: int) -> None:
             RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world)
         )
         gc.freeze()  # what is there by now is no garbage, and need not be looked through
+        met = dist.FileStore(store, world)
         try:
             dist.init_process_group(
                 "gloo",
-                store=dist.FileStore(store, world),
+                store=met,
                 rank=rank,
                 world_size=world,
                 timeout=datetime.timedelta(seconds=GROUP_SECONDS),
             )
             dist.barrier()  # or a rank that is done at once leaves others in the middle of connecting
             result = (True, function(*args))
+            leave_together(met, world)
         except BaseException:
             result = (False, traceback.format_exc())
+            met.add(DONE, 1)
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()

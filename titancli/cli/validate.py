@@ -55,10 +55,10 @@ def command(
     for reference in recipes:
         try:
             loaded = load_recipe(reference, overrides, unset=unset)
-            if not recipe_only and loaded.recipe.checkpoint.remote is not None:
+            if not recipe_only and (remote := loaded.recipe.checkpoint.remote) is not None:
                 from titancli.checkpoint.remote.transfer import require_store
 
-                require_store(loaded.recipe.checkpoint)
+                require_store(remote, loaded.recipe.checkpoint.store)
             if not recipe_only and (missing := require_inputs(loaded, dry_run=True)):
                 raise missing_error(missing, loaded.recipe)
             if strict:

@@ -21,15 +21,7 @@ from titancli.data.jsonl import BadRow
 from titancli.data.prompt import has_chat_template, templated
 from titancli.data.remarks import remark
 from titancli.data.row_check import CUT
-from titancli.data.row_formats import (
-    SAMPLED,
-    Names,
-    Talk,
-    detected,
-    require_answer,
-    talk_of,
-    words,
-)
+from titancli.data.row_formats import SAMPLED, Names, Talk, detected, require_answer, talk_of, words
 from titancli.data.rows import RowDataset
 from titancli.data.texts import Texts
 from titancli.errors import RecipeError

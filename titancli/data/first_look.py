@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 from titancli.data import (
@@ -37,7 +37,7 @@ from titancli.recipe.find import url_of
 from titancli.registry.component import component_info
 
 LISTED, OPENED, SECONDS, READ = 10_000, 64, 2.0, 256
-"""Limits of a look at a dataset: files listed, files opened, the time to open them, and rows read."""
+"""Limits of a look at a dataset: files listed, files opened, the time for that, and bad rows read."""
 WITHOUT_TEMPLATE = ("text", "prompt_completion")
 """Formats of rows that a tokenizer without a chat template can encode."""
 
@@ -140,15 +140,30 @@ def _examples(config: RowsOfExamples, tokenizer: Any) -> None:
     if not isinstance(config, Chat):
         return
     plain = set(kinds.values()) == {"jsonl"}  # others are converted at the start
-    rows = list(_parsed(config, list(kinds))) if plain else []
+    rows = _parsed(config, list(kinds)) if plain else iter(())
+    first = list(islice(rows, SAMPLED))
     chosen: str | None = config.format
     if chosen == "auto":
-        chosen = detected(rows[:SAMPLED], Names.of(config)) if plain else None
+        chosen = detected(first, Names.of(config)) if plain else None
     if tokenizer is not None and chosen is not None and chosen not in WITHOUT_TEMPLATE:
         _require_template(tokenizer)
-    whole = plain and len(kinds) == len(files) and len(rows) < READ
-    if whole and chosen is not None and all(_is_bad(config, row, chosen) for _, row in rows):
-        raise EnvironmentProblem(f"{label} has no rows to train on", hint="check the rows that were skipped")
+    if plain and chosen is not None and len(kinds) == len(files):
+        _require_good(label, config, chain(first, rows), chosen)
+
+
+def _require_good(
+    label: str, config: Chat, rows: Iterable[tuple[str, dict[str, Any] | BadRow]], chosen: str
+) -> None:
+    """Read rows up to the first good one.
+
+    Raises:
+        EnvironmentProblem: there are fewer than `READ`, and none is good.
+    """
+    end = time.monotonic() + SECONDS
+    for number, (_, row) in enumerate(rows):
+        if not _is_bad(config, row, chosen) or number == READ or time.monotonic() > end:
+            return
+    raise EnvironmentProblem(f"{label} has no rows to train on", hint="check the rows that were skipped")
 
 
 def _is_bad(config: Chat, row: dict[str, Any] | BadRow, chosen: str) -> bool:
@@ -165,7 +180,7 @@ def _is_bad(config: Chat, row: dict[str, Any] | BadRow, chosen: str) -> bool:
 
 def _parsed(config: Chat, files: list[TextFile]) -> Iterator[tuple[str, dict[str, Any] | BadRow]]:
     reader = LineReader(files, shuffle=False, seed=0, max_bytes=config.max_bytes)
-    for file, row, _ in islice(reader.in_order(None), READ):
+    for file, row, _ in reader.in_order(None):
         found: dict[str, Any] | BadRow
         try:
             found = parse(row.data, config.max_bytes)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import bz2
 import errno
+import logging
 import lzma
 import os
+import time
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -22,10 +24,14 @@ from titancli.errors import EnvironmentProblem
 from titancli.files import NotRegular, read_bytes, read_json, regular
 from titancli.fingerprint import cache_folder, cache_name
 
+logger = logging.getLogger(__name__)
+
 CARD = "README.md"
 SETTINGS = ("state.json", "dataset_info.json", "dataset_dict.json", "dataset_infos.json")
 SMALL = 1 << 24
 """Bytes of a card, and of a JSON file that describes a dataset."""
+PATIENCE = 60.0
+"""Seconds in which files are read to find out what they expand to; a terabyte would take hours."""
 LINE = 1 << 25
 """Bytes of a line in a compressed file."""
 DEEPEST, MOST = 100, 1_000_000
@@ -45,20 +51,29 @@ UNKNOWN = {b"\x04\x22\x4d\x18": "lz4", b"7z\xbc\xaf\x27\x1c": "7z", b"Rar!": "ra
 def require_small(path: str) -> None:
     """Check that reading a file, or the files of a folder, takes memory and disk by their sizes.
 
-    A file that was found to be good is not read again unless it changes.
+    A file that was found to be good is not read again unless it changes. After `PATIENCE` seconds, the others
+    are left unread, with a warning.
 
     Raises:
         EnvironmentProblem: a file is not regular, expands beyond bounds, or is nested too deeply.
     """
+    end, unread = time.monotonic() + PATIENCE, 0
     for file in _files(path):
         try:
-            _require_small(file)
+            unread += not _require_small(file, whole=time.monotonic() < end)
         except NotRegular as error:
             _refuse(file, "it is not a regular file", "remove it from the folder", error)
         except OSError as error:
             _refuse(file, error.strerror or str(error), "restore it, or remove it from the folder", error)
         except (ValueError, RecursionError) as error:
             _refuse(file, str(error), "download it again, or remove it from the folder", error)
+
+    if unread:
+        logger.warning(
+            "%s: in %.0f s, %d of its compressed files and tables were not read to find out what they expand "
+            "to; the library reads them as they are",
+            *(path, PATIENCE, unread),
+        )
 
 
 def _refuse(file: str, why: str, hint: str, error: Exception) -> None:
@@ -73,7 +88,8 @@ def _files(path: str) -> Iterator[str]:
         yield from (os.path.join(folder, name) for name in names if not name.startswith("."))
 
 
-def _require_small(path: str) -> None:
+def _require_small(path: str, *, whole: bool) -> bool:
+    """Check a file, and return whether that is done; without `whole` it is not if all must be read."""
     with open(path, "rb", opener=regular) as file:
         status = os.fstat(file.fileno())
         head = file.read(8)  # before the search for holes, which moves
@@ -87,15 +103,18 @@ def _require_small(path: str) -> None:
         read_json(Path(path), SMALL)
     look = next((look for magic, look in _LOOKS.items() if head.startswith(magic)), None)
     if look is None:
-        return
+        return True
     seen, now = cache_folder() / "bounded" / cache_name(path), f"{status.st_size} {status.st_mtime_ns}"
     with suppress(OSError):
         if read_bytes(seen, 1 << 10).decode(errors="replace") == now:
-            return
+            return True
+    if not whole:
+        return False
     look(path, limit)
     with suppress(OSError):  # a cache that cannot be written costs time only
         seen.parent.mkdir(parents=True, exist_ok=True)
         seen.write_text(now)
+    return True
 
 
 def _stored(descriptor: int, size: int) -> int:

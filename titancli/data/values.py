@@ -1,7 +1,7 @@
 """Valid ranges of the integers of a batch: ids that the model has, and positions that it was made for.
 
 On the CPU, values are checked and rejected with a message. A tensor on a GPU is not read, since that would
-wait for the device: invalid values are replaced by zero_invalid ones, and the step's numbers become NaN.
+wait for the device: invalid values are replaced by zeros, and the step's numbers become NaN.
 """
 
 from __future__ import annotations

@@ -32,9 +32,9 @@ from titancli.engine.optimizer_state import initialise_state
 from titancli.engine.pipelined import PipelinedModel
 from titancli.errors import TitanError, UsageError
 from titancli.models.blocks.moe import moe_layers
-from titancli.planning.error_source import blamed
 from titancli.planning.meter import Meter
 from titancli.planning.stand_in import on_a_cpu, rows_of
+from titancli.planning.step_errors import blamed
 from titancli.planning.traffic import Traffic
 from titancli.protocols.batch import Batch
 

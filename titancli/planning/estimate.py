@@ -9,11 +9,11 @@ from typing import Any
 from titancli.layout.degrees import Degrees
 from titancli.observe.peaks import Device
 from titancli.planning.blueprint import Blueprint
-from titancli.planning.error_source import blamed
 from titancli.planning.host import host
 from titancli.planning.memory import RankMemory, rank_memory
 from titancli.planning.pipeline import bubble
 from titancli.planning.speed import Flow, Speed, flows, speed
+from titancli.planning.step_errors import blamed
 from titancli.planning.workload import Workload, assumed, workload
 from titancli.recipe.schema import Recipe
 from titancli.registry.component import component_info

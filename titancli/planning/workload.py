@@ -17,9 +17,9 @@ from titancli.layout.stages import cut as cut_stages
 from titancli.layout.stages import stages_of
 from titancli.observe.peaks import Device
 from titancli.planning.blueprint import Blueprint, Cut, Parameter, cut
-from titancli.planning.error_source import blamed
 from titancli.planning.measure import Measured, Piece, measure
 from titancli.planning.stand_in import other_dispatcher
+from titancli.planning.step_errors import blamed
 from titancli.recipe.schema import Pipeline, Recipe, needs_dataset
 from titancli.registry.component import component_info
 

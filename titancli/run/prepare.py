@@ -131,7 +131,10 @@ def _complete(request: Request, where: Where, loaded: Loaded, before: Loaded | N
             f"cannot create the run folder {folder.path}: {refused[1].strerror} ({refused[0]})",
             hint="use another --run-dir, or set TITAN_RUNS to a writable folder",
         ) from refused[1]
-    remote.require_store(section)
+    if section.remote is not None:
+        from titancli.checkpoint.remote.transfer import require_store
+
+        require_store(section.remote, section.store)
     if not request.dry_run:
         remote.require_uploadable(folder, section, new=not request.resume)
     missing = require_inputs(loaded, choice.checkpoint, dry_run=request.dry_run, say=request.say)

@@ -142,18 +142,6 @@ def take_run(run_dir: Path, section: Checkpoint, *, rejected: Say, say: Say) -> 
     return True
 
 
-def require_store(section: Checkpoint) -> None:
-    """Check the store of a recipe as far as that needs no request, as `titan validate` and dry runs do.
-
-    Raises:
-        EnvironmentProblem: no store has the URL's scheme, its package is missing, or its disk refuses.
-    """
-    if section.remote is not None:
-        from titancli.checkpoint.remote import transfer
-
-        transfer.require_store(section)
-
-
 def require_uploadable(folder: RunFolder, section: Checkpoint, *, new: bool) -> None:
     """Check that this run's checkpoints can be uploaded, before anything takes time.
 

@@ -6,11 +6,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from trackio import sqlite_storage
 from trackio.sqlite_storage import SQLiteStorage
 
 from titan_testing import check_plugin, recipe, run_cli
@@ -19,16 +17,6 @@ from titan_trackio.logger import build
 from titancli import TitanError
 from titancli.errors import RecipeError
 from titancli.recipe import load_recipe
-
-
-@pytest.fixture(autouse=True)
-def database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Trackio's folder; it reads TRACKIO_DIR when it is imported."""
-    for name in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(sqlite_storage, "TRACKIO_DIR", tmp_path / "trackio")
-    yield tmp_path / "trackio"
-    sqlite_storage._close_all_persistent_connections()
 
 
 def rows(project: str, run: str) -> list[dict]:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
 import pytest
-from trackio import sqlite_storage
 from trackio.sqlite_storage import SQLiteStorage
 
 from tests.security.writers import UTF8, Writer, check_comments, check_rows
@@ -23,16 +21,6 @@ WRITERS = [Writer("Trackio", "titan_trackio.logger:TrackioLogger", "titan_tracki
 def test_what_writes_has_a_row() -> None:
     check_rows("titan_trackio", WRITERS)
     check_comments("titan_trackio", {})
-
-
-@pytest.fixture(autouse=True)
-def database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Trackio's folder; it reads TRACKIO_DIR when it is imported."""
-    for name in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(sqlite_storage, "TRACKIO_DIR", tmp_path / "trackio")
-    yield tmp_path / "trackio"
-    sqlite_storage._close_all_persistent_connections()
 
 
 @pytest.mark.parametrize("text", UTF8)

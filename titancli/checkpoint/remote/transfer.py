@@ -52,17 +52,15 @@ def run_place(section: Checkpoint, run_folder: Path, *, patience: float | None =
     return at(url, section.remote_timeout_seconds, patience, section.store)
 
 
-def require_store(section: Checkpoint) -> None:
+def require_store(remote: str, store: Any) -> None:
     """Check without a request that fsspec knows the store of `checkpoint.remote`, and that one on this
     machine's disk can be written. A plugin's store is left alone: its code is imported by a run only.
 
     Raises:
         EnvironmentProblem: it does not, or it cannot.
     """
-    if section.remote is None:
-        return
-    url = section.remote.rstrip("/")
-    kind = type(section.store) if section.store else current().find("store", store_type(url, current()))
+    url = remote.rstrip("/")
+    kind = type(store) if store else current().find("store", store_type(url, current()))
     if not issubclass(kind, Fsspec):
         return
     _, path = file_system(url)
