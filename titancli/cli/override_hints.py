@@ -24,7 +24,8 @@ COMMANDS = {
     "recipes": "titan recipe list",
     "convert": EXPORT,
     "quantize": "titan convert-checkpoint {} OUT --to gguf",
-    "preprocess": "titan data tokenize",
+    **dict.fromkeys(("preprocess", "tokenize"), "titan data tokenize"),
+    "config": "titan recipe show {}",
     "evaluate": "titan eval {}; tasks of lm-evaluation-harness: titan lm-eval {} --tasks TASK",
 }
 """Commands of other tools, and titan's; `{}` is the argument of the command."""
