@@ -116,7 +116,8 @@ class _Zstd(io.RawIOBase):
         self._library, self._path = zstandard, path
         self._file = open(path, "rb")  # noqa: SIM115 - closed by close
         self._frame: Any = None
-        self._input = self._output = b""
+        self._input = b""
+        self._output = memoryview(b"")  # without copies: 2 KiB may stand for 64 MiB, which is read in blocks
         self._at = 0
         self._largest = largest(os.fstat(self._file.fileno()).st_size)
 
@@ -141,7 +142,7 @@ class _Zstd(io.RawIOBase):
             self._input = self._input or data
             self._frame = self._frame or self._library.ZstdDecompressor().decompressobj()
             try:
-                self._output = self._frame.decompress(self._input)
+                self._output = memoryview(self._frame.decompress(self._input))
             except self._library.ZstdError as error:
                 raise OSError(errno.EIO, str(error), self._path) from error
             ended = self._frame.eof
