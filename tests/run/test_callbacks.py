@@ -14,6 +14,7 @@ import torch
 
 from tests.run.conftest import Finished
 from titancli.checkpoint import CheckpointReader
+from titancli.loops.hooks import RunHooks
 from titancli.observe.events import read_events
 from titancli.recipe import load_recipe
 from titancli.runs import RunFolder
@@ -76,6 +77,9 @@ class Watching:
 
     def run_end(self, why):
         self.at("run_end", why)
+
+    def close(self, error):
+        self.at("close", error)
 
     def state(self):
         return {"seen": self.seen}
@@ -218,7 +222,7 @@ def test_a_callback_is_told_of_a_run_and_of_how_it_goes_on(train: Train, here: P
     assert train("tiny.toml", "--run-dir", "r", *watch(), "training.steps=2").code == 0
     seen = (here / "r/seen-True.txt").read_text().splitlines()
     step = ["around_backward", "gradients_ready", "step_applied"]
-    saved = ["checkpoint_saved step-2", "run_end finished"]
+    saved = ["checkpoint_saved step-2", "run_end finished", "close None"]
     assert seen == ["run_start 0", *step, "step_done 1", *step, "step_done 2", *saved]
     assert train("r", "--resume", *watch()[:2], "training.steps=3").code == 0
     seen = (here / "r/seen-True.txt").read_text().splitlines()[len(seen) :]
@@ -227,7 +231,7 @@ def test_a_callback_is_told_of_a_run_and_of_how_it_goes_on(train: Train, here: P
     assert metrics[0]["seen"] == 4 and metrics[0]["nothing"] not in (0, 1)  # NaN, or what stands for it
 
 
-@pytest.mark.parametrize("moment", ["gradients_ready", "step_done"])
+@pytest.mark.parametrize("moment", ["gradients_ready", "step_done", "close"])
 def test_what_a_callback_raises_on_one_rank_ends_the_run(
     train: Train, here: Path, watch: Any, moment: str
 ) -> None:
@@ -235,6 +239,28 @@ def test_what_a_callback_raises_on_one_rank_ends_the_run(
     done = train("tiny.toml", "--run-dir", "r", *watch(fields), "--nproc", "2")
     assert done.code == 1 and f"no {moment}" in done.out + done.err
     assert RunFolder(here / "r").record()["attempts"][-1]["outcome"]["why"] == "failed"
+    *_, last = (here / "r/seen-True.txt").read_text().splitlines()
+    assert last == ("close None" if moment == "close" else f"close no {moment}")
+
+
+def test_each_hook_is_closed_whatever_another_raises() -> None:
+    closed: list[str] = []
+
+    class Hook:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def close(self, error: BaseException | None) -> None:
+            closed.append(f"{self.name}: {error}")
+            if self.name == "second":
+                raise OSError("the disk is full")
+
+    hooks = RunHooks()
+    with pytest.raises(OSError, match="full"), hooks:
+        for name in ("first", "second", "third"):
+            hooks.add(Hook(name))
+        raise ValueError("a step")
+    assert closed == ["third: a step", "second: a step", "first: a step"]
 
 
 def test_a_veto_or_an_early_end_of_one_rank_is_that_of_all(train_on: Any, here: Path, watch: Any) -> None:

@@ -319,9 +319,9 @@ def test_ranks_that_count_different_rows_are_told_so(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(epochs, "Ranks", Others)
     recipe = load_recipe("llama3_debug", ["training.epochs=2"]).recipe
-    start = SimpleNamespace(recipe=recipe, record={"attempts": [{}]}, checkpoint=None)
+    context = SimpleNamespace(recipe=recipe, attempt={}, checkpoint=None, place=Place(0, 4))
     with pytest.raises(EnvironmentProblem, match="rank 0: 8, rank 2: 9"):
-        epochs.with_steps(start, Place(0, 4))  # type: ignore[arg-type]
+        epochs.with_steps(context)  # type: ignore[arg-type]
 
 
 def test_a_script_is_told_that_an_engine_does_not_know_the_length() -> None:

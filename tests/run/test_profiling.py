@@ -17,6 +17,7 @@ import torch
 from tests.run.conftest import Finished
 from titancli.cli import main
 from titancli.errors import EnvironmentProblem
+from titancli.loops.hooks import RunHooks
 from titancli.observe import profiler as module
 from titancli.observe.profile_request import Requests, Wish, answer_to, ask, withdraw
 from titancli.observe.profiler import Profiler
@@ -257,7 +258,10 @@ def test_memory_that_runs_out_leaves_a_snapshot(tmp_path: Path, monkeypatch: pyt
     section = Profiling(enable_memory_snapshot=True, profile_freq=2)
     cuda = torch.device("cuda")
     profiler = Profiler(section, tmp_path, rank=0, world=1, device=cuda, total_steps=9)
-    with pytest.raises(RuntimeError), profiler:
+    hooks = RunHooks()
+    hooks.add(profiler)
+    with pytest.raises(RuntimeError), hooks:
+        hooks.call("run_start", 0)
         for step in range(3):
             profiler.before_step(step, 0)
             if step == 2:

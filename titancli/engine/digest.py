@@ -37,8 +37,8 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Digests:
-    """A hook (`titancli.engine.step`) that computes the digests of an engine's steps and passes them to a
-    writer, in order, without waiting."""
+    """A callback (`titancli.protocols.Callback`) that computes the digests of an engine's steps and passes
+    them to a writer, in order, without waiting."""
 
     def __init__(
         self, writer: DigestWriter, named: Iterable[tuple[str, Tensor]], converters: Sequence[Converter] = ()
@@ -53,7 +53,7 @@ class Digests:
         """Sums of the hashes of this rank's rows and of its gradients, in the current step."""
 
     @torch.no_grad()
-    def begin(self, step: int) -> None:
+    def run_start(self, step: int) -> None:
         """Hash the initial weights of training, after `step` steps."""
         most = _most(len(self._named))
         sampled = any(_local(parameter).numel() > most for _, parameter in self._named)
@@ -79,6 +79,12 @@ class Digests:
         record = torch.cat((numbers, torch.stack((whether, self._rows)), *hashes))
         self._pending.append((step.number, Copy(record)))
         self.write()
+
+    def run_end(self, why: str) -> None:
+        self.write(wait=True)
+
+    def close(self, error: BaseException | None) -> None:
+        self._writer.close()
 
     def write(self, *, wait: bool = False) -> None:
         """Write the digests that have reached the host, or with `wait` all of them."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from titancli.protocols import RunHookDefaults
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class RunHooks:
-    """The hooks that take part in a run."""
+    """The hooks that take part in a run. Leaving the block of `with` closes them."""
 
     def __init__(self, engine: Engine | None = None) -> None:
         """
@@ -44,6 +44,16 @@ class RunHooks:
         with nullcontext() if self._engine is None else self._engine.call(moment).shared():
             for hook in hooks:
                 getattr(hook, moment)(*given)
+
+    def __enter__(self) -> RunHooks:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        """Close the hooks, all of them even if one raises."""
+        with ExitStack() as stack:
+            for hook in self._hooks:
+                if hasattr(hook, "close"):
+                    stack.callback(hook.close, error)
 
     def poll(self) -> list[int]:
         """Return what each hook has the ranks agree on."""

@@ -7,6 +7,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -369,6 +370,27 @@ class Run:
         self._agreed = numbers[4:].tolist()
         failed, too_many, early = map(bool, decided)
         return _SIGNALS[signal], failed, too_many, early
+
+
+@contextmanager
+def garbage_between_steps() -> Iterator[None]:
+    """Freeze existing objects, and disable automatic collection: `Run` collects garbage at the same steps on
+    all ranks.
+
+    If the caller has already frozen objects, they stay frozen, since the others cannot be unfrozen
+    separately.
+    """
+    ours = gc.get_freeze_count() == 0
+    gc.collect()
+    if ours:
+        gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        if ours:
+            gc.unfreeze()
 
 
 # The order is the precedence when ranks got different ones.

@@ -48,7 +48,7 @@ class Window:
 
 
 class Profiler:
-    """One rank's. A hook of the run (`titancli.protocols.RunHook`), entered around the loop."""
+    """One rank's. A hook of the run (`titancli.protocols.RunHook`)."""
 
     def __init__(
         self,
@@ -99,16 +99,17 @@ class Profiler:
         if self._snapshots and self._mine and done % self._section.profile_freq == 0:
             self._snapshot(f"step-{done}")
 
-    def __enter__(self) -> Profiler:
+    def run_start(self, done: int) -> None:
+        """The loop is about to begin."""
         if self._snapshots and self._device.type != "cuda":
             self._snapshots = False
             if self._rank == 0:
                 logger.warning("profiling.enable_memory_snapshot: %s", NO_SNAPSHOTS)
         if self._snapshots and self._mine:
             _record_memory(True)
-        return self
 
-    def __exit__(self, error_type: Any, error: Any, trace: Any) -> None:
+    def close(self, error: BaseException | None) -> None:
+        """The loop has ended, or an error has ended it."""
         if self._window is not None:  # an incomplete one
             self._window.last = self._step
             self._close(self._window)

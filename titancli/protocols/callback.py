@@ -81,6 +81,10 @@ class RunHook(Protocol):
         """The loop has ended without an error, and its last checkpoint is complete: `finished`, `stopped`,
         `interrupted` or `data_ended`."""
 
+    def close(self, error: BaseException | None) -> None:
+        """The run is over on this rank, after `run_end` or because of an error; those added last are called
+        first. Other ranks may be gone: no collectives."""
+
 
 class RunHookDefaults:
     """An optional number that the ranks of a run agree on for a hook, before each step."""

@@ -14,30 +14,29 @@ from titancli.distributed.together import Ranks
 from titancli.errors import EnvironmentProblem, RecipeError, TitanError
 from titancli.observe.metrics import collector
 from titancli.registry.component import build, component_info
-from titancli.worker.opened import Start
 
 if TYPE_CHECKING:
-    from titancli.process import Place
     from titancli.protocols import Dataset
     from titancli.recipe.schema import Recipe
+    from titancli.worker.run_context import RunContext
 
 
-def with_steps(start: Start, place: Place) -> Start:
-    """Return the start with `training.steps` set to the steps that `training.epochs` takes, if the recipe has
-    that. One rank of each machine counts. Collective.
+def with_steps(context: RunContext) -> RunContext:
+    """Return the context with `training.steps` set to what `training.epochs` takes, if the recipe has that.
+    One rank of each machine counts. Collective.
 
     Raises:
         TitanError: the rows cannot be counted, or ranks count different ones.
     """
-    recipe = start.recipe
+    recipe, place = context.recipe, context.place
     if recipe.training.epochs is None or recipe.dataset is None:
-        return start
-    drift = start.record["attempts"][-1].get("allow_drift", False)
+        return context
+    drift = context.attempt.get("allow_drift", False)
 
     def count() -> int | None:
         if place.rank and place.local_rank:
             return None
-        return steps_of(recipe, place.world, start.checkpoint, allow_drift=drift)
+        return steps_of(recipe, place.world, context.checkpoint, allow_drift=drift)
 
     found = Ranks(patient_group()).each("counting the rows of an epoch", count)
     counted = {rank: steps for rank, steps in enumerate(found) if steps is not None}
@@ -48,7 +47,7 @@ def with_steps(start: Start, place: Place) -> Start:
             hint="give every machine the same data and tokenizer",
         )
     training = replace(recipe.training, steps=counted[0])
-    return replace(start, loaded=replace(start.loaded, recipe=replace(recipe, training=training)))
+    return replace(context, loaded=replace(context.loaded, recipe=replace(recipe, training=training)))
 
 
 def steps_of(recipe: Recipe, world: int, checkpoint: Path | None = None, *, allow_drift: bool = False) -> int:

@@ -14,13 +14,13 @@ from titancli.planning import out_of_memory
 
 if TYPE_CHECKING:
     from titancli.engine import Engine
-    from titancli.worker.opened import Start
+    from titancli.worker.run_context import RunContext
 
 logger = logging.getLogger(__name__)
 
 
 def advised(
-    error: Exception, start: Start, world: int, engine: Engine | None, step: int | None
+    error: Exception, context: RunContext, engine: Engine | None, step: int | None
 ) -> TitanError | None:
     """Return an error that says what was in memory and what would make it fit; None if memory has not run
     out, or nothing is known.
@@ -31,23 +31,21 @@ def advised(
     if not is_out_of_memory(error):
         return None
     try:
-        return _advise(error, start, world, engine, step)
+        return _advise(error, context, engine, step)
     except Exception:  # advice must not hide the error itself
         logger.debug("no advice on memory", exc_info=True)
         return None
 
 
-def _advise(
-    error: Exception, start: Start, world: int, engine: Engine | None, step: int | None
-) -> TitanError:
+def _advise(error: Exception, context: RunContext, engine: Engine | None, step: int | None) -> TitanError:
     phase = getattr(error, RAISED_IN, None)
     where = f"in step {step}" if step else "before the first step"
     cause = str(error).partition(" GPU ")[0].partition("\n")[0]
     message = f"out of memory {where}{f' ({phase})' if phase else ''}: {cause}"
-    recipe, degrees = start.recipe, start.recipe.degrees(world)
+    recipe, degrees = context.recipe, context.recipe.degrees(context.place.world)
     parameters = [] if engine is None else [tensor for _, tensor in engine.named_parameters()]
-    live = live_bytes(parameters, None if engine is None else engine.optimizer, start.device)
-    device = device_name(start.device)
+    live = live_bytes(parameters, None if engine is None else engine.optimizer, context.device)
+    device = device_name(context.device)
     more = out_of_memory.memory_report(recipe, degrees, device, live)
     change = out_of_memory.advice(recipe, degrees, device)
     hint = "make training.local_batch_size or seq_len smaller" if change is None else f"add {change}"

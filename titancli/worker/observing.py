@@ -23,7 +23,7 @@ from titancli.worker.data import digest_of, epochs, identity_of
 if TYPE_CHECKING:
     from titancli.engine import Engine
     from titancli.recipe.schema import Recipe
-    from titancli.worker.opened import Start
+    from titancli.worker.run_context import RunContext
 
 logger = logging.getLogger(__name__)
 
@@ -57,45 +57,37 @@ def open_loggers(
     return own + [build(config, run_folder=folder.path, is_main=place.rank == 0) for config in recipe.loggers]
 
 
-def observe(
-    start: Start,
-    folder: RunFolder,
-    place: Place,
-    engine: Engine,
-    loggers: Sequence[Any],
-    data: Any,
-    *,
-    restart: int,
-) -> Observers:
+def observe(context: RunContext, engine: Engine, loggers: Sequence[Any], data: Any) -> Observers:
     """Make the observers that pass metrics to loggers, and record the layout of the run. Collective.
 
     Raises:
         TitanError: the ranks have different data.
     """
-    recipe, attempts = start.recipe, start.record["attempts"]
-    checkpoint = str(start.checkpoint) if start.checkpoint else None
+    recipe, place, device = context.recipe, context.place, context.device
+    checkpoint = str(context.checkpoint) if context.checkpoint else None
     found = {
         "world": place.world,
         "mesh": asdict(engine.mesh.degrees),
-        "device": device_name(start.device),
-        "restarts": restart,
+        "device": device_name(device),
+        "restarts": context.restart,
     }
     identity = None if data is None else identity_of(data.state)
     require_same("data", json.dumps(identity, sort_keys=True), socket.gethostname())
     if place.rank == 0:
         here = {"machine": machine(), "data": identity, "data_digest": digest_of(identity)}
-        folder.update_attempt(**found, checkpoint=checkpoint, **here)
+        context.folder.update_attempt(**found, checkpoint=checkpoint, **here)
         found["epochs"] = epochs(recipe, data, engine)
-    known = {"attempt": len(attempts), "checkpoint": checkpoint, "steps": recipe.training.steps}
+    steps = recipe.training.steps
+    known = {"attempt": len(context.record["attempts"]), "checkpoint": checkpoint, "steps": steps}
     # Peaks are those of bf16, so a run that computes in fp32 has no utilization.
-    peak = device_peak(start.device) if recipe.training.mixed_precision_param == "bfloat16" else None
+    peak = device_peak(device) if recipe.training.mixed_precision_param == "bfloat16" else None
     return Observers(
         loggers,
-        device=start.device,
+        device=device,
         log_freq=recipe.metrics.log_freq,
-        total_steps=recipe.training.steps,
+        total_steps=steps,
         epochs=recipe.training.epochs,
-        info={**start.record, "recipe": start.loaded.data, **known, **found},
+        info={**context.record, "recipe": context.loaded.data, **known, **found},
         world=place.world,
         flops_per_token=engine.flops_per_token,
         peak_flops=peak,

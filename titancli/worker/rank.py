@@ -15,7 +15,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -44,7 +44,7 @@ from titancli.runs import Claim, RunFolder, timestamp
 from titancli.signals import ASKED_TO_STOP, EXIT_NODES_JOIN, NODES_JOIN, Stop, leave
 from titancli.worker.attempt import take_part
 from titancli.worker.continuing import Continuing
-from titancli.worker.opened import Opened, Start
+from titancli.worker.run_context import RunContext
 
 if TYPE_CHECKING:
     import torch
@@ -162,16 +162,26 @@ class Rank:
         self._copies = saving.open_copies(recipe, self.folder, record, self._stack)
         newest = record["attempts"][-1].get("step") is None
         copy = self._copies.newest(wanted=newest) if self._copies else None
-        start = Start(loaded, lock_text, record, continuing.not_lost(copy or checkpoint, section), device)
+        context = RunContext(
+            loaded,
+            lock_text,
+            record,
+            continuing.not_lost(copy or checkpoint, section),
+            device,
+            self.folder,
+            self.place,
+            continuing.restart,
+            self._copies,
+        )
         damaged: dict[Path, str] = {}
         try:
-            while (outcome := self._train_unless_damaged(start, loggers, stop, damaged)) is None:
+            while (outcome := self._train_unless_damaged(context, loggers, stop, damaged)) is None:
                 other = patient.one(choosing, lambda: continuing.checkpoint(checkpoint, section, damaged))
                 if other is not None:
                     logger.warning("the run continues from %s", other.name)
-                start = replace(start, checkpoint=continuing.not_lost(other, section))
+                context = replace(context, checkpoint=continuing.not_lost(other, section))
         except Exception as error:
-            explained = advised(error, start, self.place.world, self._engine, self.current_step)
+            explained = advised(error, context, self._engine, self.current_step)
             if explained is None:
                 raise
             raise explained from error
@@ -221,20 +231,20 @@ class Rank:
         return device
 
     def _train_unless_damaged(
-        self, start: Start, loggers: list[Any], stop: Stop, damaged: dict[Path, str]
+        self, context: RunContext, loggers: list[Any], stop: Stop, damaged: dict[Path, str]
     ) -> dict[str, Any] | None:
         """Call `train`; return None if the run's own checkpoint is damaged, after adding it to `damaged`.
         All ranks find the same, and everything that was built is released with the error."""
         try:
-            return self.train(start, loggers, stop)
+            return self.train(context, loggers, stop)
         except DamagedCheckpoint as error:
-            chosen = start.record["attempts"][-1].get("step")
+            chosen = context.attempt.get("step")
             stays = f"step-{chosen}" == error.folder.name
-            final = start.recipe.checkpoint.remote is None or error.folder in damaged
+            final = context.recipe.checkpoint.remote is None or error.folder in damaged
             if self._copies is not None and error.folder == self._copies.folder:
                 logger.warning("the copy in memory cannot be used: %s", error.why)
                 self._copies.discard()
-            elif error.folder != start.checkpoint or (stays and final):
+            elif error.folder != context.checkpoint or (stays and final):
                 raise
             else:
                 damaged[error.folder] = error.why
@@ -243,7 +253,7 @@ class Rank:
         gc.collect()  # a device does not hold two engines
         return None
 
-    def train(self, start: Start, loggers: list[Any], stop: Stop) -> dict[str, Any]:
+    def train(self, context: RunContext, loggers: list[Any], stop: Stop) -> dict[str, Any]:
         """Build the recipe's components, in the initialized process group, and run its loop.
 
         Returns:
@@ -254,47 +264,35 @@ class Rank:
         """
         from titancli.distributed.together import Ranks
         from titancli.engine import Engine
-        from titancli.worker.callbacks import open_run
+        from titancli.loops.run import garbage_between_steps
         from titancli.worker.data import check_vocabulary, open_data, open_validation
         from titancli.worker.epochs import with_steps
-        from titancli.worker.features import enter_features, garbage_between_steps
+        from titancli.worker.hooks import open_run
         from titancli.worker.observing import observe
+        from titancli.worker.saving import saved
 
-        start = with_steps(start, self.place)
-        recipe = start.recipe
+        context = with_steps(context)
+        recipe = context.recipe
         tokenizer = None if recipe.tokenizer is None else build(recipe.tokenizer)
         check_vocabulary(recipe, tokenizer)
-        if (first := start_from(recipe, start.checkpoint)).kind == "weights" and first.source is not None:
+        if (first := start_from(recipe, context.checkpoint)).kind == "weights" and first.source is not None:
             logger.info("loading weights from %s", url_of(first.source) or first.source)
         loop = recipe.loop
-        checkpoint = start.checkpoint or loop.checkpoint
-        engine = Engine.build(recipe, device=start.device, checkpoint=checkpoint, frozen=not loop.trains)
+        checkpoint = context.checkpoint or loop.checkpoint
+        engine = Engine.build(recipe, device=context.device, checkpoint=checkpoint, frozen=not loop.trains)
         self._engine = engine
-        run = open_run(start, engine, tokenizer, stop, self.folder)
-        allow_drift = start.record["attempts"][-1].get("allow_drift", False)
-        data = open_data(recipe, tokenizer, engine, start.checkpoint, allow_drift=allow_drift)
-        run.data = data
+        run = open_run(context, engine, tokenizer, stop)
+        allow_drift = context.attempt.get("allow_drift", False)
+        data = run.data = open_data(recipe, tokenizer, engine, context.checkpoint, allow_drift=allow_drift)
         copied = self._copies is not None and self._copies.loaded()
-        built = (start, self.folder, self.place, engine, loggers, data)
-        observers = self._observers = observe(*built, restart=self._continuing.restart)
-        if start.checkpoint is not None and not copied:
+        observers = self._observers = observe(context, engine, loggers, data)
+        if context.checkpoint is not None and not copied:
             run.saved_step = engine.step
         run.validation = open_validation(recipe, tokenizer, engine, observers)
         if run.validation is not None and run.hooks.has("validated"):
             run.validation.on_metrics = partial(run.hooks.call, "validated")
-        opened = Opened(
-            start,
-            self.folder,
-            self.place,
-            self._continuing.restart,
-            engine,
-            run,
-            tokenizer,
-            data,
-            observers,
-            self._copies,
-        )
-        with enter_features(opened):
+        data_closed = nullcontext() if data is None else closing(data)
+        with saved(context, engine, run, observers), data_closed, run.hooks:
             known = {"engine": engine, "data": data, "tokenizer": tokenizer}
             go = build(recipe.loop, **known, observers=observers, run=run)
             if recipe.checkpoint.create_seed_checkpoint and data is not None:
@@ -302,7 +300,7 @@ class Rank:
             with garbage_between_steps():
                 ranks = Ranks()
                 ranks.local("beginning the run", lambda: run.hooks.call("run_start", engine.step))
-                ranks.one("replacing the recipe of the run", lambda: self._adopt(start.lock_text, run))
+                ranks.one("replacing the recipe of the run", lambda: self._adopt(context.lock_text, run))
                 observers.run_start({"step": engine.step})
                 go()
                 run.end()

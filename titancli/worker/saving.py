@@ -31,19 +31,20 @@ if TYPE_CHECKING:
     from titancli.checkpoint.remote.uploads import Uploads
     from titancli.engine import Engine
     from titancli.loops.run import Run
+    from titancli.observe.observers import Observers
     from titancli.protocols import Copies
     from titancli.recipe.schema import Checkpoint, Recipe
-    from titancli.worker.opened import Opened, Start
+    from titancli.worker.run_context import RunContext
 
 EXPORTS = "exports/"
 
 logger = logging.getLogger(__name__)
 
 
-def open_uploads(recipe: Recipe, folder: RunFolder, run_id: str, run: Run) -> Uploads | None:
+def open_uploads(context: RunContext, run: Run) -> Uploads | None:
     """Start the uploads of checkpoints to the recipe's object store, with those that earlier attempts have
     left here; None without a store, and on ranks other than 0."""
-    section = recipe.checkpoint
+    section = context.recipe.checkpoint
     if section.remote is None or dist.get_rank() != 0:
         return None
     from titancli.worker.remote import uploads_of
@@ -51,7 +52,7 @@ def open_uploads(recipe: Recipe, folder: RunFolder, run_id: str, run: Run) -> Up
     def leaving() -> bool:
         return run.signal is not None or run.stop.requested not in (None, NODES_JOIN.name)
 
-    uploads = uploads_of(folder, section, run_id, leaving)
+    uploads = uploads_of(context.folder, section, context.run_id, leaving)
     uploads.wake()
     return uploads
 
@@ -72,46 +73,47 @@ def open_copies(recipe: Recipe, folder: RunFolder, record: dict[str, Any], stack
 
 
 @contextmanager
-def saved(opened: Opened) -> Iterator[None]:
+def saved(context: RunContext, engine: Engine, run: Run, observers: Observers) -> Iterator[None]:
     """Save checkpoints inside the block, and the exports of the run after it."""
-    if not opened.start.trains:
+    if not context.trains:
         yield
         return
-    recipe, run, engine = opened.recipe, opened.run, opened.engine
-    run.closing = open_closing(opened.start, engine, run, opened.folder)
-    uploads = open_uploads(recipe, opened.folder, opened.start.run_id, run)
-    if recipe.checkpoint.enable:
-        run.checkpoints = open_checkpoints(opened, uploads)
-        if opened.copies is not None or recipe.checkpoint.async_mode == "async_with_pinned_mem":
+    section = context.recipe.checkpoint
+    run.closing = open_closing(context, engine, run)
+    uploads = open_uploads(context, run)
+    if section.enable:
+        run.checkpoints = open_checkpoints(context, engine, run, observers, uploads)
+        if context.copies is not None or section.async_mode == "async_with_pinned_mem":
             run.checkpoints.reserve(engine.live_state()[0])
     with settled(uploads):
         yield
-        leave_behind(recipe, engine, run, opened.folder)
-    if opened.copies is not None:
-        opened.copies.end()
+        leave_behind(context, engine, run)
+    if context.copies is not None:
+        context.copies.end()
 
 
-def open_checkpoints(opened: Opened, uploads: Uploads | None) -> Checkpointer:
+def open_checkpoints(
+    context: RunContext, engine: Engine, run: Run, observers: Observers, uploads: Uploads | None
+) -> Checkpointer:
     """Make the checkpointer of the run."""
-    start, run = opened.start, opened.run
 
     def announce(step: int, path: Path) -> None:
         run.saved(step, path)
-        opened.observers.checkpoint_saved(step, path)
+        observers.checkpoint_saved(step, path)
 
     return Checkpointer(
-        opened.folder.checkpoints,
-        opened.recipe.checkpoint,
-        lock_text=start.lock_text,
-        run_id=start.run_id,
-        mesh=asdict(opened.engine.mesh.degrees),
-        kept=opened.engine.kept,
+        context.folder.checkpoints,
+        context.recipe.checkpoint,
+        lock_text=context.lock_text,
+        run_id=context.run_id,
+        mesh=asdict(engine.mesh.degrees),
+        kept=engine.kept,
         on_saved=announce,
         uploads=uploads,
-        from_zero=start.checkpoint is None,
-        claim=Claim.of(opened.folder, start.record),
-        spared=perhaps_at_work(start.record),
-        copies=opened.copies,
+        from_zero=context.checkpoint is None,
+        claim=Claim.of(context.folder, context.record),
+        spared=perhaps_at_work(context.record),
+        copies=context.copies,
     )
 
 
@@ -139,13 +141,14 @@ def settled(uploads: Uploads | None) -> Iterator[None]:
         raise
 
 
-def leave_behind(recipe: Recipe, engine: Engine, run: Run, folder: RunFolder) -> None:
+def leave_behind(context: RunContext, engine: Engine, run: Run) -> None:
     """Write the exports of a finished run, and finish its uploads."""
     if run.checkpoints is None:
         return
     for name in run.closing.left if run.closing is not None and run.has_ended else ():
         if name.startswith(EXPORTS):
-            run.close(name, partial(_export, recipe.checkpoint, engine, run.checkpoints, folder.path / name))
+            target = context.folder.path / name
+            run.close(name, partial(_export, context.recipe.checkpoint, engine, run.checkpoints, target))
     in_store = all(Ranks().gather(run.checkpoints.finish_uploads()))
     if run.has_ended and not in_store:
         run.stopped_by(run.stop.requested)  # so that the exit code tells the caller to resume
@@ -153,18 +156,18 @@ def leave_behind(recipe: Recipe, engine: Engine, run: Run, folder: RunFolder) ->
         run.closing.done(UPLOADS)
 
 
-def open_closing(start: Start, engine: Engine, run: Run, folder: RunFolder) -> Closing:
+def open_closing(context: RunContext, engine: Engine, run: Run) -> Closing:
     """Return what the run has left after its last step; if that is done already, the loop does no other."""
-    known = closing_before(start.record["attempts"], engine.step) if engine.step else None
-    claim = Claim.of(folder, start.record)
+    known = closing_before(context.record["attempts"], engine.step) if engine.step else None
+    claim = Claim.of(context.folder, context.record)
 
     def record(closing: dict[str, Any]) -> None:
         claim.check()
-        folder.update_attempt(closing=closing)
+        context.folder.update_attempt(closing=closing)
 
     if known is not None and known["left"] and known.get("why") == "finished" and engine.step < run.steps:
         run.end_early(f"step {engine.step} was its last one")  # as a callback had decided
-    return Closing(known, partial(wanted_at_end, start.recipe, folder.path), record)
+    return Closing(known, partial(wanted_at_end, context.recipe, context.folder.path), record)
 
 
 def wanted_at_end(recipe: Recipe, run_folder: Path, step: int, chosen: Sequence[str]) -> list[str]:

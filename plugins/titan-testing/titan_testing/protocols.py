@@ -16,7 +16,7 @@ OPTIONAL = {
     "logger": {"run_start", "step_end", "validated", "checkpoint_saved", "run_end"},
     "callback": {
         *("around_backward", "gradients_ready", "step_applied"),
-        *("run_start", "step_done", "validated", "checkpoint_saved", "stop_requested", "run_end"),
+        *("run_start", "step_done", "validated", "checkpoint_saved", "stop_requested", "run_end", "close"),
     },
 }
 """Members of Protocols that a component may omit."""

@@ -1,4 +1,4 @@
-"""The state of a run that the ranks have agreed on, and the objects that were opened for it. Torch-free."""
+"""What the ranks of a run have agreed on before anything is built. Torch-free."""
 
 from __future__ import annotations
 
@@ -12,17 +12,14 @@ from titancli.runs import RunFolder
 if TYPE_CHECKING:
     import torch
 
-    from titancli.engine import Engine
-    from titancli.loops.run import Run
-    from titancli.observe.observers import Observers
     from titancli.protocols import Copies
     from titancli.recipe import Loaded
     from titancli.recipe.schema import Recipe
 
 
 @dataclass(frozen=True)
-class Start:
-    """The facts that the ranks have agreed on before anything is built."""
+class RunContext:
+    """A run on one rank: what everything that is built for it is given."""
 
     loaded: Loaded
     lock_text: str
@@ -31,10 +28,22 @@ class Start:
     checkpoint: Path | None
     """The checkpoint to continue from; None starts at step 0."""
     device: torch.device
+    folder: RunFolder
+    place: Place
+    restart: int = 0
+    """How often the ranks of this attempt have been restarted."""
+    copies: Copies | None = None
+    """The copies of the state between checkpoints."""
 
     @property
     def recipe(self) -> Recipe:
         return self.loaded.recipe
+
+    @property
+    def attempt(self) -> dict[str, Any]:
+        """This attempt, as `run.json` has it."""
+        attempt: dict[str, Any] = self.record["attempts"][-1]
+        return attempt
 
     @property
     def run_id(self) -> str:
@@ -44,26 +53,3 @@ class Start:
     @property
     def trains(self) -> bool:
         return self.recipe.loop.trains
-
-
-@dataclass(frozen=True)
-class Opened:
-    """A run on one rank, before its loop begins."""
-
-    start: Start
-    folder: RunFolder
-    place: Place
-    restart: int
-    """How often the ranks of this attempt have been restarted."""
-    engine: Engine
-    run: Run
-    tokenizer: Any
-    data: Any
-    """None for a loop that does not train."""
-    observers: Observers
-    copies: Copies | None
-    """The copies of the state between checkpoints."""
-
-    @property
-    def recipe(self) -> Recipe:
-        return self.start.recipe
