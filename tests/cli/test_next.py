@@ -18,7 +18,7 @@ from titancli.cli import group
 from titancli.cli.train import EXTENDS, _say_next
 from titancli.recipe import load_recipe
 from titancli.registry import first_party
-from titancli.run.request import Ranks
+from titancli.run.request import Request
 from titancli.terminal import COMMANDS, GROUPS, own_command, pasteable
 
 EXPORT = "export:    titan convert-checkpoint r/checkpoints/step-5 OUT"
@@ -27,9 +27,11 @@ EXPORT = "export:    titan convert-checkpoint r/checkpoints/step-5 OUT"
 def said(capsys: pytest.CaptureFixture[str], recipe: Any, *plugin_files: str, **other: Any) -> list[str]:
     outcome = {"why": "finished", "step": 5, "checkpoint": "checkpoints/step-5", **other}
     folder: Any = SimpleNamespace(path=Path.cwd() / "r", outcome=lambda: outcome)
-    request: Any = SimpleNamespace(plugin_files=[Path(file) for file in plugin_files], nnodes=1, rdzv=None)
-    ranks = Ranks(plugin_files=request.plugin_files, nproc=None, env={"CXX": "g++ -O1"})
-    _say_next(folder, recipe, request, ranks)
+    files = [Path(file) for file in plugin_files]
+    asked = Request("r", plugin_files=files, env={"CXX": "g++ -O1"})
+    plan: Any = SimpleNamespace(loaded=SimpleNamespace(recipe=recipe), request=asked)
+    request: Any = SimpleNamespace(folder=folder, plugin_files=files, nnodes=1, rdzv=None)
+    _say_next(plan, request)
     return capsys.readouterr().err.splitlines()
 
 

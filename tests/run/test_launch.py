@@ -20,7 +20,7 @@ from titancli.launchers.local import in_place, launch
 from titancli.launchers.torchrun import torchrun_command
 from titancli.protocols import LauncherBuilder
 from titancli.run.prepare import make_plan
-from titancli.run.request import Ranks, Request
+from titancli.run.request import Request
 from titancli.run.start import launch_request, prepared
 from titancli.runs import ATTEMPT, ChangedMeanwhile
 
@@ -156,8 +156,8 @@ def test_the_command_of_several_nodes_says_where_they_meet(tmp_path: Path) -> No
 
 
 def test_a_prepared_run_is_held_until_its_block_ends_and_is_prepared_once(here: Path) -> None:
-    plan = make_plan(Request("tiny.toml", run_dir=here / "r"))
-    asked = launch_request(plan, Ranks(plugin_files=[], nproc=1, env={"NCCL_DEBUG": "INFO"}))
+    plan = make_plan(Request("tiny.toml", run_dir=here / "r", nproc=1, env={"NCCL_DEBUG": "INFO"}))
+    asked = launch_request(plan)
     before = dict(os.environ)
     with pytest.raises(ZeroDivisionError), prepared(plan, asked) as run:
         assert run.folder.path == here / "r" and run.folder.in_use()

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from titancli.launch import LaunchRequest
     from titancli.recipe.schema import Recipe
     from titancli.run.prepare import Plan
-    from titancli.run.request import Ranks, Request
-    from titancli.runs import RunFolder
+    from titancli.run.request import Request
 
 
 class NumberOrAuto(click.ParamType):
@@ -156,17 +155,23 @@ def command(
     `titan recipe show RECIPE` prints every key of a recipe with its value, `titan show SECTION` (training,
     checkpoint, …) and `titan show KIND/NAME` (optimizer/adamw, …) what each means.
     """
-    from titancli.run.request import Ranks, Request
+    from titancli.run.request import Request
     from titancli.runs import ChangedMeanwhile
 
     recipe, overrides = one_recipe(arguments, "train")
     check_flags(run_dir, resume, step, allow_drift, from_scratch, nnodes[1])
-    files = list(common.plugin_files)
     request = Request(
-        recipe, overrides, unset, run_dir, resume, step, allow_drift, from_scratch, files, dry_run, note
-    )
-    ranks = Ranks(
-        plugin_files=files,
+        recipe,
+        overrides,
+        unset,
+        run_dir,
+        resume,
+        step,
+        allow_drift,
+        from_scratch,
+        common.plugin_files,
+        dry_run,
+        say=note,
         nproc=nproc,
         env=environment_of(variables),
         nnodes=nnodes[1],
@@ -176,20 +181,20 @@ def command(
         traceback=common.traceback,
     )
     try:
-        return _train(request, ranks)
+        return _train(request)
     except ChangedMeanwhile as error:  # for one, the attempt before has just saved and ended
         note(f"{error.message}: planning again")
-        return _train(request, ranks)
+        return _train(request)
 
 
-def _train(request: Request, ranks: Ranks) -> int:
+def _train(request: Request) -> int:
     """Plan the run, and start it, or show what would be started."""
     from titancli.run.effects import effects
     from titancli.run.prepare import make_plan
     from titancli.run.start import launch_request
 
     plan = make_plan(request)
-    launch = launch_request(plan, ranks, may_exceed=request.dry_run)
+    launch = launch_request(plan)
     for line in _remarks(plan.loaded.recipe):
         note(f"note: {line}")
     if request.dry_run:
@@ -204,7 +209,7 @@ def _train(request: Request, ranks: Ranks) -> int:
         note(f"step {plan.start_step}, the last one, is done: the rest of the run's end follows")
     for line in effects(plan, launch.world):
         note(f"changed: {line}")
-    return _run(plan, launch, ranks)
+    return _run(plan, launch)
 
 
 def _remarks(recipe: Recipe) -> Iterator[str]:
@@ -265,20 +270,20 @@ def check_flags(
         raise UsageError("--from-scratch needs --resume, without --step")
 
 
-def _run(plan: Plan, request: LaunchRequest, ranks: Ranks) -> int:
+def _run(plan: Plan, request: LaunchRequest) -> int:
     """Start the run, wait for its end, and print what to do next."""
     from titancli.run.outlook import outlook
-    from titancli.run.start import prepared
+    from titancli.run.start import launch, prepared
 
-    with prepared(plan, request) as run:
-        note(f"run folder: {short_path(run.folder.path)}")
+    with prepared(plan, request) as ready:
+        note(f"run folder: {short_path(ready.run_folder)}")
         for line in outlook(plan, request.world):
             note(line)
-        code = run.launch()
+        code = launch(plan, ready)
     if code in (EXIT_STOPPED, EXIT_INTERRUPTED):
         # All is saved, and the code says so: an impatient Ctrl-C from now on must not change it.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _say_next(run.folder, plan.loaded.recipe, request, ranks)
+    _say_next(plan, ready)
     return code
 
 
@@ -329,8 +334,9 @@ def environment_of(variables: tuple[str, ...]) -> dict[str, str]:
     return env
 
 
-def _say_next(folder: RunFolder, recipe: Recipe, request: LaunchRequest, ranks: Ranks) -> None:
+def _say_next(plan: Plan, request: LaunchRequest) -> None:
     """Print up to three commands to type next, after a run that ended normally."""
+    folder, recipe, ranks = request.folder, plan.loaded.recipe, plan.request
     outcome = folder.outcome()
     if outcome is None or outcome["why"] not in ("finished", "data_ended", "stopped", "interrupted"):
         return

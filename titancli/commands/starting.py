@@ -5,14 +5,13 @@ from titancli.launch import LaunchRequest
 from titancli.run.drift import changes
 from titancli.run.fit import check_world, check_worlds
 from titancli.run.prepare import Plan, make_plan
-from titancli.run.request import Ranks, Request
-from titancli.run.start import count_processes, launch_request, prepared
+from titancli.run.request import Request
+from titancli.run.start import count_processes, launch, launch_request, prepared
 
 __all__ = [
     "LaunchRequest",
     "Nodes",
     "Plan",
-    "Ranks",
     "Request",
     "changes",
     "check_flags",
@@ -20,6 +19,7 @@ __all__ = [
     "check_worlds",
     "count_processes",
     "environment_of",
+    "launch",
     "launch_request",
     "make_plan",
     "one_recipe",

@@ -82,7 +82,7 @@ def effects(plan: Plan, world: int) -> Iterator[str]:
     there = Degrees(**mesh) if mesh else here
     if not plan.drift and there == here:
         return
-    now = course_of(plan.loaded.recipe, here, plan.checkpoint, allow_drift=plan.allow_drift)
+    now = course_of(plan.loaded.recipe, here, plan.checkpoint, allow_drift=plan.request.allow_drift)
     try:
         was = course_of(plan.before.recipe, there, plan.checkpoint)
     except TitanError:  # the run has not begun on these ranks, which its recipe does not fit

@@ -25,10 +25,10 @@ from titancli.recipe import Loaded, load_recipe, lock_text, toml_text
 from titancli.recipe.assets import hub_hint
 from titancli.recipe.find import LOCK_HEADER
 from titancli.recipe.schema import sections_with
+from titancli.run import start
 from titancli.run.inputs import require_inputs
 from titancli.run.prepare import Plan
-from titancli.run.request import Ranks
-from titancli.run.start import launch_request, prepared
+from titancli.run.request import Request
 from titancli.runs import RunFolder, timestamp, write_atomically
 from titancli.signals import STOPPING
 from titancli.version import __version__
@@ -250,11 +250,13 @@ def launch(
     titan.setLevel(logging.WARNING)  # the messages of a training run are of no interest here
     words = STOPPING.set(at_signal)
     try:
-        plan = Plan(folder=folder, loaded=loaded, lock_text=lock_text(loaded), new=True)
-        ranks = Ranks(plugin_files=plugin_files, nproc=nproc, env=env or {}, traceback=traceback)
-        request = launch_request(plan, ranks)
-        with prepared(plan, dataclasses.replace(request, checkpoint=checkpoint)) as run:
-            code = run.launch()
+        request = Request(
+            loaded.recipe.name, plugin_files=plugin_files, nproc=nproc, env=env or {}, traceback=traceback
+        )
+        plan = Plan(request, folder, loaded, lock_text(loaded), new=True)
+        wanted = dataclasses.replace(start.launch_request(plan), checkpoint=checkpoint)
+        with start.prepared(plan, wanted) as ready:
+            code = start.launch(plan, ready)
     except UsageError:  # no logs are needed to understand it
         shutil.rmtree(folder.path.parent, ignore_errors=True)
         raise

@@ -15,7 +15,7 @@ from titancli.process import refusal_below
 from titancli.run.drift import Change, changes, sections
 from titancli.run.inputs import require_inputs, tokenizer_folder
 from titancli.run.request import Request, Where, find_run
-from titancli.run.resume import Choice, choose_checkpoint
+from titancli.run.resume import choose_checkpoint, step_of
 from titancli.runs import RunFolder
 from titancli.worker import remote
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 class Plan:
     """The plan of a run."""
 
+    request: Request
     folder: RunFolder
     loaded: Loaded
     lock_text: str
@@ -40,12 +41,8 @@ class Plan:
     drift: list[Change] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     """Messages for the user, one line each."""
-    allow_drift: bool = False
-    """Whether data that are not those of the checkpoint are started from the beginning."""
     from_scratch: bool = False
     """Whether the run starts at step 0 and sets its remaining, unusable checkpoints aside."""
-    step: int | None = None
-    """The step of the requested checkpoint; no other one is used instead."""
     missing: list[str] = field(default_factory=list)
     """Files that the recipe names and that do not exist (dry runs only), one line each."""
     before: Loaded | None = None
@@ -80,8 +77,8 @@ def make_plan(request: Request) -> Plan:
     """
     where = find_run(request)
     loaded, before = _load(request, where)
-    choice = choose_checkpoint(request, where, loaded.recipe)
-    return _complete(request, where, loaded, before, choice)
+    where = choose_checkpoint(request, where, loaded.recipe)
+    return _complete(request, where, loaded, before)
 
 
 def _load(request: Request, where: Where) -> tuple[Loaded, Loaded | None]:
@@ -114,7 +111,7 @@ def _load(request: Request, where: Where) -> tuple[Loaded, Loaded | None]:
     return loaded, before
 
 
-def _complete(request: Request, where: Where, loaded: Loaded, before: Loaded | None, choice: Choice) -> Plan:
+def _complete(request: Request, where: Where, loaded: Loaded, before: Loaded | None) -> Plan:
     """Return the plan, once what the run reads is there, and its store can be written.
 
     Raises:
@@ -137,20 +134,19 @@ def _complete(request: Request, where: Where, loaded: Loaded, before: Loaded | N
         require_store(section.remote, section.store)
     if not request.dry_run:
         remote.require_uploadable(folder, section, new=not request.resume)
-    missing = require_inputs(loaded, choice.checkpoint, dry_run=request.dry_run, say=request.say)
+    missing = require_inputs(loaded, where.checkpoint, dry_run=request.dry_run, say=request.say)
     return Plan(
+        request,
         folder=folder,
         loaded=loaded,
         lock_text=lock_text(loaded),
         new=where.new,
         named_by_titan=where.folder is None,
-        checkpoint=choice.checkpoint,
-        start_step=choice.step,
+        checkpoint=where.checkpoint,
+        start_step=0 if where.checkpoint is None else step_of(where.checkpoint),
         drift=[] if before is None else changes(before.data, loaded.data),
-        notes=list(choice.notes),
-        allow_drift=request.allow_drift,
-        from_scratch=choice.from_scratch,
-        step=request.step,
+        notes=list(where.notes),
+        from_scratch=where.from_scratch,
         missing=missing,
         before=before,
         seen=seen,

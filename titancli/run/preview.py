@@ -75,7 +75,7 @@ def _steps(plan: Plan, world: int) -> int | None:
     from titancli.worker.epochs import steps_of
 
     try:
-        return steps_of(recipe, world, plan.checkpoint, allow_drift=plan.allow_drift)
+        return steps_of(recipe, world, plan.checkpoint, allow_drift=plan.request.allow_drift)
     except TitanError:
         if plan.missing:
             return None

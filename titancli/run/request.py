@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from titancli.checkpoint.format.manifest import last_serial
@@ -14,7 +14,7 @@ from titancli.worker import remote
 
 @dataclass(frozen=True)
 class Request:
-    """The arguments of the command line."""
+    """What a command that starts ranks was asked for, on its command line."""
 
     reference: str
     overrides: Sequence[str] = ()
@@ -31,16 +31,9 @@ class Request:
     """Called with a message before something takes long."""
     command: str = "titan train"
     """The beginning of commands in hints."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ranks:
-    """The options of the command line for ranks."""
-
-    plugin_files: Sequence[Path]
-    nproc: int | str | None
+    nproc: int | str | None = None
     """Ranks of a node, or `auto`; None: as the recipe's launcher says."""
-    env: Mapping[str, str]
+    env: Mapping[str, str] = field(default_factory=dict)
     """Environment variables besides the recipe's."""
     nnodes: int = 1
     min_nodes: int | None = None
@@ -51,7 +44,7 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Where:
-    """The place of a run, found or chosen."""
+    """Where a run starts: in which folder, and from which checkpoint, found or chosen."""
 
     folder: RunFolder | None
     """None: a new one, which titan will name."""
@@ -61,10 +54,12 @@ class Where:
     """The result of `history` before anything was decided."""
     required: bool = False
     """Whether the run refuses to start over at step 0 after steps that were not saved."""
-    in_store: Path | None = None
-    """The newest good checkpoint of a run that exists only in a store, as a dry run has found it."""
+    checkpoint: Path | None = None
+    """None until it is chosen, and at step 0. A dry run may have found it in a store, with its run."""
+    from_scratch: bool = False
+    """Whether existing checkpoints are set aside, and the run starts at step 0."""
     notes: tuple[str, ...] = ()
-    """Messages about newer checkpoints in the store that cannot be used."""
+    """Messages for the user, one line each."""
 
 
 def history(folder: RunFolder) -> tuple[int, int]:
@@ -104,7 +99,7 @@ def _resumed(folder: RunFolder, *, required: bool, notes: tuple[str, ...] = ()) 
 
 
 def _new(folder: RunFolder, in_store: Path | None = None, notes: tuple[str, ...] = ()) -> Where:
-    return Where(folder, new=True, seen=history(folder), in_store=in_store, notes=notes)
+    return Where(folder, new=True, seen=history(folder), checkpoint=in_store, notes=notes)
 
 
 def _run_to_resume(request: Request) -> Path:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,50 +21,33 @@ if TYPE_CHECKING:
     from titancli.recipe.schema import Checkpoint, Recipe
 
 
-@dataclass(frozen=True)
-class Choice:
-    """The checkpoint from which a run continues."""
-
-    checkpoint: Path | None = None
-    notes: tuple[str, ...] = ()
-    """Messages for the user, one line each."""
-    from_scratch: bool = False
-    """Whether existing checkpoints are set aside, and the run starts at step 0."""
-
-    @property
-    def step(self) -> int:
-        """Return the step of the checkpoint; 0 if there is none."""
-        return 0 if self.checkpoint is None else _step_of(self.checkpoint)
-
-
-def choose_checkpoint(request: Request, where: Where, recipe: Recipe) -> Choice:
-    """Choose the newest good checkpoint, or that of `request.step`. One that exists only in a store is
-    downloaded, except in a dry run.
+def choose_checkpoint(request: Request, where: Where, recipe: Recipe) -> Where:
+    """Choose the newest good checkpoint of a run, or that of `request.step`; return where it starts then. One
+    that exists only in a store is downloaded, except in a dry run.
 
     Raises:
         TitanError: there is none although the run has saved, all are damaged, or the store does not answer.
     """
     folder, step = where.folder, request.step
-    if folder is None or (where.new and where.in_store is None):
-        return Choice()
-    if where.in_store is not None:
-        found = where.in_store if step is None else _choose_step(folder, request, recipe.checkpoint, step)
-        return Choice(found, where.notes)
+    if folder is None or (where.new and where.checkpoint is None):
+        return where
     try:
-        choice = _choose(folder, request, recipe, required=where.required)
+        if step is not None:
+            return replace(where, checkpoint=_choose_step(folder, request, recipe.checkpoint, step))
+        if where.checkpoint is not None:
+            return where
+        found, notes = _newest(folder, request, recipe)
+        if found is not None:
+            return replace(where, checkpoint=found, notes=_once(where.notes, notes))
+        from_scratch, begins = _from_the_beginning(folder, request, recipe, notes, required=where.required)
     except EnvironmentProblem:
         folder.refuse_in_use()  # it may be in use, and the hint would be wrong
         raise
-    return replace(choice, notes=tuple(dict.fromkeys((*where.notes, *choice.notes))))
+    return replace(where, from_scratch=from_scratch, notes=_once(where.notes, notes, (begins,)))
 
 
-def _choose(folder: RunFolder, request: Request, recipe: Recipe, *, required: bool) -> Choice:
-    if request.step is not None:
-        return Choice(_choose_step(folder, request, recipe.checkpoint, request.step))
-    found, notes = _newest(folder, request, recipe)
-    if found is not None:
-        return Choice(found, notes)
-    return _from_the_beginning(folder, request, recipe, notes, required=required)
+def _once(*notes: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(itertools.chain(*notes)))
 
 
 def _newest(folder: RunFolder, request: Request, recipe: Recipe) -> tuple[Path | None, tuple[str, ...]]:
@@ -76,15 +60,16 @@ def _newest(folder: RunFolder, request: Request, recipe: Recipe) -> tuple[Path |
     ranks_verify = not (request.dry_run or request.from_scratch)
     verify = names_and_sizes(section.verify) if ranks_verify else section.verify
     found = newest(verify=verify)
-    if found is not None and verify != section.verify and 0 < recipe.training.steps <= _step_of(found):
+    if found is not None and verify != section.verify and 0 < recipe.training.steps <= step_of(found):
         found = newest(verify=section.verify)
-    return found, tuple(dict.fromkeys(notes))
+    return found, tuple(notes)
 
 
 def _from_the_beginning(
     folder: RunFolder, request: Request, recipe: Recipe, notes: tuple[str, ...], *, required: bool
-) -> Choice:
-    """Start at step 0 if no saved step is lost by it, or `request.from_scratch` accepts the loss.
+) -> tuple[bool, str]:
+    """Start at step 0 if no saved step is lost by it, or `request.from_scratch` accepts the loss; return
+    whether existing checkpoints are set aside, and a message.
 
     Args:
         notes: messages about existing checkpoints that cannot be used.
@@ -102,17 +87,15 @@ def _from_the_beginning(
                 "one at step 0: --from-scratch",
             )
     if notes:
-        notes = (*notes, "the run starts at step 0; these checkpoints are set aside")
-        return Choice(notes=notes, from_scratch=True)
+        return True, "the run starts at step 0; these checkpoints are set aside"
     if request.from_scratch and (step := remote.recorded_step(folder)) is not None:
-        lost = f"the run starts at step 0: nothing is left of step {step}, which it has saved"
-        return Choice(notes=(lost,), from_scratch=True)
+        return True, f"the run starts at step 0: nothing is left of step {step}, which it has saved"
     if in_memory:
-        return Choice(notes=("no checkpoint on the disk yet: it continues from memory, or starts at step 0",))
-    return Choice(notes=("the run has no checkpoint yet: it starts at step 0",))
+        return False, "no checkpoint on the disk yet: it continues from memory, or starts at step 0"
+    return False, "the run has no checkpoint yet: it starts at step 0"
 
 
-def _step_of(checkpoint: Path) -> int:
+def step_of(checkpoint: Path) -> int:
     """Return the step of a checkpoint. In a dry run it may only exist in an object store, or be damaged
     here."""
     named = STEP_NAME.match(checkpoint.name)

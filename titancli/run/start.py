@@ -7,10 +7,9 @@ writes its files into a folder of its own, and rank 0 makes the run folder from 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 
 from titancli.errors import EnvironmentProblem, TitanError
 from titancli.launch import LaunchRequest
@@ -22,19 +21,19 @@ from titancli.registry.component import component_info, load_target
 from titancli.run.fit import check_devices, check_worlds
 from titancli.run.prepare import Plan
 from titancli.run.record import write_attempt
-from titancli.run.request import Ranks, history
+from titancli.run.request import history
 from titancli.runs import ATTEMPT, LOCK_NAME, ChangedMeanwhile, Claim, RunFolder
 from titancli.torch_version import check_torch
 
 
-def count_processes(plan: Plan, wanted: int | str | None, *, may_exceed: bool = False) -> int:
-    """Return the number of processes on this machine: from the command line, the recipe's launcher, or one
-    for each GPU.
+def count_processes(plan: Plan, *, may_exceed: bool = False) -> int:
+    """Return the number of processes on this machine: from the request, the recipe's launcher, or one for
+    each GPU.
 
     Raises:
         EnvironmentProblem: there are fewer GPUs here, unless `may_exceed` (to show a plan).
     """
-    wanted = wanted or getattr(plan.loaded.recipe.launcher, "nproc", "auto")
+    wanted = plan.request.nproc or getattr(plan.loaded.recipe.launcher, "nproc", "auto")
     gpus = visible_gpus()
     if not isinstance(wanted, int):
         return gpus or 1
@@ -46,23 +45,21 @@ def count_processes(plan: Plan, wanted: int | str | None, *, may_exceed: bool = 
     return wanted
 
 
-def launch_request(plan: Plan, ranks: Ranks, *, may_exceed: bool = False) -> LaunchRequest:
+def launch_request(plan: Plan) -> LaunchRequest:
     """Return the request to the launcher of a plan.
 
-    Args:
-        may_exceed: see `count_processes`.
-
     Raises:
-        EnvironmentProblem: there are not as many GPUs here.
+        EnvironmentProblem: there are not as many GPUs here, and it is no dry run.
         UsageError: another launcher has started this command several times.
     """
+    ranks = plan.request
     refuse_other_launchers(ranks.nnodes)
     return LaunchRequest(
         run_folder=plan.folder.path,
         lock_file=plan.folder.recipe_lock,
         checkpoint=plan.checkpoint,
         plugin_files=list(ranks.plugin_files),
-        nproc=count_processes(plan, ranks.nproc, may_exceed=may_exceed),
+        nproc=count_processes(plan, may_exceed=ranks.dry_run),
         nnodes=ranks.nnodes,
         min_nodes=ranks.min_nodes,
         rdzv=ranks.rdzv,
@@ -72,31 +69,30 @@ def launch_request(plan: Plan, ranks: Ranks, *, may_exceed: bool = False) -> Lau
     )
 
 
-@dataclass(frozen=True)
-class Ready:
-    """A run that can be launched."""
-
-    folder: RunFolder
-    """On several nodes rank 0 may still have to make it."""
-    launch: Callable[[], int]
-    """Run it to its end and return the command's exit code. Raises a TitanError if the run failed for a
-    reason that a user can fix."""
-
-
 @contextmanager
-def prepared(plan: Plan, request: LaunchRequest) -> Iterator[Ready]:
-    """Check the plan, make and hold the run folder inside the block, and yield the run.
+def prepared(plan: Plan, request: LaunchRequest) -> Iterator[LaunchRequest]:
+    """Check the plan, make and hold the run folder inside the block, and yield the request as it is then: on
+    several nodes rank 0 may still have to make the folder.
 
     Raises:
         ChangedMeanwhile: another attempt has worked in the folder since the plan was made.
         TitanError: the recipe does not fit the processes, or the folder is in use or cannot be written.
     """
     _check(plan, request)
+    load_target(component_info(plan.loaded.recipe.launcher).target)  # if it fails, no folder is left
+    with environment(request.env), (_own_files if request.nnodes > 1 else _run_files)(plan, request) as ready:
+        yield ready
+
+
+def launch(plan: Plan, ready: LaunchRequest) -> int:
+    """Run what is prepared to its end and return the command's exit code.
+
+    Raises:
+        TitanError: the run failed for a reason that a user can fix.
+    """
     config = plan.loaded.recipe.launcher
-    with environment(request.env):
-        launch = load_target(component_info(config).target)
-        with (_own_files if request.nnodes > 1 else _run_files)(plan, request) as (folder, ready):
-            yield Ready(folder, partial(launch, config, request=ready))
+    code: int = load_target(component_info(config).target)(config, request=ready)
+    return code
 
 
 def _check(plan: Plan, request: LaunchRequest) -> None:
@@ -112,7 +108,7 @@ def _check(plan: Plan, request: LaunchRequest) -> None:
 
 
 @contextmanager
-def _own_files(plan: Plan, request: LaunchRequest) -> Iterator[tuple[RunFolder, LaunchRequest]]:
+def _own_files(plan: Plan, request: LaunchRequest) -> Iterator[LaunchRequest]:
     """Write this node's files into a folder of its own."""
     # Compare attempts alone: checkpoints may change while other nodes download them from a store.
     if plan.seen is not None and plan.seen[0] != history(plan.folder)[0]:
@@ -125,11 +121,11 @@ def _own_files(plan: Plan, request: LaunchRequest) -> Iterator[tuple[RunFolder, 
             raise no_room(own, error) from error
         write_attempt(RunFolder(own), plan, request)
         with environment({ATTEMPT: ""}):  # not that of a run inside which this command is started
-            yield plan.folder, replace(request, lock_file=lock_file)
+            yield replace(request, lock_file=lock_file)
 
 
 @contextmanager
-def _run_files(plan: Plan, request: LaunchRequest) -> Iterator[tuple[RunFolder, LaunchRequest]]:
+def _run_files(plan: Plan, request: LaunchRequest) -> Iterator[LaunchRequest]:
     """Make the run folder, hold it, and write its files."""
     folder, token = make_folder(plan), None
     hold = folder.hold()
@@ -139,7 +135,7 @@ def _run_files(plan: Plan, request: LaunchRequest) -> Iterator[tuple[RunFolder, 
         folder.propose_recipe_lock(plan.lock_text)
         token = write_attempt(folder, plan, request)["token"]
         with environment({ATTEMPT: token}):
-            yield folder, replace(request, run_folder=folder.path, lock_file=folder.recipe_lock)
+            yield replace(request, run_folder=folder.path, lock_file=folder.recipe_lock)
     finally:
         _withdraw(folder, token)
         hold.release()

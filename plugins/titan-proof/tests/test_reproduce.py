@@ -467,8 +467,8 @@ def test_a_run_of_several_nodes_wants_a_number_of_processes(run: Reproduction) -
     several = replace(run, launch={"nproc": 8, "nnodes": 2})
     plan = reproduce.plan(run, dry_run=True)
     with pytest.raises(UsageError, match="2 nodes of 8 ranks"):
-        reproduce.request(several, plan, None, [], traceback=False)
-    assert reproduce.request(several, plan, 1, [], traceback=False).world == 1
+        reproduce.request(several, plan, None, traceback=False)
+    assert reproduce.request(several, plan, 1, traceback=False).world == 1
 
 
 def test_what_a_resume_changed_is_known(finished: Path, tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def repeat(
     if checkpoint is not None and start:
         _skeleton(source, checkpoint, origin.recipe, folder)
     made = _plan(run, start, step, folder, plugin_files, say)
-    wanted = reproduce.request(run, made, None, plugin_files, traceback=traceback)
+    wanted = reproduce.request(run, made, None, traceback=traceback)
     code, error = reproduce.launch(made, wanted, lambda folder: None)
     if error is not None:
         raise error
@@ -95,6 +95,8 @@ def _plan(
                 step=start,
                 plugin_files=plugin_files,
                 say=say,
+                nproc=run.launch.get("nproc"),
+                env=reproduce.environment(run),
             )
         )
     except TitanError as error:

@@ -12,11 +12,11 @@ from typing import Any
 
 from titan_proof.reproduction import Reproduction
 from titancli import __version__
+from titancli.commands import starting
 from titancli.commands.recorded import data_identity, machine, provenance
 from titancli.commands.starting import (
     LaunchRequest,
     Plan,
-    Ranks,
     Request,
     count_processes,
     launch_request,
@@ -71,7 +71,7 @@ def plan(
     dry_run: bool = False,
     say: Callable[[str], None] = lambda line: None,
 ) -> Plan:
-    """Return the plan of a new run under the recipe of another one.
+    """Return the plan of a new run under the recipe of another one, with its threads and environment.
 
     Its loggers and its object store are left out. On another number of ranks the global batch stays the same.
 
@@ -103,6 +103,8 @@ def plan(
                     plugin_files=plugin_files,
                     dry_run=dry_run,
                     say=say,
+                    nproc=nproc or run.launch.get("nproc"),
+                    env=environment(run),
                 )
             )
         except TitanError as error:
@@ -145,10 +147,8 @@ def with_what_helps(error: TitanError, run: Reproduction, plugin_files: Sequence
     return error
 
 
-def request(
-    run: Reproduction, made: Plan, nproc: int | str | None, plugin_files: Sequence[Path], *, traceback: bool
-) -> LaunchRequest:
-    """Return the launch of a run with the recorded number of ranks and threads, and the recorded environment.
+def request(run: Reproduction, made: Plan, nproc: int | str | None, *, traceback: bool) -> LaunchRequest:
+    """Return the launch of a plan.
 
     Raises:
         UsageError: the run had several nodes.
@@ -159,9 +159,7 @@ def request(
             f"the run was made on {run.launch['nnodes']} nodes of {run.launch['nproc']} ranks",
             hint="--nproc N reproduces it on N ranks of this machine, in another layout",
         )
-    nproc = nproc or run.launch.get("nproc")
-    env = environment(run)
-    return launch_request(made, Ranks(plugin_files=plugin_files, nproc=nproc, env=env, traceback=traceback))
+    return launch_request(replace(made, request=replace(made.request, traceback=traceback)))
 
 
 def environment(run: Reproduction) -> dict[str, str]:
@@ -189,10 +187,10 @@ def launch(
     """
     folder = None
     try:
-        with prepared(made, wanted) as run:
-            folder = run.folder
+        with prepared(made, wanted) as ready:
+            folder = ready.folder
             announce(folder)
-            return run.launch(), None
+            return starting.launch(made, ready), None
     except TitanError as error:
         if folder is None or folder.outcome() is None:
             raise
@@ -230,7 +228,7 @@ def here(
         recipe = lock_text(made.loaded)
         problems += made.missing
         found["env"] = {**made.loaded.recipe.env, **environment(run)}
-        ranks = count_processes(made, nproc or run.launch.get("nproc"))
+        ranks = count_processes(made)
         found["world"], found["mesh"] = ranks, vars(made.loaded.recipe.degrees(ranks))
         if not made.missing:
             found["data"] = data_identity(made.loaded.recipe)

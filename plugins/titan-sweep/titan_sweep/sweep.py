@@ -249,12 +249,18 @@ def _check(
     every = [*overrides, *(one.override for one in job.settings)]
     plan = make_plan(
         Request(
-            reference, every, run_dir=job.folder.path, resume=True, plugin_files=plugin_files, dry_run=True
+            reference,
+            every,
+            run_dir=job.folder.path,
+            resume=True,
+            plugin_files=plugin_files,
+            dry_run=True,
+            nproc=nproc,
         )
     )
     if plan.missing:
         raise EnvironmentProblem("\n".join(plan.missing))
-    check_world(plan.loaded, count_processes(plan, nproc))
+    check_world(plan.loaded, count_processes(plan))
 
 
 def _refuse_another(folder: Path, loaded: Loaded, keys: set[str]) -> None:

@@ -188,7 +188,7 @@ def _again(
         plugin_files=common.plugin_files,
         say=note,
     )
-    request = reproduce.request(run, plan, nproc, common.plugin_files, traceback=common.traceback)
+    request = reproduce.request(run, plan, nproc, traceback=common.traceback)
     if run.run.get("state") == "running":
         note(f"note: the run is still running; it is reproduced up to step {run.last_step}")
     folders: list[RunFolder] = []
