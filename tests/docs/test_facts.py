@@ -30,7 +30,6 @@ FACTS: dict[str, list[tuple[str, str]]] = {
     ],
     "rows that are checked at the start": [
         ("docs/post-training.md", r"reads the first (\d+) rows"),
-        ("CHANGELOG.md", r"A run checks the first (\d+) rows"),
     ],
     "temperature of sampled log-probabilities": [
         ("docs/engine.md", r"`logprobs` are those of the model (at the sampling temperature, [^.]+)\.")
