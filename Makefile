@@ -99,8 +99,9 @@ clean:
 	grep -v '^torch==' constraints.txt > $@
 
 # torch first, and alone: whatever else is installed then takes the torch that is there. With it what builds titan
-# and its plugins, once for all: pip would make an environment of its own for each.
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c .venv/constraints.txt
+# and its plugins, once for all: pip would make an environment of its own for each. Python compiles what it imports;
+# to compile all that is installed takes longer than to install it.
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c .venv/constraints.txt
 .venv/.installed: .venv/constraints.txt pyproject.toml plugins/requirements.txt titancli/version.py
 	$(PIP_INSTALL) "$(TORCH)" numpy hatchling editables
 	$(PIP_INSTALL) --no-build-isolation -e . -r plugins/requirements.txt
