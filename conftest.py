@@ -20,7 +20,7 @@ from tests.nodes import Cluster, unavailable
 from tests.ranks import Ranks
 from tests.warm import Warm
 
-pytest_plugins = ["tests.summary", "tests.s3"]
+pytest_plugins = ["tests.absent", "tests.summary", "tests.s3"]
 programs.restrict()
 WARM, POOL = Warm(), Ranks()
 
