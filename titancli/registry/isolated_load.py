@@ -14,11 +14,12 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from titancli.errors import EnvironmentProblem
 from titancli.registry.plugins import names_in
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ LIMIT_SECONDS = 60.0
 SLOW = "it was not loaded in time: the machine may be busy, or the plugin waits for something"
 SLOW_SECONDS = 5.0
 AT_ONCE = 4
+TOO_SLOW = 256
+"""What stands for the exit code of a process that was ended because it took too long."""
 
 
 def try_apart(registry: Registry) -> None:
@@ -51,72 +54,122 @@ def habits_of(plugins: Sequence[tuple[str, Path | None]]) -> Iterator[tuple[str,
     Args:
         plugins: names, each with the file of one that `-p` added.
     """
-    with ThreadPoolExecutor(AT_ONCE) as threads:
-        yield from threads.map(_tried, plugins)
+    found = _in_processes(plugins, with_torch=False)
+    # What a plugin changes in torch is seen only if torch was there before it.
+    again = [number for number, (report, _) in enumerate(found) if report and report["torch"]]
+    for number, second in zip(
+        again, _in_processes([plugins[number] for number in again], with_torch=True), strict=True
+    ):
+        found[number] = second
+    for (name, _), (report, why) in zip(plugins, found, strict=True):
+        yield name, report["habits"] if report else [], why
 
 
-def _tried(plugin: tuple[str, Path | None]) -> tuple[str, list[str], str | None]:
-    name, file = plugin
-    found, why = _in_process(name, file, with_torch=False)
-    if found and found["torch"]:  # what it changes there is seen only if torch was there before it
-        found, why = _in_process(name, file, with_torch=True)
-    return name, found["habits"] if found else [], why
-
-
-def _in_process(
-    name: str, file: Path | None, *, with_torch: bool
-) -> tuple[dict[str, Any] | None, str | None]:
-    """Return a process's report on a plugin, or None and the reason for its absence."""
+def _in_processes(
+    plugins: Sequence[tuple[str, Path | None]], *, with_torch: bool
+) -> list[tuple[dict[str, Any] | None, str | None]]:
+    """Load each plugin in a process of its own; return what is reported of each, or None and the reason for
+    its absence."""
+    if not plugins:
+        return []
+    files = [str(file) if file else None for _, file in plugins]
     with tempfile.TemporaryDirectory(prefix="titan-plugin-") as folder:
-        report = Path(folder) / "report.json"
-        given = json.dumps([name, str(file) if file else None, with_torch, str(report)])
-        command = [
-            sys.executable,
-            "-P",
-            "-c",
-            "from titancli.registry.isolated_load import main; main()",
-            given,
-        ]
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        # Files, not pipes: what the plugin has started may live on, and would hold them.
-        with open(Path(folder) / "out", "w+b") as out, open(Path(folder) / "error", "w+b") as error:
-            try:
-                code = subprocess.run(
-                    command,
-                    env=env,
-                    stdin=subprocess.DEVNULL,
-                    stdout=out,
-                    stderr=error,
-                    timeout=LIMIT_SECONDS,
-                ).returncode
-            except subprocess.TimeoutExpired:
-                return None, SLOW
-            said = [_text(out), _text(error)]
-        if not report.is_file():
-            how = f"signal {-code}" if code < 0 else f"exit code {code}"
-            return None, ": ".join([f"loading it ends the process ({how})", *said[1].splitlines()[-1:]])
-        found = json.loads(report.read_text(encoding="utf-8"))
+        given = [folder, LIMIT_SECONDS, with_torch, [name for name, _ in plugins], files]
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", "from titancli.registry.isolated_load import main; main()"],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            input=json.dumps(given),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+        )
+        if done.returncode:
+            last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+            raise EnvironmentProblem(f"plugins cannot be tried in a process of their own: {last}")
+        return [_outcome(Path(folder) / str(number)) for number in range(len(plugins))]
+
+
+def _outcome(folder: Path) -> tuple[dict[str, Any] | None, str | None]:
+    """Return what the process of a plugin left: its report, or None and why there is none."""
+    code = int((folder / "code").read_text(encoding="utf-8"))
+    said = [(folder / name).read_bytes().decode(errors="replace").strip() for name in ("out", "error")]
+    if code == TOO_SLOW:
+        return None, SLOW
+    if not (folder / "report").is_file():
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        return None, ": ".join([f"loading it ends the process ({how})", *said[1].splitlines()[-1:]])
+    found = json.loads((folder / "report").read_text(encoding="utf-8"))
     printed = ["prints to stdout"] if said[0] else []
     slow = [f"takes {found['seconds']:.0f} s to load"] if found["seconds"] >= SLOW_SECONDS else []
     return {**found, "habits": [*printed, *slow, *found["habits"]]}, None
 
 
-def _text(file: IO[bytes]) -> str:
-    file.seek(0)
-    return file.read().decode(errors="replace").strip()
-
-
-# ------------------------------------------------------------------------------------------- in that process
+# ------------------------------------------------------------------------------------- in another process
 
 
 def main() -> None:
-    """Load one plugin and write what it did to a file."""
+    """Load plugins, each in a fork of this process, which has loaded titan and nothing else."""
     from titancli.registry.discover import load_plugins
 
-    name, file, with_torch, report = json.loads(sys.argv[1])
-    registry = load_plugins(files=[Path(file)] if file else [])
+    folder, seconds, with_torch, names, files = json.load(sys.stdin)
+    registry = load_plugins(files=[Path(file) for file in files if file])
     if with_torch:
         import torch  # noqa: F401 - what it has now is compared with what it has then
+    running: dict[int, tuple[Path, float]] = {}
+    for number, name in enumerate(names):
+        own = Path(folder) / str(number)
+        own.mkdir()
+        while len(running) >= AT_ONCE:
+            _reap(running)
+        if (child := os.fork()) == 0:
+            _load(registry, name, own)
+        running[child] = own, time.monotonic() + seconds
+    while running:
+        _reap(running)
+
+
+def _reap(running: dict[int, tuple[Path, float]]) -> None:
+    """Wait a moment for processes, end those that take too long, and write down how each has ended."""
+    for child, (folder, deadline) in list(running.items()):
+        ended, status = os.waitpid(child, os.WNOHANG)
+        code = os.waitstatus_to_exitcode(status) if ended else None
+        if code is None and time.monotonic() > deadline:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            code = TOO_SLOW
+        if code is not None:
+            (folder / "code").write_text(str(code), encoding="utf-8")
+            del running[child]
+    time.sleep(0.005)
+
+
+def _load(registry: Registry, name: str, folder: Path) -> NoReturn:
+    """Load a plugin in this fork and write what it did to a file; what it has registered for the end is not
+    waited for."""
+    code = 1
+    try:
+        # Files, not pipes: what the plugin has started may live on, and would hold them.
+        for file, number in (("out", 1), ("error", 2)):
+            os.dup2(os.open(folder / file, os.O_RDWR | os.O_CREAT, 0o600), number)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        found = _did(registry, name)
+        (folder / "report").write_text(json.dumps(found), encoding="utf-8")
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+        if error.code is not None and code == 1:
+            print(error.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _did(registry: Registry, name: str) -> dict[str, Any]:
+    """Load a plugin and return what it did."""
     before, functions = _state(), _functions()
     began = time.perf_counter()
     registry.load_unguarded(name)
@@ -130,10 +183,7 @@ def main() -> None:
         and not (isinstance(value, type) and value.__module__.startswith("torch"))
     ]
     habits += [f"replaces {', '.join(sorted(replaced))}"] if replaced else []
-    found = {"habits": habits, "seconds": seconds, "torch": "torch" in sys.modules}
-    Path(report).write_text(json.dumps(found), encoding="utf-8")
-    sys.stdout.flush()
-    os._exit(0)  # what a plugin has registered for the end is not to be waited for
+    return {"habits": habits, "seconds": seconds, "torch": "torch" in sys.modules}
 
 
 HABITS = {
