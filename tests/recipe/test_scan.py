@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.yardstick import cpu_seconds
-from titancli.recipe.toml import KeyPath, dotted, match_key, scan
+from titancli.recipe.toml import KeyPath, dotted, match_key, scan, toml_blocks
 
 # ------------------------------------------------------------------------ strategies: TOML as text
 
@@ -215,6 +215,14 @@ def test_a_key_is_read_off_the_front_of_a_text(text: str, expected: object) -> N
 def test_a_dotted_path_reads_back_as_the_same_keys(parts: list[str]) -> None:
     written = dotted(parts)
     assert match_key(written) == (parts, len(written))
+
+
+@settings(max_examples=40)
+@given(documents(), st.lists(documents(), max_size=2))
+def test_blocks_read_back_as_written(text: str, elements: list[str]) -> None:
+    """Keys of a table inside an array of tables stay in their element."""
+    data = tomli.loads(text) | {"a b": [tomli.loads(element) for element in elements]}
+    assert same(tomli.loads(toml_blocks(data)), data)
 
 
 def test_scanning_is_no_slower_than_parsing() -> None:

@@ -12,7 +12,7 @@ from titancli.recipe.find import LOCK_HEADER, LOCK_NAME, bundled_folder, find_re
 from titancli.recipe.load import ABSENT_WEIGHTS, Loaded, load_recipe, lock_text, model_in, resolved_data
 from titancli.recipe.problems import Problems, nearest, render_problems
 from titancli.recipe.read import read_file
-from titancli.recipe.toml import DEFAULT, KeyPath, Node, Origin, dotted, inline, toml_text
+from titancli.recipe.toml import DEFAULT, KeyPath, Node, Origin, dotted, inline, toml_blocks, toml_text
 from titancli.registry.first_party import install_command
 
 __all__ = [
@@ -38,5 +38,6 @@ __all__ = [
     "read_file",
     "render_problems",
     "resolved_data",
+    "toml_blocks",
     "toml_text",
 ]

@@ -333,6 +333,23 @@ def toml_text(data: dict[str, Any]) -> str:
     return _visible(tomli_w.dumps(data), "\n")
 
 
+def toml_blocks(data: dict[str, Any]) -> str:
+    """Return a table as TOML that people edit: each table of its arrays has a header `[[key]]`, in a block of
+    its own after the other keys."""
+    arrays = {
+        key: value
+        for key, value in data.items()
+        if isinstance(value, list) and value and all(isinstance(one, dict) for one in value)
+    }
+    blocks = [toml_text({key: value for key, value in data.items() if key not in arrays})]
+    for key, tables in arrays.items():
+        header = toml_text({key: {}})
+        # Written below its key, a table inside it is [key.table], which TOML reads as the last element's.
+        below = (toml_text({key: table}).removeprefix(header) for table in tables)
+        blocks += [f"[{header.rstrip()}]\n{text}" for text in below]
+    return "\n".join(filter(None, blocks))
+
+
 def comment(text: str, mark: str = "# ") -> str:
     """Return a text, whatever it holds, as one comment of a TOML file, without a line break at its end."""
     return mark + printable(" ".join(text.split()))

@@ -21,7 +21,8 @@ def test_what_writes_has_a_row() -> None:
 
 @pytest.mark.parametrize("text", UTF8)
 def test_a_recipe_says_the_same(text: str) -> None:
-    recipe = {"name": text, "training": {"steps": 1}, "loggers": [{"type": text}]}
+    below = {"type": text, "options": {"x": text}, "parts": [{"y": {"z": [text]}}, {}]}
+    recipe = {"name": text, "training": {"steps": 1}, "loggers": [below, {"type": text}], "callbacks": []}
     remarks = [account.Remark(text, line, text, text) for line in (None, 3)]
     found = account.Translation("", [text], remarks, remarks, remarks, remarks)
     made = account.as_text(text, recipe, found, text or "x")

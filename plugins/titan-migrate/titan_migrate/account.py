@@ -9,7 +9,7 @@ from typing import Any
 
 from titancli import Recipe
 from titancli.commands import comment, printable
-from titancli.recipe import toml_text
+from titancli.recipe import toml_blocks
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,8 @@ def as_text(head: str, recipe: dict[str, Any], found: Translation, path: str) ->
     """
     order = list(Recipe.__dataclass_fields__)
     data = {key: recipe[key] for key in sorted(recipe, key=order.index)}
-    tables = {key: value for key, value in data.items() if isinstance(value, list)}
-    blocks = [toml_text({key: value for key, value in data.items() if key not in tables})]
-    blocks += [f"[[{key}]]\n{toml_text(table)}" for key, rows in tables.items() for table in rows]
     account = "".join(f"{comment(line)}\n" for line in _account(found, path))
-    return "\n".join([f"{comment(head)}\n{blocks[0]}", *blocks[1:], *filter(None, [account])])
+    return "\n".join([f"{comment(head)}\n{toml_blocks(data)}", *filter(None, [account])])
 
 
 def _account(found: Translation, path: str) -> Iterable[str]:

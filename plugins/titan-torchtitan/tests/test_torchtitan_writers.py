@@ -23,7 +23,8 @@ def test_what_writes_has_a_row() -> None:
 
 @pytest.mark.parametrize("text", UTF8)
 def test_a_recipe_says_the_same(text: str) -> None:
-    recipe = {"name": text, "training": {"steps": 1}, "loggers": [{"type": text}]}
+    below = {"type": text, "options": {"x": text}, "parts": [{"y": {"z": [text]}}, {}]}
+    recipe = {"name": text, "training": {"steps": 1}, "loggers": [below, {"type": text}], "callbacks": []}
     remarks = [job.Remark(text, line, text, text) for line in (None, 3)]
     told = translate.Translation("", [text], remarks, remarks, remarks)
     made = translate._text(recipe, Path(text.replace("\0", "") or "x"), told)

@@ -21,7 +21,7 @@ from titan_torchtitan.parts import PARTS
 from titancli import Recipe
 from titancli.commands import comment, printable
 from titancli.errors import RecipeError
-from titancli.recipe import Problems, read_file, toml_text
+from titancli.recipe import Problems, read_file, toml_blocks
 
 if TYPE_CHECKING:
     from titancli.registry.lookup import Registry
@@ -117,13 +117,8 @@ def _text(data: dict[str, Any], path: Path, found: Translation) -> str:
     from titancli import __version__
 
     head = comment(f"Translated from the torchtitan job config {path.name} by titan {__version__}.")
-    tables = {
-        key: value for key, value in data.items() if isinstance(value, list)
-    }  # [[loggers]], [[converters]]
-    blocks = [toml_text({key: value for key, value in data.items() if key not in tables})]
-    blocks += [f"[[{key}]]\n{toml_text(table)}" for key, rows in tables.items() for table in rows]
     account = "".join(f"{comment(line)}\n" for line in _account(found, path.name))
-    return "\n".join([f"{head}\n{blocks[0]}", *blocks[1:], *filter(None, [account])])
+    return "\n".join([f"{head}\n{toml_blocks(data)}", *filter(None, [account])])
 
 
 def _account(found: Translation, path: str) -> Iterable[str]:
