@@ -92,6 +92,16 @@ def utf8(value: T) -> T:
     return [utf8(item) for item in value] if isinstance(value, list) else value  # type: ignore[return-value]
 
 
+FORMULA = tuple("=+-@\t\r\n\uff1d\uff0b\uff0d\uff20")
+"""What a cell begins with that a spreadsheet may take for a formula."""
+
+
+def csv_text(text: str) -> str:
+    """Return a text as a cell of CSV in which a spreadsheet computes nothing: one that begins as a formula
+    gets a `'` before it. Different texts stay different. Numbers need no such care."""
+    return f"'{text}" if text.lstrip("' ").startswith(FORMULA) else text
+
+
 def encoded(path: Path, text: str) -> bytes:
     """Return a text as UTF-8, for a file.
 

@@ -18,7 +18,17 @@ import tomli_w
 import torch
 
 from tests.security.test_doors import MODULES, ROOT
-from tests.security.writers import COMMENTS, HOSTILE, OWN, UTF8, WRITERS, check_comments, check_rows, writing
+from tests.security.writers import (
+    COMMENTS,
+    FORMULAS,
+    HOSTILE,
+    OWN,
+    UTF8,
+    WRITERS,
+    check_comments,
+    check_rows,
+    writing,
+)
 from titancli.cli.new_file import next_step, write_new
 from titancli.data.tables import _line
 from titancli.errors import EnvironmentProblem, TitanError
@@ -224,6 +234,36 @@ def test_csv(text: str, tmp_path: Path) -> None:
     header, *rows = read_csv(tmp_path / "metrics.csv")
     assert header == ["step", "time", text, "loss", "later"]
     assert [row[:1] + row[2:] for row in rows] == [["1", "1.5", "2.0", ""], ["2", "2.5", "", "3.0"]]
+
+
+@pytest.mark.parametrize("text", FORMULAS)
+def test_csv_without_formulas(text: str, tmp_path: Path) -> None:
+    """A spreadsheet shows the name of a metric, and computes nothing; numbers stay numbers."""
+    logger = csv_logger(CSV(), run_folder=tmp_path, is_main=True)
+    for step in (1, 2):  # the second start reads the header of the first
+        logger.run_start({"step": step - 1})
+        logger.step_end(step, {text: -1.5, "loss": 2.0})
+    logger.step_end(2, {text: -2.5})  # in the same row
+    header, *rows = read_csv(tmp_path / "metrics.csv")
+    assert header == ["step", "time", f"'{text}", "loss"]
+    assert [row[2] for row in rows] == ["-1.5", "-2.5"]
+
+
+def test_csv_keeps_names_apart(tmp_path: Path) -> None:
+    logger = csv_logger(CSV(), run_folder=tmp_path, is_main=True)
+    logger.run_start({"step": 0})
+    logger.step_end(1, {text: float(number) for number, text in enumerate(FORMULAS)})
+    assert len({*read_csv(tmp_path / "metrics.csv")[0]}) == 2 + len(FORMULAS)
+
+
+def test_csv_mends_an_old_header(tmp_path: Path) -> None:
+    """A table that an earlier version wrote goes on in its column."""
+    (tmp_path / "metrics.csv").write_text("step,time,=1\n1,then,0.5\n")
+    logger = csv_logger(CSV(), run_folder=tmp_path, is_main=True)
+    logger.run_start({"step": 1})
+    logger.step_end(2, {"=1": 1.5})
+    header, *rows = read_csv(tmp_path / "metrics.csv")
+    assert header == ["step", "time", "'=1"] and [row[2] for row in rows] == ["0.5", "1.5"]
 
 
 @pytest.mark.parametrize("text", UTF8)

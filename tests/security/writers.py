@@ -33,6 +33,8 @@ HOSTILE = [
 """Texts that a format may take for its own syntax."""
 UTF8 = [text for text in HOSTILE if "\ud800" not in text]
 """The texts that a file can hold."""
+FORMULAS = ["=1+1", "+1+1", "-1+1", "@SUM(A1)", "\t=1", "\r=1", "\n=1", "\uff1d1", "'=1", "''=1"]
+"""Texts that a spreadsheet computes, or would if what quotes them were taken off."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ WRITERS = [
     Writer("output", "titancli.process:OutputLog", "launchers.local launchers.torchrun process"),
     Writer("failure", "titancli.observe.failures:write", "observe.failures"),
     Writer("text for loggers", "titancli.files:utf8", "observe.observers observe.metrics"),
-    Writer("CSV", "titancli.loggers.csv:CsvLogger", "loggers.csv"),
+    Writer("CSV", "titancli.files:csv_text", "loggers.csv"),
     Writer("TensorBoard", "titancli.loggers.tensorboard:TensorBoardLogger", "loggers.tensorboard"),
 ]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from titancli.errors import EnvironmentProblem
-from titancli.files import regular
+from titancli.files import csv_text, regular
 from titancli.loggers import CSV
 from titancli.runs import timestamp
 
@@ -41,6 +41,7 @@ class CsvLogger:
         self._rewrite(FIRST, up_to=int(info.get("step") or 0))
 
     def step_end(self, step: int, metrics: dict[str, float]) -> None:
+        metrics = {csv_text(name): value for name, value in metrics.items()}
         row = {"step": step, "time": timestamp(), **metrics}
         again = self._last.get("step") == step  # an evaluation after a step that was logged
         row = {**row, **self._last, **metrics} if again else row
@@ -64,21 +65,20 @@ class CsvLogger:
                 header = next(rows, [])
                 if header and header[: len(FIRST)] != FIRST:
                     raise EnvironmentProblem(f"{self._path} is not a table of metrics: it is left as it is")
+                # A table of an earlier version has names as they are.
+                header = [name if name.startswith("'") else csv_text(name) for name in header]
                 self._columns = list(dict.fromkeys([*header, *columns]))
-                writer = csv.writer(new, lineterminator="\n")
-                writer.writerow(self._columns)
+                new.write(_line(self._columns))
                 for row in rows:
                     if len(row) == len(header) and row[0].isdecimal() and int(row[0]) <= up_to:
-                        writer.writerow([*row, *[""] * (len(self._columns) - len(row))])
+                        new.write(_line([*row, *[""] * (len(self._columns) - len(row))]))
             os.replace(temporary, self._path)
         finally:
             temporary.unlink(missing_ok=True)
 
     def _append(self, row: Sequence[Any]) -> None:
         """Append a whole row or, on a full disk, nothing."""
-        line = io.StringIO()
-        csv.writer(line, lineterminator="\n").writerow(row)
-        data = line.getvalue().encode()
+        data = _line(row).encode()
         with open(self._path, "ab", buffering=0, opener=regular) as file:
             self._end = end = file.tell()
             try:
@@ -87,6 +87,13 @@ class CsvLogger:
             except OSError:
                 file.truncate(end)
                 raise
+
+
+def _line(row: Sequence[Any]) -> str:
+    """Return a row as a line that ends with `\\n`."""
+    text = io.StringIO()
+    csv.writer(text).writerow(row)  # with the end \r\n, it quotes cells with either
+    return text.getvalue().removesuffix("\r\n") + "\n"
 
 
 def build(config: CSV, *, run_folder: Path, is_main: bool) -> Any:
