@@ -90,11 +90,19 @@ def weights(here: Path, name: str | None, data: bytes = b"") -> None:
         (here / "hf" / name).write_bytes(data)
 
 
-def adapters(here: Path) -> None:
+def adapters(here: Path, **more: object) -> None:
     weights(here, "model.safetensors", EMPTY)
     (here / "peft").mkdir()
     config = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "base_model_name_or_path": str(here / "hf")}
-    (here / "peft/adapter_config.json").write_text(json.dumps(config))
+    (here / "peft/adapter_config.json").write_text(json.dumps({**config, **more}))
+
+
+def trained_adapters(here: Path) -> None:
+    """Leave the run `other/r`, of adapters beside the weights of `base/r`."""
+    lora = (f"weights={here}/base/r/checkpoints/step-1", 'converters=[{type="lora"}]')
+    for name, more in (("base", ()), ("other", lora)):
+        (here / name).mkdir()
+        trained(here / name, "--run-dir", "r", "training.steps=1", *more)
 
 
 def cut_checkpoint(here: Path) -> None:
@@ -328,6 +336,31 @@ BROKEN: dict[str, tuple[Callable[[Path], object] | None, tuple[str, ...], str]] 
         "b.safetensors cannot be read",
     ),
     "adapters without a file": (adapters, ("weights=peft",), "has no adapter_model.safetensors"),
+    "adapters of another rank": (
+        adapters,
+        ("weights=peft", 'converters=[{type="lora", alpha=4.0}]'),
+        "holds adapters with rank = 4, but this recipe has 8",
+    ),
+    "adapters that titan does not have": (
+        lambda h: adapters(h, modules_to_save=["lm_head"]),
+        ("weights=peft",),
+        "has modules_to_save = ['lm_head'], which titan's adapters do not have",
+    ),
+    "a checkpoint of adapters of another rank": (
+        trained_adapters,
+        ("weights=other/r/checkpoints/step-1", 'converters=[{type="lora", rank=4}]'),
+        "contains adapters with rank = 8, but this recipe has 4",
+    ),
+    "a checkpoint of adapters as a model": (
+        trained_adapters,
+        ("weights=other/r/checkpoints/step-1",),
+        "contains adapters (lora), not the weights of a model",
+    ),
+    "adapters whose base is gone": (
+        lambda h: (trained_adapters(h), shutil.rmtree(h / "base")),
+        ("weights=other/r/checkpoints/step-1", 'converters=[{type="lora"}]'),
+        "holds adapters, but their base",
+    ),
     "a checkpoint that is cut off": (
         cut_checkpoint,
         ("weights=other/r/checkpoints/step-1",),
@@ -355,6 +388,14 @@ def test_three_commands_one_answer(titan: Titan, here: Path, name: str) -> None:
     assert problems(checked) == problems(shown) == problems(started)
     assert checked.code == shown.code == started.code != 0
     assert not (here / "r").exists()  # known before anything is written
+
+
+def test_a_resume_with_other_adapters(titan: Titan, here: Path) -> None:
+    trained_adapters(here)
+    words = ("train", "other/r", "--resume", "training.steps=2", "converters.0.rank=4")
+    shown, started = titan(*words, "--dry-run"), titan(*words)
+    assert "contains adapters with rank = 8, but this recipe has 4" in shown.err
+    assert (shown.code, problems(shown)) == (started.code, problems(started)) == (3, problems(started))
 
 
 def test_data_that_may_not_be_read(titan: Titan, monkeypatch: pytest.MonkeyPatch, here: Path) -> None:

@@ -10,6 +10,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from titancli.checkpoint.adapters import recorded_base
 from titancli.checkpoint.exclude import Exclusion
 from titancli.checkpoint.format.manifest import LOCK, Verify, adapter_record, is_checkpoint, read_manifest
 from titancli.checkpoint.format.tensors import Tensors
@@ -61,12 +62,7 @@ def require_base(record: dict[str, Any], folder: Path, base: dict[str, str] | No
     """
     path = Path(record["base"]["path"])
     if base is None:
-        if not path.is_dir():
-            raise EnvironmentProblem(
-                f"{folder} holds adapters, but their base {path} no longer exists",
-                hint="restore the base at this path",
-            )
-        base = base_of(path)
+        base = base_of(recorded_base(record, folder))
     if base["digest"] != record["base"]["digest"]:
         raise EnvironmentProblem(
             f"{folder} holds adapters of the base {path} (digest {record['base']['digest'][:12]}), but "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from annotated_types import Gt, MinLen
 
@@ -34,6 +34,11 @@ class LoRA:
     one (`wq`, `attention.wo`), or a pattern (`layers.0.*`); None: those of all blocks
     except routers. Routed experts are adapted only where a target names them (`experts.*`, `experts.w2`),
     each with matrices of its own."""
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Return the description of the adapters in a checkpoint, which a load compares."""
+        return {"form": "lora", **{name: getattr(self, name) for name in ("rank", "alpha", "rslora", "dora")}}
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         if recipe.weights is None:

@@ -151,7 +151,7 @@ class Adapters:
 
     def __init__(self, config: LoRA) -> None:
         self._config = config
-        self.facts = {"form": "lora", **{name: getattr(config, name) for name in FACTS}}
+        self.facts = config.facts
         """The description of the adapters in a checkpoint."""
         self.scale = scale_of(self.facts)
         self._adapted: set[str] = set()
@@ -269,9 +269,6 @@ class Adapters:
                 held[weight] = merged.to(held[weight].dtype)
                 yield from held.items()
                 held = {}
-
-
-FACTS = ("rank", "alpha", "rslora", "dora")
 
 
 def scale_of(facts: Mapping[str, Any]) -> float:

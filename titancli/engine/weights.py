@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from titancli.checkpoint import base as bases
+from titancli.checkpoint.adapters import require_same
 from titancli.checkpoint.format.manifest import adapter_record, is_checkpoint, read_manifest
 from titancli.checkpoint.hf.lazy_tensor import put
 from titancli.checkpoint.load import name_lists
@@ -166,24 +167,13 @@ def adapter_facts(
         base: the base of the engine's adapters, if known by now.
 
     Raises:
-        TitanError: they do not match the engine's, or it has none.
+        RecipeError: they do not match the engine's, or it has none.
         EnvironmentProblem: they were trained on another base.
     """
     record = adapter_record(read_manifest(folder)) if is_checkpoint(folder) else None
     if record is None:
         return None
-    if adapters is None:
-        raise TitanError(
-            f"{folder} contains adapters ({record['form']}), not the weights of a model",
-            hint=f"merge them first: titan convert-checkpoint {folder} FOLDER --to hf",
-        )
-    for name in sorted((adapters.facts.keys() | record.keys()) - {"base"}):
-        there, here = record.get(name), adapters.facts.get(name)
-        if there != here:
-            raise TitanError(
-                f"{folder} contains adapters with {name} = {there}, but this recipe has {here}",
-                hint=f"use the converter that they were trained with, with its {name}",
-            )
+    require_same(folder, None if adapters is None else adapters.facts)
     if base is not None:
         bases.require_base(record, folder, base)
     return record

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
+from titancli.checkpoint.format.manifest import adapter_record, is_checkpoint, read_manifest
 from titancli.checkpoint.start_from import start_from
+from titancli.converters import LoRA
 from titancli.errors import EXIT_PLUGIN, Problem, RecipeError
 from titancli.layout.degrees import Degrees
 from titancli.optimizers.schedule import schedule_of
@@ -129,6 +132,27 @@ def check_weights(loaded: Loaded) -> None:
     found = complaint(recipe.model, start.folder, differs, grows=grows)
     if found is not None:
         raise _problem(loaded, "weights", *found)
+
+
+def check_adapters(loaded: Loaded, folder: Path) -> None:
+    """Refuse weights that are adapters of another kind than the recipe's, or whose base is missing. Whether
+    they are of the same layers, only the built model shows.
+
+    Raises:
+        RecipeError: they differ from the recipe's, at the line of its converter.
+        EnvironmentProblem: titan has no such adapters, or their base is missing.
+    """
+    from titancli.checkpoint.adapters import complaint, recorded_base
+
+    converters = loaded.recipe.converters
+    number, facts = next(((n, c.facts) for n, c in enumerate(converters) if isinstance(c, LoRA)), (0, None))
+    if facts is None and converters:
+        return  # a plugin's converter may have adapters of its own
+    if (found := complaint(folder, facts)) is not None:
+        key = f"converters.{number}.{found.key or 'type'}" if facts else "weights"
+        raise _problem(loaded, key, found.message, found.hint)
+    if is_checkpoint(folder) and (record := adapter_record(read_manifest(folder))) is not None:
+        recorded_base(record, folder)
 
 
 def _problem(loaded: Loaded, key: str, message: str, hint: str | None) -> RecipeError:

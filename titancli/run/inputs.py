@@ -22,7 +22,7 @@ from titancli.recipe.peft_folder import base_folder
 from titancli.recipe.schema import Recipe
 from titancli.registry.component import build, component_info, configs, is_config
 from titancli.registry.fields import fields_of
-from titancli.run.fit import check_weights
+from titancli.run.fit import check_adapters, check_weights
 from titancli.runs import RunFolder
 
 if TYPE_CHECKING:
@@ -93,7 +93,10 @@ def require_inputs(
             read_manifest(start.folder)  # only a checkpoint has more than weights
         _refuse_other_folders(start.folder)
         check_weights(loaded)
+        check_adapters(loaded, start.folder)
         _require_whole(start.folder, recipe.checkpoint.verify)
+    if checkpoint is not None and checkpoint.is_dir():  # in a dry run it may be in an object store alone
+        check_adapters(loaded, checkpoint)
     _look_at_data(recipe, _check_tokenizer(recipe))
     return missing
 

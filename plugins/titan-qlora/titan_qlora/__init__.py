@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import field
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from titancli import component, hookimpl
 from titancli.converters import LoRA
@@ -30,6 +30,10 @@ class QLoRA(LoRA):
     backend: Literal["auto", "torch", "bitsandbytes"] = "auto"
     """Who dequantizes: plain torch, or bitsandbytes, which is faster, with the same bits; auto: bitsandbytes
     on GPUs where it is installed."""
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return {**super().facts, "base_in": "nf4"}
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield from super().check(recipe)

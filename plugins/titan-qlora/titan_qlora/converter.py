@@ -40,7 +40,6 @@ class QuantisedBase(Adapters):
 
     def __init__(self, config: QLoRA, tp: int = 1) -> None:
         super().__init__(config)
-        self.facts = {**self.facts, "base_in": "nf4"}
         self._qlora, self._tp = config, tp
         self.quantised: dict[str, tuple[int, ...]] = {}
         """Shapes of the quantized weights, by name."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from titancli.checkpoint.adapters import require_same
 from titancli.checkpoint.format.tensorfile import read_header
 from titancli.checkpoint.format.tensors import read_tensor
 from titancli.checkpoint.hf.detect_model import hf_form, parameter_shapes
@@ -17,24 +18,12 @@ from titancli.checkpoint.hf.lazy_tensor import Virtual, put
 from titancli.checkpoint.hf.peft_names import Adapter, placed
 from titancli.checkpoint.load import name_lists
 from titancli.converters.lora import adapter_names, magnitude_name, merge, scale_of
-from titancli.errors import EnvironmentProblem, TitanError
+from titancli.errors import EnvironmentProblem, RecipeError
 from titancli.protocols import HFForm
-from titancli.recipe.peft_folder import CONFIG, WEIGHTS, config_of, weights_of
+from titancli.recipe.peft_folder import MERGE, WEIGHTS, facts_of, weights_of
 from titancli.registry.component import build
 
-FACTS = {"rank": "r", "alpha": "lora_alpha", "rslora": "use_rslora", "dora": "use_dora"}
-"""Our facts of adapters, and their keys in adapter_config.json."""
-HARMLESS = {
-    *FACTS.values(),
-    *("auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "eva_config", "exclude_modules"),
-    *("inference_mode", "layers_pattern", "layers_to_transform", "lora_dropout", "megatron_core"),
-    *("peft_type", "peft_version", "qalora_group_size", "revision", "target_modules", "task_type"),
-    *("bias", "init_lora_weights"),
-}
-"""Keys that do not change what the stored adapters compute, or that are checked one by one."""
-HARMLESS_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 STEM = "base_model.model."
-MERGE = "merge the adapters with peft (merge_and_unload), and use the merged folder as weights"
 
 
 class PeftFolder:
@@ -46,11 +35,10 @@ class PeftFolder:
 
     def __init__(self, folder: Path, model: Any) -> None:
         self.folder = folder
-        config = config_of(folder)
-        self._refuse_foreign(config)
-        self.facts = {ours: config.get(theirs) or False for ours, theirs in FACTS.items()}
+        weights = weights_of(folder)
+        self.facts = facts_of(folder)
         self.scale = scale_of(self.facts)
-        self._header = read_header(folder / WEIGHTS)
+        self._header = read_header(weights)
         self._shapes = parameter_shapes(model)
         self._form = hf_form(model)
         self._copies: dict[str, str] = {}
@@ -85,26 +73,6 @@ class PeftFolder:
 
     def _read(self, key: str) -> Tensor:
         return read_tensor(self.folder / WEIGHTS, self._header[key])
-
-    def _refuse_foreign(self, config: Mapping[str, Any]) -> None:
-        weights_of(self.folder)
-        wrong = [
-            f"{key} = {value!r}"
-            for key, value in config.items()
-            if (key not in HARMLESS and value)
-            or (key == "peft_type" and value != "LORA")
-            or (key == "bias" and value not in (None, "none"))
-            # these change the base that is beside the adapters
-            or (key == "init_lora_weights" and value not in HARMLESS_STARTS)
-        ]
-        rank, alpha = config.get("r"), config.get("lora_alpha")
-        if type(rank) is not int or rank < 1 or not isinstance(alpha, int | float) or not alpha > 0:
-            wrong.append(f"r = {rank!r}, lora_alpha = {alpha!r}")
-        if wrong:
-            raise EnvironmentProblem(
-                f"{self.folder / CONFIG} has {', '.join(wrong)}, which titan's adapters do not have",
-                hint=MERGE,
-            )
 
     def _placed(self, model: Any) -> dict[str, list[Adapter]]:
         """Return the adapters of each weight, after a check that every tensor of the file is one of them."""
@@ -194,27 +162,16 @@ class PeftFolder:
             adapters: the recipe's converter, see `titancli.converters.lora.Adapters`.
 
         Raises:
-            TitanError: they differ; names how.
+            RecipeError: they differ; names how.
         """
-        facts = adapters.facts
-        if facts["form"] != "lora":
-            raise TitanError(
-                f"{self.folder} holds LoRA adapters, but this recipe has those of the form {facts['form']}",
-                hint="use the converter lora, or none to merge them",
-            )
-        for name, theirs in self.facts.items():
-            if facts[name] != theirs:
-                raise TitanError(
-                    f"{self.folder} holds adapters with {name} = {theirs}, but this recipe has {facts[name]}",
-                    hint=f"set {name} of the converter to {str(theirs).lower()}",
-                )
+        require_same(self.folder, adapters.facts)
         ours, own = set(adapters.weights), set(self.weights)
         if ours != own:
             lists = name_lists({"only there": sorted(own - ours), "only here": sorted(ours - own)})
             ends = {weight.rpartition(".")[0].rpartition(".")[2] for weight in own}
             alike = {name for name in self._shapes if name.rpartition(".")[0].rpartition(".")[2] in ends}
             names = ends if alike == own else {weight.removesuffix(".weight") for weight in own}
-            raise TitanError(
+            raise RecipeError(
                 f"{self.folder} holds adapters of other layers than this recipe: {lists}",
                 hint=f"set targets of the converter to {sorted(names)}",
             )
