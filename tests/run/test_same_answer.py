@@ -150,10 +150,10 @@ MODEL = {
 """The config.json of `tiny.toml`'s model."""
 
 
-def dataset(kind: str, value: str, **more: str) -> str:
+def dataset(kind: str, value: str, **more: str | bool) -> str:
     key = "path" if kind in ("chat", "hf") else "paths"
     shown = json.dumps(value if key == "path" else [value])
-    fields = "".join(f", {name} = {json.dumps(text)}" for name, text in more.items())
+    fields = "".join(f", {name} = {json.dumps(one)}" for name, one in more.items())
     return f'dataset={{type = "{kind}", {key} = {shown}{fields}}}'
 
 
@@ -303,6 +303,36 @@ BROKEN: dict[str, tuple[Callable[[Path], object] | None, tuple[str, ...], str]] 
         (dataset("chat", "./a.jsonl"),),
         "has no rows to train on",
     ),
+    "a bad row of text": (
+        written("a.jsonl", '{"text": "a"}\n{"text": 1}\n'),
+        (dataset("jsonl", "a.jsonl", strict=True),),
+        "a.jsonl, line 2: 'text' is int, not a string",
+    ),
+    "a bad row of a table": (
+        written("a.csv", "text,n\na,1\nb\n"),
+        (dataset("jsonl", "a.csv", strict=True),),
+        "a.csv, row 2: it is list, not an object",
+    ),
+    "a bad row of conversations": (
+        written("a.jsonl", 9 * CHAT + QUESTION),
+        (dataset("chat", "./a.jsonl", strict=True),),
+        "a.jsonl, line 10: it has no assistant message",
+    ),
+    "rows without the key": (
+        written("a.jsonl", 9 * '{"body": "a"}\n'),
+        (dataset("jsonl", "a.jsonl"),),
+        "has no rows to train on: {here}/a.jsonl, line 1: it has no key 'text', only 'body'",
+    ),
+    "text as rows": (
+        written("a.txt", 9 * "a\n"),
+        (dataset("jsonl", "a.txt"),),
+        "has no rows to train on: {here}/a.txt, line 1: it is not JSON",
+    ),
+    "a list of rows that are all bad": (
+        written("a.json", '[{"messages": "a"}, {"messages": "b"}]'),
+        (dataset("chat", "./a.json"),),
+        "has no rows to train on: {here}/a.json, row 1: 'messages' is str, not a list of messages",
+    ),
     "bundled data that is not there": (None, (dataset("chat", "titan:no"),), "titan has no bundled data"),
     "shards that are text": (
         None,
@@ -384,7 +414,7 @@ def test_three_commands_one_answer(titan: Titan, here: Path, name: str) -> None:
     checked = titan("validate", "tiny.toml", *overrides)
     shown = titan("train", "tiny.toml", "--run-dir", "r", *overrides, "--dry-run")
     started = titan("train", "tiny.toml", "--run-dir", "r", *overrides)
-    assert words in started.err
+    assert words.replace("{here}", str(here)) in started.err
     assert problems(checked) == problems(shown) == problems(started)
     assert checked.code == shown.code == started.code != 0
     assert not (here / "r").exists()  # known before anything is written

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import chain, islice
 from typing import Any
 
@@ -27,9 +28,10 @@ from titancli.data import (
 from titancli.data.compressed import Damaged
 from titancli.data.files import TextFile, files_of, pieces, require_content
 from titancli.data.formats import format_of, kind_of_rows, refuse_rows
-from titancli.data.jsonl import BadRow, LineReader, parse
+from titancli.data.jsonl import BadRow, BadRows, LineReader, parse, text_of
 from titancli.data.row_files import row_files
 from titancli.data.row_formats import SAMPLED, Names, detected, require_answer, talk_of
+from titancli.data.tables import read_rows
 from titancli.data.tokenizer_files import TEMPLATES
 from titancli.errors import EnvironmentProblem
 from titancli.files import read_json
@@ -37,7 +39,9 @@ from titancli.recipe.find import url_of
 from titancli.registry.component import component_info
 
 LISTED, OPENED, SECONDS, READ = 10_000, 64, 2.0, 256
-"""Limits of a look at a dataset: files listed, files opened, the time for that, and bad rows read."""
+"""Limits of a look at a dataset: files listed, files opened, the time for that, and rows read."""
+Located = tuple[str, bytes | None]
+"""The place of a row, as shown to users, and its JSON; None: it is too long."""
 WITHOUT_TEMPLATE = ("text", "prompt_completion")
 """Formats of rows that a tokenizer without a chat template can encode."""
 
@@ -86,9 +90,11 @@ def _text(config: TextFiles) -> None:
 
 
 def _rows(config: JsonLines) -> None:
-    files = files_of(config.paths, LISTED)
-    _require_content("dataset jsonl", files)
-    _kinds(files, skip_damaged=config.skip_damaged)
+    files, label = files_of(config.paths, LISTED), "dataset jsonl"
+    _require_content(label, files)
+    kinds = _kinds(files, skip_damaged=config.skip_damaged)
+    whole = len(kinds) == len(files)
+    _require_good(label, config, _read(config, kinds), partial(text_of, config=config), whole)
 
 
 def _kinds(files: Sequence[TextFile], *, skip_damaged: bool) -> dict[TextFile, str]:
@@ -137,56 +143,76 @@ def _examples(config: RowsOfExamples, tokenizer: Any) -> None:
     label = f"dataset {component_info(config).name} ({config.path})"
     _require_content(label, files)
     kinds = _kinds(files, skip_damaged=config.skip_damaged)
-    if not isinstance(config, Chat):
+    rows = _read(config, kinds)
+    check: Callable[[bytes | None], Any] = partial(parse, max_bytes=config.max_bytes)
+    if isinstance(config, Chat):
+        first = list(islice(rows, SAMPLED))
+        rows = chain(first, rows)
+        chosen: str = config.format
+        if chosen == "auto":
+            chosen = detected(((where, _parsed(data, config)) for where, data in first), Names.of(config))
+        if tokenizer is not None and chosen not in WITHOUT_TEMPLATE:
+            _require_template(tokenizer)
+        check = partial(_talk, config, chosen)
+    _require_good(label, config, rows, check, len(kinds) == len(files))
+
+
+def _read(config: JsonLines | RowsOfExamples, kinds: Mapping[TextFile, str]) -> Iterator[Located]:
+    """Yield the rows of files, none of which is converted for that."""
+    if config.skip_damaged:  # all files are read at the start
         return
-    plain = set(kinds.values()) == {"jsonl"}  # others are converted at the start
-    rows = _parsed(config, list(kinds)) if plain else iter(())
-    first = list(islice(rows, SAMPLED))
-    chosen: str | None = config.format
-    if chosen == "auto":
-        chosen = detected(first, Names.of(config)) if plain else None
-    if tokenizer is not None and chosen is not None and chosen not in WITHOUT_TEMPLATE:
-        _require_template(tokenizer)
-    if plain and chosen is not None and len(kinds) == len(files):
-        _require_good(label, config, chain(first, rows), chosen)
+    for file, kind in kinds.items():
+        if kind in ("jsonl", "text"):
+            reader = LineReader([file], shuffle=False, seed=0, max_bytes=config.max_bytes)
+            yield from ((reader.where(file, row), row.data) for _, row, _ in reader.in_order(None))
+        else:
+            for number, line in enumerate(read_rows(file, kind), 1):
+                row = line.rstrip(b"\r\n")
+                yield f"{file.path}, row {number}", row if len(row) <= config.max_bytes else None
+
+
+def _parsed(data: bytes | None, config: RowsOfExamples) -> dict[str, Any] | BadRow:
+    try:
+        return parse(data, config.max_bytes)
+    except BadRow as reason:
+        return reason
+
+
+def _talk(config: Chat, chosen: str, data: bytes | None) -> None:
+    talk = talk_of(parse(data, config.max_bytes), chosen, Names.of(config))
+    if config.train_on != "all":
+        require_answer(talk)
 
 
 def _require_good(
-    label: str, config: Chat, rows: Iterable[tuple[str, dict[str, Any] | BadRow]], chosen: str
+    label: str,
+    config: JsonLines | RowsOfExamples,
+    rows: Iterable[Located],
+    check: Callable[[bytes | None], Any],
+    whole: bool,
 ) -> None:
-    """Read rows up to the first good one.
+    """Read rows up to the first good one; with `strict`, up to `READ` of them.
+
+    Args:
+        check: raises BadRow if a row is bad.
+        whole: these are all rows of the dataset.
 
     Raises:
-        EnvironmentProblem: there are fewer than `READ`, and none is good.
+        EnvironmentProblem: a row is bad with `strict`, or there are fewer than `READ`, and none is good.
     """
-    end = time.monotonic() + SECONDS
-    for number, (_, row) in enumerate(rows):
-        if not _is_bad(config, row, chosen) or number == READ or time.monotonic() > end:
+    end, bad, good, number = time.monotonic() + SECONDS, "", False, 0
+    for number, (where, data) in enumerate(rows, 1):
+        if number > READ or time.monotonic() > end or (good and not config.strict):
             return
-    raise EnvironmentProblem(f"{label} has no rows to train on", hint="check the rows that were skipped")
-
-
-def _is_bad(config: Chat, row: dict[str, Any] | BadRow, chosen: str) -> bool:
-    if isinstance(row, BadRow):
-        return True
-    try:
-        talk = talk_of(row, chosen, Names.of(config))
-        if config.train_on != "all":
-            require_answer(talk)
-    except BadRow:
-        return True
-    return False
-
-
-def _parsed(config: Chat, files: list[TextFile]) -> Iterator[tuple[str, dict[str, Any] | BadRow]]:
-    reader = LineReader(files, shuffle=False, seed=0, max_bytes=config.max_bytes)
-    for file, row, _ in reader.in_order(None):
-        found: dict[str, Any] | BadRow
         try:
-            found = parse(row.data, config.max_bytes)
+            check(data)
+            good = True
         except BadRow as reason:
-            found = reason
-        yield reader.where(file, row), found
+            if config.strict:
+                BadRows(strict=True).log(where, reason)
+            bad = bad or f": {where}: {reason}"
+    if whole and number and not good:
+        raise EnvironmentProblem(f"{label} has no rows to train on{bad}", hint="correct the rows")
 
 
 def _require_template(tokenizer: Any) -> None:

@@ -250,7 +250,7 @@ class JsonLinesSource:
         """Yield the epoch's documents; a mark is a position in the order, or in a file."""
         for file, row, place in self._rows.read(epoch, mark):
             try:
-                text = _text(row.data, self._config)
+                text = text_of(row.data, self._config)
             except BadRow as reason:
                 self._bad.skip(self._rows.where(file, row), reason)
                 continue
@@ -304,7 +304,7 @@ def check_characters(key: str, text: str) -> None:
         raise BadRow(f"{key!r} contains {half}, an unpaired surrogate") from error
 
 
-def _text(data: bytes | None, config: JsonLines) -> str:
+def text_of(data: bytes | None, config: JsonLines) -> str:
     """Return a row's document.
 
     Raises:

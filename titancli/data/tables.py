@@ -104,7 +104,7 @@ def _write(file: TextFile, kind: str, target: Path) -> None:
     part, sums = target.with_suffix(f".{os.getpid()}.part"), ChunkSums()
     try:
         with open(part, "wb") as out:
-            for block in _read(file, kind):
+            for block in read_rows(file, kind):
                 out.write(block)
                 sums.update(block)
             _to_disk(out)
@@ -132,7 +132,12 @@ def _not_written(file: TextFile, target: Path, error: OSError) -> NoReturn:
     ) from error
 
 
-def _read(file: TextFile, kind: str) -> Iterator[bytes]:
+def read_rows(file: TextFile, kind: str) -> Iterator[bytes]:
+    """Yield the rows of a file as lines of JSON; of JSON Lines, blocks of them as they are.
+
+    Raises:
+        EnvironmentProblem: the file is damaged, cannot be read or has changed.
+    """
     path = file.path
     try:
         yield from map(_line, _parquet(path)) if kind == "parquet" else _plain(path, kind)
