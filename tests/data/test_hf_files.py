@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from titancli.data import hf_files
+from titancli.data import HFDataset, hf_files, hf_look
 from titancli.data.hf_files import require_small
 from titancli.errors import EnvironmentProblem
 
@@ -67,6 +67,7 @@ def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
         ("a.parquet", b"PAR1....", "damaged"),
         ("a.jsonl.xz", b"\xfd7zXZ\0...", "damaged"),
         ("README.md", b"---\na: [\n---\n", "its YAML is damaged"),
+        (".huggingface.yaml", b"a: &a [1]\n" + b"b: " + b"[" * 200, "nested more than 100 deep"),
         ("state.json", b"[" * 10_000, "nested too deeply"),
     ],
 )
@@ -75,6 +76,30 @@ def test_what_is_wrong_is_named(tmp_path: Path, name: str, data: bytes, words: s
     with pytest.raises(EnvironmentProblem, match=words) as caught:
         require_small(str(tmp_path))
     assert str(tmp_path / name) in str(caught.value)
+
+
+def test_a_fifo_as_description(tmp_path: Path) -> None:
+    """The library opens it, although its name is hidden."""
+    os.mkfifo(tmp_path / ".huggingface.yaml")
+    with pytest.raises(EnvironmentProblem, match="is not a regular file"):
+        require_small(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("README.md", "---\n{}\n---\n"), (".huggingface.yaml", "{}\n")],
+)
+def test_a_look_fetches_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str
+) -> None:
+    """A folder that names addresses is left to the start of a run."""
+    there = "configs: [{config_name: default, data_files: https://example.com/a.jsonl}]"
+    (tmp_path / name).write_text(text.format(there))
+    monkeypatch.setattr(hf_look, "open_local", lambda *some, **more: pytest.fail("opened"))
+    hf_look.look(HFDataset(path=str(tmp_path)), 2.0, column=True)
+    (tmp_path / name).write_text(text.format("license: mit"))
+    with pytest.raises(pytest.fail.Exception):
+        hf_look.look(HFDataset(path=str(tmp_path)), 2.0, column=True)
 
 
 def test_a_zip_that_expands(tmp_path: Path) -> None:

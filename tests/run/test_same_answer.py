@@ -77,6 +77,14 @@ def table(here: Path, **columns: list[object]) -> None:
     pq.write_table(pa.table(columns), here / "d.parquet")
 
 
+def saved(here: Path) -> None:
+    """Write what `save_to_disk` of a split does."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    datasets.Dataset.from_dict({"body": ["a"]}).save_to_disk(str(here / "saved"))
+
+
 def without_template(here: Path) -> None:
     tokenizer(here / "tok", 10)
     (here / "c.jsonl").write_text(50 * CHAT)
@@ -343,6 +351,51 @@ BROKEN: dict[str, tuple[Callable[[Path], object] | None, tuple[str, ...], str]] 
         written("a.xyz", "a"),
         (dataset("hf", "./a.xyz"),),
         "the extension .xyz are not supported",
+    ),
+    "a saved dataset without the split": (
+        saved,
+        (dataset("hf", "./saved", split="test"),),
+        "saved has no split 'test'\n dataset.split may be one of: train",
+    ),
+    "a saved dataset without the column": (
+        saved,
+        (dataset("hf", "./saved"),),
+        "saved has no column 'text'\n dataset.text may be one of: body",
+    ),
+    "a saved dataset as a stream": (
+        saved,
+        (dataset("hf", "./saved", streaming=True, shuffle=False),),
+        "was saved by save_to_disk and cannot be streamed",
+    ),
+    "a file that is one split": (
+        written("a.jsonl", '{"text": "a"}\n'),
+        (dataset("hf", "./a.jsonl", split="train+test"),),
+        "a.jsonl has no split 'test'\n dataset.split may be one of: train",
+    ),
+    "a file without the column": (
+        written("a.jsonl", '{"body": "a"}\n'),
+        (dataset("hf", "./a.jsonl"),),
+        "a.jsonl has no column 'text'\n dataset.text may be one of: body",
+    ),
+    "a folder without the split": (
+        written("d/test.csv", "text,n\na,1\n"),
+        (dataset("hf", "./d"),),
+        "/d has no split 'train'\n dataset.split may be one of: test",
+    ),
+    "a folder without the column": (
+        written("d/train.csv", "body,n\na,1\n"),
+        (dataset("hf", "./d"),),
+        "/d has no column 'text'\n dataset.text may be one of: body, n",
+    ),
+    "a folder that `datasets` does not read": (
+        written("d/a.unknown", "a"),
+        (dataset("hf", "./d"),),
+        "/d cannot be loaded: ",
+    ),
+    "conversations without the split": (
+        saved,
+        (dataset("chat", "./saved", split="test"),),
+        "saved has no split 'test'",
     ),
     "a model without weights": (lambda h: weights(h, None), ("weights=hf",), "contains no weights"),
     "pickled weights": (

@@ -181,8 +181,8 @@ DOORS = [
     Door(
         "text, rows and prompts",
         "data.files data.formats data.jsonl data.row_formats data.tables data.compressed"
-        " data.packing data.parquet_file data.hf_files data.first_look data.forms generate.prompts"
-        " titan_rl.rewards titan_grain.dataset",
+        " data.packing data.parquet_file data.hf_files data.hf_look data.first_look data.forms"
+        " generate.prompts titan_rl.rewards titan_grain.dataset",
         "tests/data/test_formats.py::test_what_is_not_read_is_refused_by_name",
         "tests/data/test_jsonl.py::test_where_strict_a_bad_row_is_an_error_with_file_and_line",
     ),

@@ -7,7 +7,6 @@ after some seconds. What it leaves out the run reports when it begins.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -24,6 +23,7 @@ from titancli.data import (
     SeveralDatasets,
     TextFiles,
     TokenShards,
+    hf_look,
 )
 from titancli.data.compressed import Damaged
 from titancli.data.files import TextFile, files_of, pieces, require_content
@@ -130,15 +130,13 @@ def _shards(config: TokenShards) -> None:
 
 
 def _hf(config: HFDataset) -> None:
-    from titancli.data.hf_datasets import local_extension
-
-    if os.path.isabs(config.path):
-        local_extension(config)
+    hf_look.look(config, SECONDS, column=True)
 
 
 def _examples(config: RowsOfExamples, tokenizer: Any) -> None:
     files = row_files(config, LISTED)
     if files is None:
+        hf_look.look(HFDataset(path=config.path, split=config.split), SECONDS, column=False)
         return
     label = f"dataset {component_info(config).name} ({config.path})"
     _require_content(label, files)

@@ -12,7 +12,7 @@ import glob
 import itertools
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from typing import Any, NoReturn
@@ -48,11 +48,11 @@ class IndexedSource:
     """Documents of a dataset on disk: a `titancli.data.source.Source`."""
 
     def __init__(self, config: HFDataset, dataset: Any, seed: int) -> None:
-        self.label = _label(config)
+        self.label = label_of(config)
         self._column = config.text
         self._shuffle = config.shuffles_source
         self._seed = seed
-        _check_column(config, dataset.column_names)
+        require_column(config, dataset.column_names)
         if len(dataset) == 0:
             raise EnvironmentProblem(
                 f"{self.label}: split {config.split!r} has no rows", hint="use another split"
@@ -75,7 +75,7 @@ class IndexedSource:
         except TitanError:
             raise
         except Exception as error:  # any error of the file system or Arrow
-            _failed(self.label, "cannot be read", error)
+            failed(self.label, "cannot be read", error)
         return [_text(self.label, self._column, text) for text in found]
 
     def read(self, epoch: int, mark: dict[str, Any] | None) -> Iterator[Piece]:
@@ -105,7 +105,7 @@ def contents_of(path: str, dataset: Any) -> str:
             return own
         found = corpus_fingerprint([(file, os.path.basename(file), os.stat(file).st_size) for file in files])
     except OSError as error:
-        _failed(f"dataset {path}", "cannot be read", error)
+        failed(f"dataset {path}", "cannot be read", error)
     contents = Contents(f"{own} {found}")
     contents.ends = own
     return contents
@@ -147,12 +147,12 @@ class StreamedSource:
     """Documents of a dataset that is streamed during training: a `titancli.data.source.Source`."""
 
     def __init__(self, config: HFDataset, dataset: Any) -> None:
-        self.label = _label(config)
+        self.label = label_of(config)
         if (check := full_check()) is not None:
             check.left_out.append(f"{self.label} is a stream")
         self._column = config.text
         if dataset.column_names is not None:  # not every reader knows its columns in advance
-            _check_column(config, dataset.column_names)
+            require_column(config, dataset.column_names)
         self.identity: dict[str, Any] = {
             "path": config.path,
             "name": config.name,
@@ -174,7 +174,7 @@ class StreamedSource:
             try:
                 row = next(rows, None)
             except Exception as error:  # any error of the network, the file system or a reader
-                _failed(self.label, "broke off", error)
+                failed(self.label, "broke off", error)
             if row is None:
                 return
             if number >= past:
@@ -200,13 +200,18 @@ def _text(label: str, column: str, value: Any) -> str:
     return value
 
 
-def _label(config: HFDataset) -> str:
+def label_of(config: HFDataset) -> str:
+    """Return the name of a dataset in messages."""
     return f"dataset {config.path}" + (f" ({config.name})" if config.name else "")
 
 
-def _check_column(config: HFDataset, columns: list[str]) -> None:
+def require_column(config: HFDataset, columns: list[str]) -> None:
+    """
+    Raises:
+        RecipeError: the column with the text is not one of them.
+    """
     if config.text not in columns:
-        _no_column(_label(config), config.text, columns)
+        _no_column(label_of(config), config.text, columns)
 
 
 def _no_column(label: str, column: str, columns: list[str]) -> NoReturn:
@@ -215,7 +220,26 @@ def _no_column(label: str, column: str, columns: list[str]) -> NoReturn:
     )
 
 
-def _failed(label: str, what: str, error: Exception) -> NoReturn:
+def require_split(config: HFDataset, splits: Iterable[str], named: Iterable[str]) -> None:
+    """
+    Raises:
+        RecipeError: a split that is named is not one of them.
+    """
+    splits = list(splits)
+    for name in named:
+        if name not in splits:
+            raise RecipeError(
+                f"{label_of(config)} has no split {name!r}",
+                hint=f"dataset.split may be one of: {', '.join(splits)}",
+            )
+
+
+def failed(label: str, what: str, error: Exception) -> NoReturn:
+    """Report an error of the library, of which the first line is shown.
+
+    Raises:
+        EnvironmentProblem: always.
+    """
     reason = next(iter(str(error).strip().splitlines()), "")
     raise EnvironmentProblem(
         f"{label} {what}: {type(error).__name__}: {reason}",
@@ -235,7 +259,7 @@ def load(config: HFDataset, *, progress: bool = False) -> Any:
 
     if not progress:
         datasets.disable_progress_bars()
-    label = _label(config)
+    label = label_of(config)
     try:
         if os.path.isabs(config.path):
             return _load_local(config, datasets)
@@ -260,7 +284,7 @@ def load(config: HFDataset, *, progress: bool = False) -> Any:
     except TitanError:
         raise
     except Exception as error:  # the library's, the Hub's and the network's errors, and bare ValueErrors
-        _failed(label, "cannot be loaded", error)
+        failed(label, "cannot be loaded", error)
 
 
 def refuse_hub_keys(config: Any) -> None:
@@ -279,7 +303,7 @@ def local_extension(config: HFDataset) -> str | None:
     Raises:
         EnvironmentProblem: there is no file, the folder is empty, or no reader knows the extension.
     """
-    path, label = config.path, _label(config)
+    path, label = config.path, label_of(config)
     if not os.path.exists(path):
         raise EnvironmentProblem(f"{label} does not exist", hint="correct dataset.path")
     if os.path.isdir(path):
@@ -300,33 +324,42 @@ def local_extension(config: HFDataset) -> str | None:
 
 
 def _load_local(config: HFDataset, datasets: Any) -> Any:
-    path, extension = config.path, local_extension(config)
+    local_extension(config)
     refuse_hub_keys(config)
-    require_small(path)
-    if is_saved(path):
+    require_small(config.path)
+    if is_saved(config.path):
         return _load_saved(config, datasets)
-    options = {"split": config.split, "streaming": config.streaming}
-    if extension is None:
-        return datasets.load_dataset(path, **options)
-    return datasets.load_dataset(READERS[extension], data_files={"train": glob.escape(path)}, **options)
+    return open_local(config, datasets, split=config.split, streaming=config.streaming)
+
+
+def open_local(config: HFDataset, datasets: Any, **options: Any) -> Any:
+    """Return what the library reads from a file or a folder; `options` are others of `load_dataset`."""
+    if (extension := local_extension(config)) is None:
+        return datasets.load_dataset(config.path, **options)
+    files = {"train": glob.escape(config.path)}
+    return datasets.load_dataset(READERS[extension], data_files=files, **options)
+
+
+def refuse_saved_stream(config: HFDataset) -> None:
+    """
+    Raises:
+        RecipeError: a folder of `save_to_disk` is to be streamed.
+    """
+    if config.streaming:
+        raise RecipeError(
+            f"{label_of(config)} was saved by save_to_disk and cannot be streamed",
+            hint="set dataset.streaming = false",
+        )
 
 
 def _load_saved(config: HFDataset, datasets: Any) -> Any:
-    label = _label(config)
-    if config.streaming:
-        raise RecipeError(
-            f"{label} was saved by save_to_disk and cannot be streamed",
-            hint="set dataset.streaming = false",
-        )
+    refuse_saved_stream(config)
     loaded = datasets.load_from_disk(config.path)
     if isinstance(loaded, datasets.DatasetDict):
         splits = dict(loaded)
     else:  # one split, possibly unnamed; the key's default then stands for it
         splits = {str(loaded.split or "train"): loaded}
-    if config.split not in splits:
-        raise RecipeError(
-            f"{label} has no split {config.split!r}", hint=f"dataset.split may be one of: {', '.join(splits)}"
-        )
+    require_split(config, splits, [config.split])
     return splits[config.split]
 
 

@@ -26,7 +26,8 @@ from titancli.fingerprint import cache_folder, cache_name
 
 logger = logging.getLogger(__name__)
 
-CARD = "README.md"
+CARD, SHEET = "README.md", ".huggingface.yaml"
+"""Files with the YAML in which a folder describes itself: at the head of one, all of the other."""
 SETTINGS = ("state.json", "dataset_info.json", "dataset_dict.json", "dataset_infos.json")
 SMALL = 1 << 24
 """Bytes of a card, and of a JSON file that describes a dataset."""
@@ -48,16 +49,19 @@ UNKNOWN = {b"\x04\x22\x4d\x18": "lz4", b"7z\xbc\xaf\x27\x1c": "7z", b"Rar!": "ra
 """Compressions that only the library opens."""
 
 
-def require_small(path: str) -> None:
-    """Check that reading a file, or the files of a folder, takes memory and disk by their sizes.
+def require_small(path: str, seconds: float | None = None) -> bool:
+    """Check that reading a file, or the files of a folder, takes memory and disk by their sizes; return
+    whether all were checked.
 
-    A file that was found to be good is not read again unless it changes. After `PATIENCE` seconds, the others
-    are left unread, with a warning.
+    A file that was found to be good is not read again unless it changes.
+
+    Args:
+        seconds: after which the others are left unread; None: after `PATIENCE`, with a warning.
 
     Raises:
         EnvironmentProblem: a file is not regular, expands beyond bounds, or is nested too deeply.
     """
-    end, unread = time.monotonic() + PATIENCE, 0
+    end, unread = time.monotonic() + (PATIENCE if seconds is None else seconds), 0
     for file in _files(path):
         try:
             unread += not _require_small(file, whole=time.monotonic() < end)
@@ -67,13 +71,31 @@ def require_small(path: str) -> None:
             _refuse(file, error.strerror or str(error), "restore it, or remove it from the folder", error)
         except (ValueError, RecursionError) as error:
             _refuse(file, str(error), "download it again, or remove it from the folder", error)
-
-    if unread:
+    if unread and seconds is None:
         logger.warning(
             "%s: in %.0f s, %d of its compressed files and tables were not read to find out what they expand "
             "to; the library reads them as they are",
             *(path, PATIENCE, unread),
         )
+    return not unread
+
+
+def names_addresses(folder: str) -> bool:
+    """Return whether a folder's description of itself names addresses, from which the library would read.
+
+    Raises:
+        EnvironmentProblem: it cannot be read, or is nested too deeply.
+    """
+    for name in (CARD, SHEET):
+        path = Path(folder) / name
+        try:
+            if path.exists() and "://" in _yaml_of(name, read_bytes(path, SMALL)):
+                return True
+        except OSError as error:
+            _refuse(
+                str(path), error.strerror or str(error), "restore it, or remove it from the folder", error
+            )
+    return False
 
 
 def _refuse(file: str, why: str, hint: str, error: Exception) -> None:
@@ -85,7 +107,7 @@ def _files(path: str) -> Iterator[str]:
         yield path
     for folder, below, names in os.walk(path):
         below[:] = [name for name in below if not name.startswith(".")]
-        yield from (os.path.join(folder, name) for name in names if not name.startswith("."))
+        yield from (os.path.join(folder, name) for name in names if name[0] != "." or name == SHEET)
 
 
 def _require_small(path: str, *, whole: bool) -> bool:
@@ -97,8 +119,8 @@ def _require_small(path: str, *, whole: bool) -> bool:
     if status.st_size > (limit := largest(stored)):
         raise OSError(errno.EIO, f"of its {status.st_size:,} bytes only {stored:,} are stored", path)
     name = os.path.basename(path)
-    if name == CARD:
-        _require_small_card(read_bytes(Path(path), SMALL))
+    if name in (CARD, SHEET):
+        _require_small_yaml(_yaml_of(name, read_bytes(Path(path), SMALL)))
     elif name in SETTINGS:
         read_json(Path(path), SMALL)
     look = next((look for magic, look in _LOOKS.items() if head.startswith(magic)), None)
@@ -196,26 +218,29 @@ _LOOKS: dict[bytes, Callable[[str, int], None]] = {
 }
 
 
-def _require_small_card(data: bytes) -> None:
-    """Check the YAML at the head of a card, which the library composes, with merges, by calling itself.
+def _yaml_of(name: str, data: bytes) -> str:
+    text = data.decode("utf-8", "replace").lstrip("\ufeff")
+    if name == SHEET:
+        return text
+    return text[3:].partition("\n---")[0] if text.startswith("---") else ""
+
+
+def _require_small_yaml(text: str) -> None:
+    """Check YAML that the library composes, with merges, by calling itself.
 
     Raises:
         ValueError: it is not YAML, is nested too deeply, or has too many values.
     """
     import yaml
 
-    text = data.decode("utf-8", "replace").lstrip("\ufeff")
-    if not text.startswith("---"):
-        return
     named: dict[str | None, int] = {}
     """Values by anchor."""
     inside: list[tuple[str | None, int]] = []
     """Of each collection that has not ended: its anchor, and the values before it."""
     values = 0
-    head = text[3:].partition("\n---")[0]
     loader: Any = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
     try:
-        for event in yaml.parse(head, Loader=loader):
+        for event in yaml.parse(text, Loader=loader):
             if isinstance(event, yaml.CollectionEndEvent):
                 anchor, before = inside.pop()
                 named[anchor] = values - before
