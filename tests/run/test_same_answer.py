@@ -90,6 +90,16 @@ def without_template(here: Path) -> None:
     (here / "c.jsonl").write_text(50 * CHAT)
 
 
+def templated(template: str) -> Callable[[Path], object]:
+    """Return what writes a tokenizer with a chat template, and conversations."""
+
+    def write(here: Path) -> None:
+        tokenizer(here / "tok", 10, chat_template=template)
+        (here / "c.jsonl").write_text(50 * CHAT)
+
+    return write
+
+
 def weights(here: Path, name: str | None, data: bytes = b"") -> None:
     """Write a folder of the recipe's own model, with one file of weights."""
     (here / "hf").mkdir()
@@ -248,6 +258,16 @@ BROKEN: dict[str, tuple[Callable[[Path], object] | None, tuple[str, ...], str]] 
         without_template,
         (*HF, "model.vocab_size=256", dataset("chat", "./c.jsonl")),
         "has no chat template",
+    ),
+    "a template that is not Jinja": (
+        templated("{% for message in messages %}\n{{ message.content }"),
+        (*HF, "model.vocab_size=256", dataset("chat", "./c.jsonl")),
+        "tok is not a template of Jinja: line 2: unexpected '}'",
+    ),
+    "a template of what is not there": (
+        templated("{{ messages[0].content.text.upper() }}"),
+        (*HF, "model.vocab_size=256", dataset("chat", "./c.jsonl")),
+        "tok rejects a conversation: ",
     ),
     "an empty file": (written("e.txt", ""), ('dataset.paths=["e.txt"]',), "every file is empty"),
     "an empty file of rows": (written("e.jsonl", ""), (dataset("jsonl", "e.jsonl"),), "every file is empty"),

@@ -168,7 +168,7 @@ DOORS = [
     Door(
         "tokenizers and chat templates",
         "data.hf_tokenizer data.tokenizer_trial data.tokenizer_files recipe.vocabulary data.byte_tokenizer"
-        " titan_gguf.convert titan_gguf.tokens",
+        " data.template_trial data.template_child titan_gguf.convert titan_gguf.tokens",
         "tests/docs/test_security.py::test_a_chat_template_is_rendered_in_a_sandbox",
         "tests/data/test_tokenizers.py::test_bad_folders_are_named_with_a_way_out",
     ),

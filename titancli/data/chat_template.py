@@ -38,6 +38,14 @@ Span = tuple[int, int]
 """First character, and the one after the last."""
 
 
+def not_jinja(folder: Path, line: int, message: str | None) -> RecipeError:
+    """Return the error about a mistake in the syntax of a folder's template."""
+    return RecipeError(
+        f"the chat template in {folder} is not a template of Jinja: line {line}: {message}",
+        hint="download it again, or correct chat_template.jinja",
+    )
+
+
 class ChatTemplate:
     """The chat template of a transformers tokenizer."""
 
@@ -240,11 +248,7 @@ class ChatTemplate:
                 hint="pip install -U jinja2 transformers",
             ) from error
         except jinja2.TemplateSyntaxError as error:
-            raise RecipeError(
-                f"the chat template in {self._folder} is not a template of Jinja: line {error.lineno}: "
-                f"{error.message}",
-                hint="download it again, or correct chat_template.jinja",
-            ) from error
+            raise not_jinja(self._folder, error.lineno, error.message) from error
         except Exception as error:  # templates raise jinja exceptions of any class
             raise ChatRefused(
                 f"the chat template in {self._folder} rejects a conversation: {error}",

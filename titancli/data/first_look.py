@@ -30,8 +30,9 @@ from titancli.data.files import TextFile, files_of, pieces, require_content
 from titancli.data.formats import format_of, kind_of_rows, refuse_rows
 from titancli.data.jsonl import BadRow, BadRows, LineReader, parse, text_of
 from titancli.data.row_files import row_files
-from titancli.data.row_formats import SAMPLED, Names, detected, require_answer, talk_of
+from titancli.data.row_formats import SAMPLED, Names, Talk, detected, require_answer, talk_of
 from titancli.data.tables import read_rows
+from titancli.data.template_trial import try_template
 from titancli.data.tokenizer_files import TEMPLATES
 from titancli.errors import EnvironmentProblem
 from titancli.files import read_json
@@ -151,6 +152,7 @@ def _examples(config: RowsOfExamples, tokenizer: Any) -> None:
             chosen = detected(((where, _parsed(data, config)) for where, data in first), Names.of(config))
         if tokenizer is not None and chosen not in WITHOUT_TEMPLATE:
             _require_template(tokenizer)
+            try_template(tokenizer, _good(config, chosen, (data for _, data in first)))
         check = partial(_talk, config, chosen)
     _require_good(label, config, rows, check, len(kinds) == len(files))
 
@@ -176,10 +178,17 @@ def _parsed(data: bytes | None, config: RowsOfExamples) -> dict[str, Any] | BadR
         return reason
 
 
-def _talk(config: Chat, chosen: str, data: bytes | None) -> None:
+def _talk(config: Chat, chosen: str, data: bytes | None) -> Talk:
     talk = talk_of(parse(data, config.max_bytes), chosen, Names.of(config))
     if config.train_on != "all":
         require_answer(talk)
+    return talk
+
+
+def _good(config: Chat, chosen: str, rows: Iterable[bytes | None]) -> Iterator[Talk]:
+    for data in rows:
+        with suppress(BadRow):
+            yield _talk(config, chosen, data)
 
 
 def _require_good(
