@@ -9,11 +9,12 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.run.conftest import Finished, in_this_process, trained
-from titancli.data import TextFiles, first_look
+from titancli.data import Chat, JsonLines, TextFiles, first_look
 from titancli.data.formats import Format
 from titancli.runs import RunFolder
 
@@ -532,6 +533,17 @@ def test_a_look_at_data_is_cheap(here: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(first_look, "SECONDS", -1.0)
     first_look.look(TextFiles(paths=[here / "d"]))
     assert len(opened) == first_look.OPENED
+
+
+def test_rows_that_a_look_leaves_out(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is said of rows that were not read."""
+    (here / "a.jsonl").write_text(9 * '{"text": "a"}\n')
+    (here / "b.jsonl.gz").write_bytes(b"\x1f\x8b\x08aaa")
+    without = SimpleNamespace(files={})  # no chat template, which rows of text do not need
+    first_look.look(Chat(path=f"{here}/*.jsonl*", skip_damaged=True), without)
+    first_look.look(JsonLines(paths=[here / "a.jsonl"], text="no", strict=True, skip_damaged=True))
+    monkeypatch.setattr(first_look, "SECONDS", -1.0)
+    first_look.look(Chat(path=f"{here}/a.jsonl"), without)
 
 
 def test_the_hint_for_a_run_can_be_used(titan: Titan, here: Path) -> None:

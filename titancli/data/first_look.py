@@ -149,6 +149,8 @@ def _examples(config: RowsOfExamples, tokenizer: Any) -> None:
         rows = chain(first, rows)
         chosen: str = config.format
         if chosen == "auto":
+            if not first:
+                return
             chosen = detected(((where, _parsed(data, config)) for where, data in first), Names.of(config))
         if tokenizer is not None and chosen not in WITHOUT_TEMPLATE:
             _require_template(tokenizer)
