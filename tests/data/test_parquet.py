@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from tests.data.helpers import global_rows, make, rows_of, stream
-from titancli.data import Parquet
+from titancli.data import Parquet, trial
 from titancli.errors import EnvironmentProblem, RecipeError
 
 TEXTS = [f"row {number}, ü" + "." * (number % 7) for number in range(30)]
@@ -86,3 +89,45 @@ def test_a_name_that_arrow_does_not_take_is_an_error_in_words(tmp_path: Path) ->
     (tmp_path / "a.parquet").rename(odd)
     with pytest.raises(EnvironmentProblem, match="cannot read the Parquet file"):
         make(Parquet(paths=[tmp_path]))
+
+
+def test_no_byte_of_a_footer_ends_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A column whose type contradicts what else the footer says makes pyarrow abort."""
+    monkeypatch.setenv("TITAN_CACHE", str(tmp_path / "cache"))
+    pq.write_table(pa.table({"text": ["a", "b"]}), tmp_path / "good", store_schema=False)
+    data = (tmp_path / "good").read_bytes()
+    for place in range(len(data) - 8 - int.from_bytes(data[-8:-4], "little"), len(data) - 8):
+        changed = data[:place] + bytes((data[place] ^ 4,)) + data[place + 1 :]
+        (tmp_path / f"{place}.parquet").write_bytes(changed)
+    code = f"""
+from glob import glob
+from titancli.data.parquet_file import open_parquet, try_parquet
+print(*try_parquet(paths := glob("{tmp_path}/*.parquet")), sep="\\n")
+for path in paths:
+    try:
+        with open_parquet(path) as file:
+            file.read()
+    except (OSError, ValueError):
+        pass
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for path in done.stdout.split()[:2]:
+        with pytest.raises(EnvironmentProblem, match=f"{path}: it ends the process"):
+            make(Parquet(paths=[Path(path)]))
+
+
+def test_good_footers_are_tried_once_and_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TITAN_CACHE", str(tmp_path / "cache"))
+    started, run = [], trial.subprocess.run
+
+    def counted(*given: Any, **named: Any) -> Any:
+        started.append(given)
+        return run(*given, **named)
+
+    monkeypatch.setattr(trial.subprocess, "run", counted)
+    for number in range(8):
+        pq.write_table(pa.table({"text": ["a"] * (number + 1)}), tmp_path / f"{number}.parquet")
+    for _ in range(2):
+        tokens_of(Parquet(paths=[tmp_path / "*.parquet"], repeat=False))
+        assert len(started) == 1

@@ -154,20 +154,20 @@ def test_only_chat_needs_transformers(bpe_folder: Path) -> None:
 
 
 def test_a_good_tokenizer_is_tried_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from titancli.data import tokenizer_trial
+    from titancli.data import trial
 
     monkeypatch.setenv("TITAN_CACHE", str(tmp_path / "cache"))
-    started, run = [], tokenizer_trial.subprocess.run
+    started, run = [], trial.subprocess.run
 
     def counted(*given: Any, **named: Any) -> Any:
         started.append(given)
         return run(*given, **named)
 
-    monkeypatch.setattr(tokenizer_trial.subprocess, "run", counted)
+    monkeypatch.setattr(trial.subprocess, "run", counted)
     path = tmp_path / "tokenizer.json"
     path.write_text('{"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}')
-    assert tokenizer_trial.try_first(path) == tokenizer_trial.try_first(path)
+    assert trial.try_tokenizer(path) == trial.try_tokenizer(path)
     assert len(started) == 1
     path.write_text(path.read_text().replace('"a"', '"b"'))
-    tokenizer_trial.try_first(path)
+    trial.try_tokenizer(path)
     assert len(started) == 2

@@ -145,6 +145,26 @@ def long_value(path: Path) -> None:
     pq.write_table(table, path, compression="zstd", use_dictionary=False)
 
 
+def forged(path: Path) -> None:
+    """A column of texts whose type is FLOAT: a byte of the footer differs, and pyarrow aborts at it."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table({"text": ["a", "b"]}), path, store_schema=False)
+    data = path.read_bytes()
+    good, bad = (bytes((0x15, kind)) + b"\x25\x02\x18\x04text" for kind in (12, 8))
+    assert data.count(good) == 1
+    path.write_bytes(data.replace(good, bad))
+
+
+def footer(path: Path) -> None:
+    """A footer of 2 GiB, in holes."""
+    path.write_bytes(b"PAR1")
+    os.truncate(path, 4 + (1 << 31))
+    with open(path, "ab") as file:
+        file.write(((1 << 31) - 8).to_bytes(4, "little") + b"PAR1")
+
+
 def tokenizer(**parts: Any) -> Make:
     whole = {
         "version": "1.0",
@@ -316,6 +336,9 @@ READERS = {
     "document": Reader(ROWS, documents, "x.txt", zeros, text(gzip.compress(gzip.compress(b"x"))), fifo, DATA),
     "rows of Parquet": Reader(ROWS, rows, "x.parquet", repeated, long_value, fifo, f"{DATA} pyarrow.parquet"),
     "column": Reader(ROWS, column, "x.parquet", repeated, long_value, fifo, f"{DATA} pyarrow.parquet"),
+    "footer, rows": Reader(ROWS, rows, "x.parquet", footer, forged, fifo, f"{DATA} pyarrow.parquet"),
+    "footer, column": Reader(ROWS, column, "x.parquet", footer, forged, fifo, f"{DATA} pyarrow.parquet"),
+    "footer, hf": Reader(ROWS, dataset, "x.parquet", footer, forged, fifo, HF),
     "hf, compressed": Reader(ROWS, dataset, "x.jsonl.zst", zeros, bzip, xz, HF),
     "hf, lines": Reader(ROWS, dataset, "x.jsonl", sparse, text(f'{{"text": {BRACKETS}\n'), fifo, HF),
     "hf, list": Reader(ROWS, dataset, "x.json", sparse_list, text(f'[{{"text": {BRACKETS}'), fifo, HF),

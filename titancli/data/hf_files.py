@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from titancli.data.compressed import BLOCK, largest, open_plain, too_large
-from titancli.data.parquet_file import open_parquet, written_out
+from titancli.data.parquet_file import MAGIC as PARQUET
+from titancli.data.parquet_file import open_parquet, try_parquet, written_out
 from titancli.errors import EnvironmentProblem
 from titancli.files import NotRegular, read_bytes, read_json, regular
 from titancli.fingerprint import cache_folder, cache_name
@@ -37,14 +38,7 @@ LINE = 1 << 25
 """Bytes of a line in a compressed file."""
 DEEPEST, MOST = 100, 1_000_000
 """Levels of a card's YAML, and its values when each alias is replaced by what it names."""
-XZ, BZIP, ZIP, GZIP, ZSTD, PARQUET = (
-    b"\xfd7zXZ\0",
-    b"BZh",
-    b"PK\x03\x04",
-    b"\x1f\x8b",
-    b"\x28\xb5\x2f\xfd",
-    b"PAR1",
-)
+XZ, BZIP, ZIP, GZIP, ZSTD = b"\xfd7zXZ\0", b"BZh", b"PK\x03\x04", b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 UNKNOWN = {b"\x04\x22\x4d\x18": "lz4", b"7z\xbc\xaf\x27\x1c": "7z", b"Rar!": "rar"}
 """Compressions that only the library opens."""
 
@@ -62,6 +56,7 @@ def require_small(path: str, seconds: float | None = None) -> bool:
         EnvironmentProblem: a file is not regular, expands beyond bounds, or is nested too deeply.
     """
     end, unread = time.monotonic() + (PATIENCE if seconds is None else seconds), 0
+    try_parquet(_files(path))
     for file in _files(path):
         try:
             unread += not _require_small(file, whole=time.monotonic() < end)

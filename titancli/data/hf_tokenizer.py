@@ -22,7 +22,7 @@ from titancli.data import HFTokenizer as Config
 from titancli.data.chat_template import ChatTemplate
 from titancli.data.hub import local_folder
 from titancli.data.tokenizer_files import tokenizer_files
-from titancli.data.tokenizer_trial import try_first
+from titancli.data.trial import try_tokenizer
 from titancli.data.turn_ends import TurnEnds, ends_of_turns
 from titancli.errors import EnvironmentProblem, RecipeError
 from titancli.files import read_json
@@ -38,7 +38,7 @@ class HFTokenizer:
 
     def __init__(self, folder: Path, *, eos: str | None = None) -> None:
         self._folder = folder
-        digest = try_first(_existing(folder))
+        digest = try_tokenizer(_existing(folder))
         self._tokenizer = _load(folder)
         self._templated: ChatTemplate | None = None
         ids = self._tokenizer.get_vocab(with_added_tokens=True)

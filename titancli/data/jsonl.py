@@ -17,6 +17,7 @@ from titancli.data import JsonLines
 from titancli.data.compressed import is_compressed, open_plain, unreadable
 from titancli.data.files import PIECE_BYTES, TextFile, corpus_identity, files_of, undamaged
 from titancli.data.formats import kind_of_rows
+from titancli.data.parquet_file import try_parquet
 from titancli.data.row_index import row_starts
 from titancli.data.source import Piece, document_order
 from titancli.data.tables import lines_of
@@ -65,6 +66,7 @@ class LineReader:
         self._lines: dict[str, str] = {}
         """The paths that converted files are read from."""
         self._starts: list[np.ndarray] = []
+        try_parquet(file.path for file in files)
         if skip_damaged:
             self._files = undamaged(files, self._convert)
         else:

@@ -15,7 +15,7 @@ import numpy as np
 from titancli.data import Parquet
 from titancli.data.compressed import largest, too_large
 from titancli.data.files import TextFile, corpus_identity, files_of
-from titancli.data.parquet_file import open_parquet, written_out
+from titancli.data.parquet_file import open_parquet, require_harmless, try_parquet, written_out
 from titancli.data.source import Piece, Size, document_order
 from titancli.data.unchanged import require_unchanged
 from titancli.errors import EnvironmentProblem, RecipeError
@@ -41,6 +41,7 @@ class ParquetSource:
         )
         found = corpus_identity(self.label, files, shuffle=self._shuffle, seed=seed, text=False)
         self.identity: dict[str, Any] = {**found, "column": config.text}
+        try_parquet(file.path for file in files)
         counts = [row_groups(file, config.text) for file in files]
         self._firsts = np.cumsum([0, *(len(rows) for rows in counts)])
         """Index of the first row group of each file, then the total."""
@@ -126,6 +127,7 @@ def footer(file: TextFile) -> tuple[Any, Any]:
     import pyarrow.parquet as pq
 
     try:
+        require_harmless(file.path)
         with pq.ParquetFile(file.path) as opened:
             found = opened.schema_arrow, opened.metadata
         require_unchanged(file.path, file.stamp)

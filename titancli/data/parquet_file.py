@@ -1,25 +1,80 @@
-"""Parquet files that anybody may have written, opened so that a small one takes little memory."""
+"""Parquet files that anybody may have written, opened so that a small one takes little memory, and that none
+ends the process."""
 
 from __future__ import annotations
 
+import errno
 import os
+from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
+import xxhash
+
 from titancli.data.compressed import largest, too_large
-from titancli.files import regular
+from titancli.data.trial import harms_of
+from titancli.files import LARGEST, regular
+
+MAGIC = b"PAR1"
+
+
+def try_parquet(paths: Iterable[str]) -> dict[str, str]:
+    """Read the footers of Parquet files in another process, those that are not remembered; return those that
+    end it, and how. To try many files at once saves each of them a process of its own.
+
+    Other files, and files that cannot be read, are left out.
+    """
+    files = {}
+    for path in paths:
+        with suppress(OSError):
+            if footer := _footer(path):
+                files[path] = xxhash.xxh3_128_hexdigest(footer)
+    return harms_of("parquet", "pyarrow", files)
+
+
+def require_harmless(path: str) -> None:
+    """Check that reading a Parquet file does not end the process.
+
+    Raises:
+        OSError: it does, or the file cannot be read.
+    """
+    _footer(path)
+    for reason in try_parquet([path]).values():
+        raise OSError(errno.EIO, reason, path)
+
+
+def _footer(path: str) -> bytes:
+    """Return the footer of a Parquet file; nothing if it is none.
+
+    Raises:
+        OSError: it cannot be read, or its footer is too large.
+    """
+    with open(path, "rb", opener=regular) as file:
+        if (size := os.fstat(file.fileno()).st_size) < 12:
+            return b""
+        file.seek(size - 8)
+        end = file.read(8)
+        length = int.from_bytes(end[:4], "little")
+        if not end.endswith(MAGIC) or length > size - 8:
+            return b""
+        if length > LARGEST:
+            raise OSError(errno.EIO, f"its footer has {length:,} bytes, more than {LARGEST:,}", path)
+        file.seek(size - 8 - length)
+        return file.read(length)
 
 
 def open_parquet(path: str) -> Any:
     """Open a Parquet file whose texts are read as they are stored: each once, however many rows have it.
 
     Raises:
-        OSError: it cannot be read, or a column of a row group expands to more than a file of this size may.
+        OSError: it cannot be read, its footer ends the process that reads it, or a column of a row group
+            expands to more than a file of this size may.
         ArrowException: it is damaged.
     """
     import pyarrow.parquet as pq
 
-    with open(path, "rb", opener=regular) as file:
-        limit = largest(os.fstat(file.fileno()).st_size)
+    require_harmless(path)
+    limit = largest(os.path.getsize(path))
     opened = pq.ParquetFile(path)
     groups, columns = range(opened.metadata.num_row_groups), range(opened.metadata.num_columns)
     for chunk in (opened.metadata.row_group(group).column(column) for group in groups for column in columns):
