@@ -286,6 +286,12 @@ def model(path: Path) -> Any:
     return _model_table(str(path.parent), current())
 
 
+def exported(path: Path) -> Any:
+    from titancli.checkpoint.hf.folder import _bytes_of
+
+    return _bytes_of(path)
+
+
 def adapters(path: Path) -> Any:
     from titancli.recipe.peft_folder import config_of
 
@@ -404,6 +410,15 @@ READERS = {
             }
         ),
         "titancli.data.hf_tokenizer",
+    ),
+    "tokenizer of an export": Reader(
+        "tokenizers and chat templates",
+        exported,
+        "tokenizer.json",
+        sparse,
+        text(BRACKETS),
+        fifo,
+        "titancli.checkpoint.hf.folder",
     ),
     "config.json": Reader(
         "config.json, generation_config.json, adapters",

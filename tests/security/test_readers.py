@@ -15,6 +15,7 @@ READ_WHOLE = {
     "recipe": ("expands",),
     "rows": ("nested",),
     "table": ("nested",),
+    "tokenizer of an export": ("nested",),
 }
 
 

@@ -13,11 +13,14 @@ import click
 from titan_eval.trust import TRUST
 from titancli.commands import Common, NumberOrAuto, note, print_json, short_path, split_overrides
 from titancli.commands.evaluation import document, find_source, keep, launch, recipe_of
-from titancli.errors import UsageError
+from titancli.errors import EnvironmentProblem, UsageError
+from titancli.files import read_json
 from titancli.observe.events import plain
 from titancli.runs import RunFolder
 
 RESULTS = "lm_eval.json"
+LARGEST = 1 << 32
+"""Bytes of the results, which have every answer."""
 
 
 @click.command("lm-eval")
@@ -137,7 +140,18 @@ def _named(tasks: str) -> list[str]:
 
 
 def _read(folder: RunFolder) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder.path / RESULTS).read_text(encoding="utf-8"))
+    """Return the results of a run.
+
+    Raises:
+        EnvironmentProblem: they cannot be read, or are none.
+    """
+    path = folder.path / RESULTS
+    try:
+        found = read_json(path, LARGEST)
+    except (OSError, ValueError) as error:
+        raise EnvironmentProblem(f"{path} cannot be read: {error}", hint="evaluate again") from error
+    if not isinstance(found, dict):
+        raise EnvironmentProblem(f"{path} is not an object", hint="evaluate again")
     return found
 
 

@@ -17,6 +17,7 @@ from titancli.checkpoint.hf.convert import Checksums
 from titancli.checkpoint.hf.detect_model import check_parameters, find_checkpoint, hf_form, recipe_of
 from titancli.checkpoint.hf.sidecar_files import is_tokenizer_file, kept_of, texts
 from titancli.errors import EnvironmentProblem, UsageError
+from titancli.files import read_bytes
 from titancli.registry.component import build
 
 
@@ -87,7 +88,7 @@ def _files(tokenizer: Any) -> dict[str, bytes]:
     found = {}
     for name, path in (tokenizer.files if tokenizer is not None else {}).items():
         try:
-            found[name] = Path(path).read_bytes()
+            found[name] = read_bytes(Path(path))
         except OSError as error:
             raise EnvironmentProblem(f"the tokenizer's {path} cannot be read: {error.strerror}") from error
     return found

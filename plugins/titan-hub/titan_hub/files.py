@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from titancli.errors import EnvironmentProblem, UsageError
+from titancli.files import parse_json, read_bytes
 
 CARD, RECIPE = "README.md", "recipe.toml"
 NAMES = (
@@ -161,8 +162,8 @@ def read_json(file: Path) -> dict[str, Any]:
         EnvironmentProblem: the file has none.
     """
     try:
-        found = json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+        found = parse_json(read_bytes(file))
+    except (OSError, ValueError) as error:
         raise EnvironmentProblem(f"{file} cannot be read: {error}", hint="export the model again") from error
     if not isinstance(found, dict):
         raise EnvironmentProblem(f"{file} is not an object", hint="export the model again")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from titan_hub.files import File
 from titancli.errors import EnvironmentProblem
+from titancli.files import regular
 
 LARGEST = 4 << 20
 """Bytes of a file that are searched at most; nobody writes a longer text by hand."""
@@ -59,7 +60,7 @@ def _secrets(file: File) -> Iterator[str]:
     if isinstance(file.data, bytes):
         data = file.data
     else:
-        with open(file.data, "rb") as opened:
+        with open(file.data, "rb", opener=regular) as opened:
             data = opened.read(LARGEST)
     for number, line in enumerate(data.decode(errors="replace").splitlines(), 1):
         what = next((what for what, pattern in _PATTERNS.items() if pattern.search(line)), None)

@@ -34,7 +34,7 @@ from titancli.checkpoint.hf.stored_files import stored_tensors
 from titancli.checkpoint.load import name_lists
 from titancli.data.tokenizer_files import TEMPLATES, is_tokenizer_file
 from titancli.errors import EnvironmentProblem, TitanError
-from titancli.files import read_json
+from titancli.files import read_bytes, read_json
 from titancli.models.quantization import DEQUANTISE, KEY, quantization_of
 from titancli.protocols import HFForm
 
@@ -178,7 +178,7 @@ def _in_folder(name: str) -> str:
 
 def _bytes_of(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_bytes(path)
     except OSError as error:
         raise EnvironmentProblem(f"the tokenizer's {path} cannot be read: {error.strerror}") from error
 
