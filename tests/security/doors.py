@@ -168,7 +168,7 @@ DOORS = [
     Door(
         "tokenizers and chat templates",
         "data.hf_tokenizer data.trial data.tokenizer_files recipe.vocabulary data.byte_tokenizer"
-        " data.template_trial data.template_child titan_gguf.convert titan_gguf.tokens",
+        " data.template_trial titan_gguf.convert titan_gguf.tokens",
         "tests/docs/test_security.py::test_a_chat_template_is_rendered_in_a_sandbox",
         "tests/data/test_tokenizers.py::test_bad_folders_are_named_with_a_way_out",
     ),
@@ -182,8 +182,7 @@ DOORS = [
         "text, rows and prompts",
         "data.files data.formats data.jsonl data.row_formats data.tables data.compressed"
         " data.packing data.parquet_file data.trial_child data.hf_files data.hf_look data.first_look"
-        " data.forms"
-        " generate.prompts titan_rl.rewards titan_grain.dataset",
+        " data.forms generate.prompts titan_rl.rewards titan_grain.dataset",
         "tests/data/test_formats.py::test_what_is_not_read_is_refused_by_name",
         "tests/data/test_jsonl.py::test_where_strict_a_bad_row_is_an_error_with_file_and_line",
     ),

@@ -279,6 +279,13 @@ def tokenizer_of(path: Path) -> Any:
     return HFTokenizer(path.parent).encode("a")
 
 
+def chat(path: Path) -> Any:
+    from titancli.data.hf_tokenizer import HFTokenizer
+
+    tokenizer()(path.with_name("tokenizer.json"))
+    return HFTokenizer(path.parent).chat([{"role": "user", "content": "a"}])
+
+
 def model(path: Path) -> Any:
     from titancli.recipe.load import _model_table
     from titancli.registry import current
@@ -410,6 +417,15 @@ READERS = {
             }
         ),
         "titancli.data.hf_tokenizer",
+    ),
+    "chat template": Reader(
+        "tokenizers and chat templates",
+        chat,
+        "chat_template.jinja",
+        text("{{ 'x' * 10**10 }}"),
+        text("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"),
+        text("{% for m in messages %}{{ 'x'|center(10**10) }}{% endfor %}"),
+        "titancli.data.hf_tokenizer titancli.data.chat_template transformers",
     ),
     "tokenizer of an export": Reader(
         "tokenizers and chat templates",

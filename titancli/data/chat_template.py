@@ -16,9 +16,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from titancli.data.forms import Forms, printed_by_python
 from titancli.data.marks import ChatRefused, Leaf, Messages, Trace
 from titancli.data.remarks import remark
+from titancli.data.trial import harms_of
 from titancli.data.turns import Turns, common, spans_of_tokens
 from titancli.errors import EnvironmentProblem, RecipeError
 
@@ -54,6 +57,7 @@ class ChatTemplate:
 
         Raises:
             RecipeError: there is none.
+            EnvironmentProblem: it takes more memory or time to render than any template should.
         """
         if not tokenizer.chat_template:
             raise RecipeError(
@@ -62,10 +66,21 @@ class ChatTemplate:
             )
         self._tokenizer, self._folder = tokenizer, folder
         self.text = str(tokenizer.chat_template)
+        texts = tokenizer.chat_template
+        for text in texts.values() if isinstance(texts, dict) else [texts]:
+            self._require_harmless(str(text))
         added = [token for token in tokenizer.added_tokens_decoder.values() if token.content.strip()]
         self._tokens = tuple(token.content for token in added)
         self._special = tuple(token.content for token in added if token.special)
         self._forms = Forms(lambda talk: self._checked(talk, None))
+
+    def _require_harmless(self, text: str) -> None:
+        digest = xxhash.xxh3_128_hexdigest(text.encode(errors="surrogatepass"))
+        for reason in harms_of("template", "jinja2", {text: digest}).values():
+            raise EnvironmentProblem(
+                f"the chat template in {self._folder} cannot be used: {reason}",
+                hint="download it again, or correct chat_template.jinja",
+            )
 
     def ids(
         self, messages: Messages, options: Options = None, *, add_generation_prompt: bool = False

@@ -7,17 +7,14 @@ Only if it fails there is transformers imported, which has the last word.
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
-import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from titancli.data import template_child
 from titancli.data.chat_template import ChatRefused, not_jinja
 from titancli.data.forms import TALK
 from titancli.data.row_formats import Talk
+from titancli.data.trial import reason, run_child
 from titancli.errors import EnvironmentProblem, RecipeError, causes
 from titancli.files import read_bytes, read_json
 
@@ -46,7 +43,6 @@ def try_template(tokenizer: Any, talks: Iterable[Talk]) -> None:
     how = {**tokens, "tools": None, "documents": None, "add_generation_prompt": False}
     found = _in_child(
         {
-            "seconds": template_child.SECONDS,
             "template": text,
             "conversations": [{**how, **talk.options, "messages": talk.messages} for talk in asked],
         },
@@ -99,20 +95,11 @@ def _token(value: Any) -> Any:
 
 
 def _in_child(given: dict[str, Any], folder: Path) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-I", template_child.__file__],
-        input=json.dumps(given),
-        capture_output=True,
-        text=True,
-        errors="replace",
-    )
+    done = run_child("conversations", given)
     if done.returncode == 0:
         found: dict[str, Any] = json.loads(done.stdout)
         return found
-    if done.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
-        why = f"it takes more than {template_child.SECONDS} CPU-seconds"
-    else:
-        why = (done.stderr.strip().splitlines() or ["it ends the process"])[-1][:200]
     raise EnvironmentProblem(
-        f"the chat template in {folder} cannot be used: {why}", hint="download it again, or correct it"
+        f"the chat template in {folder} cannot be used: {reason('template', 'jinja2', done)}",
+        hint="download it again, or correct it",
     )

@@ -1,11 +1,12 @@
-"""Try files in a process of their own before this one reads them, once for each content.
+"""Try what strangers wrote in a process of its own before this one uses it, once for each content.
 
-Libraries trust what they read: a file of a few hundred bytes can abort the process, or take all its memory or
-minutes. What was tried is remembered in titan's cache by content and by the library's version. Torch-free.
+Libraries trust what they read: a few hundred bytes can abort the process, or take all its memory or minutes.
+What was tried is remembered in titan's cache by content and by the library's version. Torch-free.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
@@ -17,6 +18,7 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
@@ -28,7 +30,7 @@ from titancli.fingerprint import cache_folder, lock_if_possible
 logger = logging.getLogger(__name__)
 
 PORTION = 256
-"""Files for which it is worth to start a process."""
+"""Number for which it is worth to start another process."""
 
 
 def try_tokenizer(path: Path) -> str:
@@ -49,19 +51,18 @@ def try_tokenizer(path: Path) -> str:
     return digest
 
 
-def harms_of(kind: str, library: str, files: Mapping[str, str]) -> dict[str, str]:
-    """Return the files that harm the process that reads them, and how.
+def harms_of(kind: str, library: str, digests: Mapping[str, str]) -> dict[str, str]:
+    """Return what harms the process that uses it, and how.
 
-    Only files that are not remembered are tried. Of all processes that ask for some, one tries them while the
-    others wait.
+    Only what is not remembered is tried. Of all processes that ask, one tries while the others wait.
 
     Args:
         kind: a function of `trial_child`.
-        library: the package that reads the files.
-        files: digests of what is tried, by path.
+        library: the package that is used.
+        digests: of what is tried, by path, or by the text itself for templates.
     """
     folder, suffix = cache_folder() / "tried" / kind, version(library)
-    marks = {path: folder / f"{digest}-{suffix}" for path, digest in files.items()}
+    marks = {one: folder / f"{digest}-{suffix}" for one, digest in digests.items()}
     if all(mark.is_file() for mark in marks.values()):
         return {}
     with ExitStack() as stack:
@@ -69,41 +70,47 @@ def harms_of(kind: str, library: str, files: Mapping[str, str]) -> dict[str, str
             folder.mkdir(parents=True, exist_ok=True)
             lock_if_possible(stack.enter_context(open(folder / "lock", "a")))
         except OSError as error:
-            logger.warning("%s cannot be written (%s): files are tried at each start", folder, error)
-        left = {path: mark for path, mark in marks.items() if not mark.is_file()}
+            logger.warning("%s cannot be written (%s): it is tried at each start", folder, error)
+        left = [one for one, mark in marks.items() if not mark.is_file()]
         count = min(len(os.sched_getaffinity(0)), -(-len(left) // PORTION))
-        portions = [dict(list(left.items())[number::count]) for number in range(count)]
+        portions = [{one: marks[one] for one in left[number::count]} for number in range(count)]
         with ThreadPoolExecutor(max(count, 1)) as pool:
             found = pool.map(partial(_tried, kind, library), portions)
-        return {path: reason for harms in found for path, reason in harms.items()}
+        return {one: reason for harms in found for one, reason in harms.items()}
 
 
 def _tried(kind: str, library: str, marks: Mapping[str, Path]) -> dict[str, str]:
-    """Try files in a process, and in another one after each that harms; remember the good ones."""
-    left, harms = list(marks), {}
+    """Try all in a process, and in another one after each that harms; remember the good ones."""
+    left = list(marks)
+    harms: dict[str, str] = {}
     while left:
-        done = subprocess.run(
-            [sys.executable, "-P", trial_child.__file__, kind],
-            input=b"\0".join(map(os.fsencode, left)),
-            capture_output=True,
-        )
+        done = run_child(kind, left)
         survived = len(done.stdout)
         with suppress(OSError):
-            for path in left[:survived]:
-                marks[path].touch()
-        if survived < len(left):
-            harms[left[survived]] = _reason(library, done)
-        left = left[survived + 1 :]
+            for one in left[:survived]:
+                marks[one].touch()
+        left = left[survived:]
+        harmed = left if done.returncode == 1 else left[:1]  # 1: the library cannot be imported
+        harms |= dict.fromkeys(harmed, reason(kind, library, done))
+        left = left[len(harmed) :]
     return harms
 
 
-def _reason(library: str, done: subprocess.CompletedProcess[bytes]) -> str:
+def run_child(kind: str, given: Any) -> subprocess.CompletedProcess[bytes]:
+    """Run a function of `trial_child` in a process of its own, with plain JSON on stdin."""
+    command = [sys.executable, "-P", trial_child.__file__, kind]
+    return subprocess.run(command, input=json.dumps(given).encode(), capture_output=True)
+
+
+def reason(kind: str, library: str, done: subprocess.CompletedProcess[bytes]) -> str:
     """Return why a trial failed."""
     said = done.stderr.decode(errors="replace").strip()
     if done.returncode == trial_child.PANIC:
         return f"the library {library} panics: {_line(said)}"
+    if done.returncode == trial_child.MEMORY:
+        return "it takes all memory"
     if done.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
-        return f"it takes more than {trial_child.SECONDS} CPU-seconds"
+        return f"it takes more than {trial_child.SECONDS[kind]} CPU-seconds"
     if done.returncode < 0:
         return f"it ends the process ({signal.Signals(-done.returncode).name}): {_line(said)}"
     return _line((said.splitlines() or ["it ends the process"])[-1])
