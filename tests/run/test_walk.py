@@ -32,7 +32,5 @@ def test_the_first_forward_is_reached_through_the_files_that_the_page_names(
 
     monkeypatch.setattr(Decoder, "forward", seen)
     assert train("tiny.toml", "training.steps=1").code == 0
-    paragraph = (
-        PAGE.read_text(encoding="utf-8").partition("goes through eight files:")[2].partition("\n\n")[0]
-    )
+    paragraph = PAGE.read_text(encoding="utf-8").partition("goes through nine files:")[2].partition("\n\n")[0]
     assert [*files, "models/blocks/decoder.py"] == re.findall(r"`([\w/.]+\.py)`", paragraph)
