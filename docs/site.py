@@ -52,7 +52,7 @@ NAV: dict[str, dict[str, str]] = {
     "Explanation": {
         "Layouts": "docs/layouts.md",
         "Memory and speed": "docs/plan.md",
-        "A GPU that computes nothing": "docs/null-gpu.md",
+        "Test GPU code without a GPU": "docs/null-gpu.md",
         "Architecture": "docs/architecture.md",
         "Benchmarks": "benchmarks/README.md",
         "Contributing": "CONTRIBUTING.md",
