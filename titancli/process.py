@@ -81,7 +81,7 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def own_folder() -> Iterator[Path]:
-    """A folder on this machine's own disk, for as long as the command runs; only its user can read it.
+    """Make a folder on this machine's own disk, for as long as the command runs; only its user can read it.
 
     systemd-tmpfiles, which removes what nobody has touched for ten days, leaves alone what is locked.
 

@@ -102,7 +102,7 @@ def code_hash(plugin: str, file: Path | None = None) -> str | None:
 
 
 def _packages() -> dict[str, str]:
-    """The package of each plugin."""
+    """Return the package of each plugin."""
     tops = {point.name: point.value.partition(":")[0].partition(".")[0] for point in entry_points()}
     return {**tops, "titan": "titancli"}
 

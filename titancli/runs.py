@@ -383,7 +383,7 @@ class RunFolder:
         return is_locked(self.path / "ranks.lock", fcntl.LOCK_EX) is True
 
     def _lock(self, name: str, kind: int) -> IO[str]:
-        """An open file that is locked, and says by whom."""
+        """Open a file, lock it, and write who locked it."""
         return locked(self.path / name, kind, f"the run folder {self.path}")
 
     # ------------------------------------------------------------------------------------- recipe.lock.toml

@@ -65,7 +65,7 @@ _INSTALL = re.compile(r"(?<![\w./'\"-])(?<!-m )pip(?= install )")
 
 
 def _started_from() -> Path | None:
-    """The script `titan` of this very installation; None where it has none."""
+    """Return the script `titan` of this very installation; None if it has none."""
     script = Path(sys.argv[0])
     if script.name != "titan" or not script.is_file():  # another program, or `python -m titancli`
         script = Path(sys.executable).with_name("titan")

@@ -36,7 +36,7 @@ LACKS = (SPLIT_BACKWARD,)
 
 
 def torch_version() -> Version | None:
-    """The installed torch, by its metadata; None where there is none."""
+    """Return the installed torch, by its metadata; None if there is none."""
     from packaging.version import Version
 
     try:

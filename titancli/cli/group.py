@@ -105,7 +105,7 @@ class Titan(Lazy):
         super().unknown(ctx, name, more)
 
     def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """One screen: click would give each command and each option a line."""
+        """Write one screen: click would give each command and each option a line."""
         formatter.write_usage(ctx.command_path, "COMMAND [ARGS]...")
         formatter.write(f"{self.help} To begin with:\n")
         formatter.write_dl([(f"  {line}", text) for line, text in BEGIN], col_max=60)

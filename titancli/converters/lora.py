@@ -216,8 +216,8 @@ class Adapters:
         return name.endswith(_ENDS)
 
     def initialise(self, model: nn.Module, generator_for: Callable[[str], torch.Generator]) -> None:
-        """A uniform in ±1/√in (of embeddings normal), B zero: the model begins as its base; the same on every
-        layout. Of stacks [in, out] it is B that has the inputs' side."""
+        """Draw A uniformly in ±1/√in (for embeddings normally) and set B to zero: the model begins as its
+        base, the same on every layout. In stacks [in, out], B has the inputs' side."""
         for path, module in model.named_modules():
             for key, parameter in module.named_parameters(recurse=False):
                 if not key.endswith(OWN):
@@ -241,7 +241,7 @@ class Adapters:
 
     @contextmanager
     def disabled(self, parts: Iterable[nn.Module]) -> Iterator[None]:
-        """The parts as the base is."""
+        """Let the parts compute as the base inside the block."""
         layers = [m for p in parts for m in p.modules() if isinstance(m, Adapted | AdaptedExperts)]
         before = [layer.enabled for layer in layers]
         for layer in layers:
@@ -253,8 +253,8 @@ class Adapters:
                 layer.enabled = enabled
 
     def merged(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The plain model's tensors out of all in the order of their modules, adapters added in and rounded
-        once to the weight's dtype; one adapted layer is held at a time."""
+        """Yield the plain model's tensors from all tensors in the order of their modules, with adapters added
+        and the sum rounded once to the weight's dtype. Holds one adapted layer at a time."""
         held: dict[str, Tensor] = {}
         for name, tensor in tensors:
             if held or name in self._adapted:

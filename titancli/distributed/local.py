@@ -132,13 +132,13 @@ class RowCut:
         return self.part(x, self.group.rank, dim)
 
     def part(self, x: Tensor, rank: int, dim: int) -> Tensor:
-        """A rank's part of whole rows."""
+        """Return a rank's part of whole rows."""
         pieces = x.chunk(self.pieces, dim)
         return torch.cat([pieces[number] for number in self._of(rank)], dim)
 
     def join(self, x: Tensor, dim: int) -> Tensor:
-        """The parts of all ranks, in document order; every rank goes on to compute the same with them, and
-        backward keeps this rank's part of the gradient."""
+        """Return the parts of all ranks, in document order. Every rank goes on to compute the same with them,
+        and backward keeps this rank's part of the gradient."""
         return self.in_order(gather_same(x, 0, self.group), dim)
 
     def gathered(self, x: Tensor, dim: int) -> Tensor:

@@ -109,8 +109,8 @@ def init_process_group(
 
 
 def _meeting_place(rank: int, world: int, timeout: timedelta, file: Path | None) -> Any:
-    """The store that all ranks share: `file`, or at torchrun's address. It is kept: where rank 0 serves it, a
-    second one at the same address would race with the end of the first."""
+    """Return the store that all ranks share: `file`, or at torchrun's address. It is reused: if rank 0 serves
+    it, a second one at the same address would race with the end of the first."""
     import torch.distributed as dist
 
     global _store
@@ -145,7 +145,7 @@ def tighten_timeouts(seconds: int) -> None:
 
 
 def set_timeouts(seconds: float) -> None:
-    """The same, of what is started from now on; nothing is waited for."""
+    """Set the same limit for collectives that start from now on; wait for nothing."""
     from titancli.distributed.private import groups, set_timeout
 
     for group in set(groups()) - set(_patient):
@@ -339,8 +339,8 @@ def made_here() -> bool:
 
 
 def _made_current(device: torch.device) -> torch.device:
-    """The same GPU, now the current one: events, streams and collectives that name none are of that, and
-    would wait for another GPU than the one that computes."""
+    """Make the GPU the current one and return it: events, streams and collectives that name no GPU use the
+    current one, and would wait for another GPU than the one that computes."""
     import torch
 
     if device.type != "cuda":

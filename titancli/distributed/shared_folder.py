@@ -71,7 +71,7 @@ def _write(path: Path, text: str) -> str | None:
 
 
 def _unseen(folder: Path, token: str, writers: Sequence[tuple[int, str]], patience: float) -> list[str]:
-    """The hosts whose files do not show up here in time."""
+    """Return the hosts whose files do not show up here in time."""
     deadline = time.monotonic() + patience
     waiting = list(writers)
     while True:

@@ -15,7 +15,7 @@ JSON_LINES = (".jsonl", ".ndjson")
 
 
 def read_prompts(prompt: str | None, file: Path | None) -> list[str]:
-    """The prompts of a command line; at least one.
+    """Return the prompts of a command line; at least one.
 
     Args:
         prompt: text; `-`, or None where standard input is no terminal: all of standard input.
@@ -47,7 +47,7 @@ def _read_stdin() -> str:
 
 
 def read_file(path: Path) -> list[str]:
-    """A prompt a line; empty lines do not count. In `*.jsonl` each line is an object with "prompt".
+    """Return one prompt for each line that is not empty. In `*.jsonl` each line is an object with "prompt".
 
     Raises:
         UsageError: it holds no prompt, or a line is not what it should be; names the line.

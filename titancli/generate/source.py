@@ -126,7 +126,7 @@ def _recipes_tokenizer(config: Any) -> Tokenizer:
 
 
 def _tokenizer(name: str | None) -> Tokenizer:
-    """The tokenizer that was named."""
+    """Return the tokenizer that the user named."""
     from titancli.data import HFTokenizer
     from titancli.registry import current
 
@@ -177,7 +177,7 @@ def encode_chat(source: Source, texts: Sequence[str], *, system: str | None = No
 
 
 def _fitting(config: Any, prompts: list[list[int]]) -> list[list[int]]:
-    """The prompts, if the model has their tokens and room for them."""
+    """Return the prompts, if the model has their tokens and room for them."""
     vocab_size, longest = config.vocab_size, config.max_seq_len
     for number, prompt in enumerate(prompts, start=1):
         which = "the prompt" if len(prompts) == 1 else f"prompt {number}"
@@ -209,7 +209,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def load_model(source: Source, *, seq_len: int, device: torch.device, dtype: torch.dtype) -> Any:
-    """The model, whole, on one device.
+    """Load the whole model on one device.
 
     Raises:
         PluginError: it cannot generate.
@@ -230,7 +230,7 @@ def load_model(source: Source, *, seq_len: int, device: torch.device, dtype: tor
 
 
 def _bare(config: Any, *, seq_len: int) -> Any:
-    """The model on meta.
+    """Return the model on meta.
 
     Raises:
         PluginError: it cannot generate.

@@ -54,8 +54,8 @@ def _reached_by(name: str) -> bool:
 
 
 def _interface() -> tuple[str, str] | None:
-    """The network interface that others reach, and its address; None where there is none at all, so that all
-    nodes are on this machine.
+    """Return the network interface that others reach, and its address; None if there is no interface, so that
+    all nodes are on this machine.
 
     Raises:
         EnvironmentProblem: see `reachable`.
@@ -88,7 +88,7 @@ def _interface() -> tuple[str, str] | None:
 
 
 def _interfaces() -> dict[str, str]:
-    """The IPv4 address of each network interface that is up and has one."""
+    """Return the IPv4 address of each network interface that is up and has one."""
     found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         for _, name in socket.if_nameindex():
@@ -101,7 +101,7 @@ def _interfaces() -> dict[str, str]:
 
 
 def _default_address() -> str | None:
-    """The address from which packets to the world outside leave; none is sent."""
+    """Return the address from which packets to other networks leave; send none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as outwards:
         try:
             outwards.connect(("192.0.2.1", 9))  # an address of documentation, RFC 5737

@@ -95,7 +95,7 @@ def _agent_class() -> Any:
 
     class Agent(LocalElasticAgent):
         def run(self, role: str = DEFAULT_ROLE) -> RunResult:
-            """A spare node that was not needed has ended well, but torch has no result for it, and fails."""
+            """Succeed on a spare node that was not needed: torch has no result for it, and would fail."""
             return super().run(role) or RunResult(state=WorkerState.SUCCEEDED)
 
         def _restart_workers(self, worker_group: WorkerGroup) -> None:
@@ -133,8 +133,8 @@ def _node_is_lost(worker_group: Any) -> bool:
 
 
 def _count_only_nodes_that_fit() -> None:
-    """A spare node that has lost the race for the last place waits for the next round, and torch would
-    restart all ranks for it, again and again."""
+    """Count only waiting nodes that fit: a spare node that lost the race for the last place waits for the
+    next round, and torch would restart all ranks for it, again and again."""
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler as Handler
 
     counted = Handler.num_nodes_waiting
@@ -249,7 +249,7 @@ def _rendezvous_of_one() -> None:
 
 
 def children(parent: int) -> list[int]:
-    """The process ids of a process's children."""
+    """Return the process ids of a process's children."""
     found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdecimal():

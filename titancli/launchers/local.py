@@ -67,7 +67,7 @@ def in_place(config: Local, request: LaunchRequest) -> bool:
 
 
 def exit_code(outcome: dict[str, Any]) -> int:
-    """The command's exit code for an outcome that a worker, or the command of another node, wrote."""
+    """Return the command's exit code for an outcome that a worker, or the command of another node, wrote."""
     codes = {"stopped": EXIT_STOPPED, "interrupted": EXIT_INTERRUPTED, "failed": EXIT_FAILED}
     return codes.get(outcome["why"], EXIT_OK)
 
@@ -169,7 +169,7 @@ def _result(
     step: int | None,
     signals: Signals,
 ) -> int:
-    """The exit code, from what the ranks left behind."""
+    """Return the exit code, from what the ranks left behind."""
     outcome = _outcome(request, PATIENCE if agent_code == EXIT_OK and request.nnodes > 1 else 0.0)
     lost = agent_code < 0 and not signals.received  # somebody killed torchrun
     if outcome is None and agent_code == EXIT_OK:  # so ends torchrun too where another node's has given up

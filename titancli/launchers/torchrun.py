@@ -42,8 +42,8 @@ LOOK_SECONDS = 10.0
 def torchrun_command(
     config: Local, request: LaunchRequest, meeting: Meeting | None = None, store: Path | None = None
 ) -> list[str]:
-    """The command that starts this node's ranks. They meet in a folder, `store`, that this user alone can
-    read; on several nodes at the place of `meeting`, or at `--rdzv`."""
+    """Return the command that starts this node's ranks. They meet in a folder, `store`, that this user alone
+    can read; on several nodes at the place of `meeting`, or at `--rdzv`."""
     if request.nnodes == 1:
         rendezvous = [f"--rdzv-backend={ONE_NODE}", "--rdzv-id=titan"]
     else:

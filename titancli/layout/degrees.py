@@ -21,7 +21,7 @@ def divisors(*sizes: int) -> list[int]:
 
 
 def near(value: int, fitting: Iterable[int]) -> str:
-    """The fitting numbers in words: all of a few, else the two below and the two above."""
+    """Return the fitting numbers in words: all of a few, else the two below and the two above."""
     found = sorted(fitting)
     if len(found) > 6:
         found = [n for n in found if n < value][-2:] + [n for n in found if n >= value][:2]
@@ -31,7 +31,7 @@ def near(value: int, fitting: Iterable[int]) -> str:
 def nearest_degrees(
     degrees: Mapping[str, int], world: int, can: Callable[[str, int], bool] = lambda name, degree: True
 ) -> str | None:
-    """The degree of a mesh that is least far from making `world` ranks, and what it would be, in words.
+    """Return the degree of a mesh that is nearest to making `world` ranks, and its value, in words.
 
     Args:
         degrees: by name; -1 takes the ranks that are left.
@@ -99,7 +99,7 @@ class Mesh:
     """Expert-parallel degree: ranks over which experts are distributed, taken from dp_shard * cp * tp."""
 
     def resolve(self, world: int, can: Callable[[str, int], bool] = lambda name, degree: True) -> Degrees:
-        """The degrees on `world` ranks.
+        """Return the degrees on `world` ranks.
 
         Args:
             can: whether the model can be cut so; an error names only such degrees.

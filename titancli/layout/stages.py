@@ -98,7 +98,8 @@ def cut(
     before: Sequence[str] = BEFORE,
     after: Sequence[str] = AFTER,
 ) -> list[list[str]]:
-    """The names of every stage's modules, in the order of the model: the one answer to "what is where".
+    """Return the names of every stage's modules, in the order of the model. Only this function decides which
+    stage has a module.
 
     Args:
         pp: ranks of the pipeline; the number of stages is a multiple of it.
@@ -193,7 +194,7 @@ def in_order(
 
 
 def stage_ranks(schedule: str, pp: int, stages: int) -> list[int]:
-    """The rank within the pipeline that holds each stage."""
+    """Return for each stage the rank within the pipeline that holds it."""
     ranks = [i % pp for i in range(stages)]
     if SCHEDULES[schedule].v_shaped:
         ranks = [i if i < pp else stages - 1 - i for i in range(stages)]
@@ -201,7 +202,7 @@ def stage_ranks(schedule: str, pp: int, stages: int) -> list[int]:
 
 
 def stages_of(schedule: str, pp: int, rank: int, stages: int) -> list[int]:
-    """The stages that one rank of the pipeline holds, first to last."""
+    """Return the stages that one rank of the pipeline holds, first to last."""
     return [stage for stage, holder in enumerate(stage_ranks(schedule, pp, stages)) if holder == rank]
 
 

@@ -171,8 +171,8 @@ class Run:
         self._early = reason
 
     def next_microbatches(self, data: Source, count: int) -> list[Batch]:
-        """The micro-batches of one step; fewer, or none, at the end of the data. A dataset has as many on
-        every rank: if not, the next verb, or `finish`, raises on all of them."""
+        """Return the micro-batches of one step; fewer, or none, at the end of the data. A dataset has as many
+        on every rank: if not, the next verb, or `finish`, raises on all of them."""
         began = time.perf_counter()
         with phase("data"):
             batches = list(itertools.islice(data, count))
@@ -294,7 +294,7 @@ class Run:
             self._done(CALLBACKS)
 
     def saved(self, step: int, path: Path) -> None:
-        """A checkpoint is complete."""
+        """Record that a checkpoint is complete, and call the hooks."""
         self.saved_step = step
         self.hooks.call("checkpoint_saved", step, path)
 
@@ -354,8 +354,8 @@ class Run:
                 self.checkpoints.save(engine.step, tensors, {"engine": counters, "data": data.state})
 
     def _agree(self) -> tuple[str | None, bool, bool, bool]:
-        """The signal that some rank got; whether some rank knows of a save that failed, or of too many steps
-        that were skipped; and whether one wants the run to end early."""
+        """Return the signal that some rank got; whether some rank knows of a save that failed, or of too many
+        steps that were skipped; and whether one wants the run to end early."""
         requested = self.stop.requested
         failed = self.checkpoints is not None and self.checkpoints.failed
         too_many = self.guard is not None and self.guard.too_many()

@@ -222,7 +222,8 @@ class Evaluation:
         yield from map(copied, itertools.islice(self._data, steps))
 
     def _next(self, batches: Iterator[Batch], cancelled: Callable[[], bool]) -> list[Batch | None]:
-        """The next batches, as many on every rank; none at the end on all of them, and None if cancelled.
+        """Return the next batches, equally many on every rank; none at the end on all of them, and None if
+        cancelled.
 
         A rank whose data have ended passes batches without targets.
         """

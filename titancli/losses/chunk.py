@@ -102,7 +102,7 @@ def log_probs_gradient(
 
 
 def put(logits: Tensor, targets: Tensor, values: Tensor, group: Group | None) -> Tensor:
-    """The logits with `values`, [rows] fp32, written to those of the targets' columns that are here."""
+    """Write `values`, [rows] fp32, to those of the targets' columns that are here, and return the logits."""
     picks = _Picks(targets, logits.shape[1], group)
     values = torch.where(picks.elsewhere, picks.here(logits), values.to(logits.dtype))
     return logits.scatter_(1, picks.columns, values[:, None])
@@ -110,7 +110,7 @@ def put(logits: Tensor, targets: Tensor, values: Tensor, group: Group | None) ->
 
 @lru_cache
 def compiled(function: Callable, backend: str | None) -> Callable:
-    """The function, compiled once for a backend; None leaves it as it is."""
+    """Return the function, compiled once for a backend; None leaves it as it is."""
     return function if backend is None else torch.compile(function, backend=backend, fullgraph=True)
 
 
@@ -126,7 +126,7 @@ class _Picks:
         self.columns = own.clamp(0, columns - 1)[:, None]
 
     def of(self, logits: Tensor) -> Tensor:
-        """The targets' logits; anything where there is no target."""
+        """Return the targets' logits; anything for rows without a target."""
         found = self.here(logits)
         if self.group is None:
             return found

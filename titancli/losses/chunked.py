@@ -147,9 +147,9 @@ def linear_log_probs_and_entropy(
     backend: str | None = None,
     cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The same, and the entropy −Σ p·log p of softmax(hidden · weightᵀ) over the whole vocabulary, in nats:
-    [...] fp32, 0 where there is no target. Both carry their gradient; that of an entropy that is used for
-    nothing costs nothing."""
+    """Return the same, and the entropy −Σ p·log p of softmax(hidden · weightᵀ) over the whole vocabulary, in
+    nats: [...] fp32, 0 for rows without a target. Both carry their gradient; the gradient of an unused
+    entropy costs nothing."""
     rows = hidden.flatten(0, -2)
     found, entropy = _LogProbs.apply(rows, weight, targets.flatten(), group, backend, cap, True)
     return found.view(targets.shape), entropy.view(targets.shape)
@@ -179,7 +179,7 @@ def linear_topk(
 
 @torch.no_grad()
 def entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """The entropy of softmax(logits) where there is a target, [...] fp32, without gradient.
+    """Return the entropy of softmax(logits) for rows with a target, [...] fp32, without gradient.
 
     Args:
         logits: [..., V], which are whole; not overwritten.
@@ -295,7 +295,7 @@ def capped(logits: Tensor, cap: float | None) -> tuple[Tensor, Tensor | None]:
 
 
 def _uncapped(grad: Tensor, slope: Tensor | None, hidden: Tensor) -> Tensor:
-    """The gradient by logits before they were capped, in the dtype of the products."""
+    """Return the gradient by logits before they were capped, in the dtype of the products."""
     return grad if slope is None else grad.mul_(slope).to(hidden.dtype)
 
 

@@ -22,7 +22,7 @@ class CrossEntropy(LossDefaults):
     output = "logprobs"
 
     def __init__(self, config: Any = None) -> None:
-        """The config has no fields."""
+        """Take the config, which has no fields."""
 
     def token_weights(self, batch: Batch) -> Tensor:
         """[B, S] fp32: 1 where there is a target."""
@@ -43,7 +43,7 @@ class CrossEntropyFull(LossDefaults):
     needs = ("targets",)
 
     def __init__(self, config: Any = None) -> None:
-        """The config has no fields."""
+        """Take the config, which has no fields."""
 
     def __call__(self, out: Tensor, batch: Batch) -> LossResult:
         """

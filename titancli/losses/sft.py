@@ -23,7 +23,7 @@ class SFT(LossDefaults):
     weighted = True
 
     def __init__(self, config: Any = None) -> None:
-        """The config has no fields."""
+        """Take the config, which has no fields."""
 
     def check_batch(self, batch: Batch) -> None:
         """

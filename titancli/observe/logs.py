@@ -56,7 +56,7 @@ class Lines:
 
 
 def _last(path: Path, count: int) -> int:
-    """The offset of the last `count` lines; only as much of the file is read as these take."""
+    """Return the offset of the last `count` lines; read only as much of the file as these take."""
     try:
         with open(path, "rb", opener=regular) as file:
             position = end = file.seek(0, 2)

@@ -176,7 +176,8 @@ class Panel:
                 setattr(sys, name, self._streams[name])
 
     def _lines(self) -> list[str]:
-        """The panel as the terminal is now; one column is left free, or a terminal might wrap at the last."""
+        """Return the panel for the terminal's present size; one column stays free, or a terminal might wrap
+        at the last."""
         if self._step is None:
             return []
         columns, rows = shutil.get_terminal_size()

@@ -88,7 +88,7 @@ class Profiler:
                 self._open(self._window, done)
 
     def step_done(self, done: int) -> None:
-        """A step is done."""
+        """Advance the recording by a step."""
         self._step = done
         window = self._window
         if window is not None:
@@ -100,7 +100,7 @@ class Profiler:
             self._snapshot(f"step-{done}")
 
     def run_start(self, done: int) -> None:
-        """The loop is about to begin."""
+        """Begin to record memory, if the recipe asks for snapshots."""
         if self._snapshots and self._device.type != "cuda":
             self._snapshots = False
             if self._rank == 0:
@@ -109,7 +109,7 @@ class Profiler:
             _record_memory(True)
 
     def close(self, error: BaseException | None) -> None:
-        """The loop has ended, or an error has ended it."""
+        """End the recording after the loop, or after the error that ended it."""
         if self._window is not None:  # an incomplete one
             self._window.last = self._step
             self._close(self._window)
@@ -121,7 +121,7 @@ class Profiler:
     # ------------------------------------------------------------------------------------------- windows
 
     def _planned(self, done: int, wish: Wish | None) -> Window | None:
-        """The steps to record that begin now, warm-up first; those of a schedule end at a multiple of
+        """Return the steps to record that begin now, warm-up first; those of a schedule end at a multiple of
         `profile_freq`."""
         warmup, active = self._section.profiler_warmup, self._section.profiler_active
         if wish is not None:

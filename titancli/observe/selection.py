@@ -63,7 +63,7 @@ def _known(key: str, runs: Sequence[Summary]) -> str:
 
 
 def _value(run: Summary, key: str) -> str | float | None:
-    """A text or a number, the same of all runs."""
+    """Return a text or a number, the same of all runs."""
     if key in FIELDS:
         return run.path.name if key == "name" else getattr(run, key)
     return run.metrics.get(key)

@@ -16,7 +16,8 @@ from titancli.parallel.activation_checkpoint import draws
 
 @lru_cache  # blocks share compiled code only while their backend is one object
 def within_budget(backend: str, budget: float) -> Callable[..., Any]:
-    """A backend that may keep this share of a graph's activations for backward, and makes the others again.
+    """Return a backend that may keep this share of a graph's activations for backward, and recomputes the
+    others.
 
     The partitioner chooses, by the time that each would take (`torch._functorch.config`); the setting holds
     while a graph is compiled, and nowhere else.
@@ -68,7 +69,7 @@ class _Random(TorchDispatchMode):
 
 
 def _drawing(graph: torch.fx.GraphModule) -> str:
-    """The name of an operator of a traced graph that draws random numbers; "" where none does."""
+    """Return the name of an operator of a traced graph that draws random numbers; "" if none does."""
     inputs = [node.meta["example_value"] for node in graph.graph.nodes if node.op == "placeholder"]
     fakes = [value.fake_mode for value in inputs if isinstance(value, FakeTensor)]
     with torch.no_grad(), fakes[0] if fakes else FakeTensorMode(), _Random() as random:

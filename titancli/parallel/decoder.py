@@ -39,7 +39,7 @@ def build(
     activation_checkpoint: ActivationCheckpoint,
     compile: Compile,
 ) -> Callable[[Any], Any]:
-    """A callable that cuts a model on meta in place and returns it.
+    """Return a callable that cuts a model on meta in place and returns it.
 
     Raises:
         RecipeError: a setting needs a GPU, and the device is none; or nothing can be compiled for it here.

@@ -87,7 +87,7 @@ class AllToAll:
 
 
 def _by_expert(received: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """The order that brings rows from rank-major to expert-major, and its inverse."""
+    """Return the order that brings rows from rank-major to expert-major, and its inverse."""
     ranks, experts = received.shape
     labels = torch.arange(experts, device=received.device).repeat(ranks)
     order = labels.repeat_interleave(received.flatten(), output_size=total).argsort(stable=True)

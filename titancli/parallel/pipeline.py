@@ -42,7 +42,7 @@ class Placement:
 
 
 def split(model: Any, section: Pipeline, pp: int, rank: int) -> tuple[list[Any], Placement]:
-    """The parts of a model on meta that one rank of the pipeline has, and where all stages are.
+    """Return the parts of a model on meta that one rank of the pipeline has, and the place of all stages.
 
     The parts take the model's modules over: it is of no use after this.
 
@@ -79,7 +79,7 @@ def ends(model: Any) -> tuple[Sequence[str], Sequence[str]]:
 
 
 def part_of(model: Any, names: Iterable[str]) -> Any:
-    """The model with these of its modules, the same objects, and None in place of the others."""
+    """Return the model with these of its modules, the same objects, and None in place of the others."""
     part = copy.copy(model)
     for name, value in vars(model).items():
         if isinstance(value, dict | set):  # registries of modules, parameters, hooks: no two parts share one

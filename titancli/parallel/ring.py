@@ -81,7 +81,7 @@ def ring_forward(q: Tensor, k: Tensor, v: Tensor, name: str, size: int, rank: in
 def ring_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, name: str, size: int, rank: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v."""
+    """Return the gradients of q, k and v."""
     whole = Queries(grad, q, out, lse)
     tails = Queries(*(x.chunk(2, 2)[1].contiguous() for x in whole))
     travelling = torch.stack((k, v))

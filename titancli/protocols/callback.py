@@ -60,10 +60,10 @@ class RunHook(Protocol):
     """Takes part in a run, in the thread of its loop. What it raises ends the run."""
 
     def run_start(self, step: int) -> None:
-        """The loop is about to begin, after `step` steps."""
+        """Act before the loop begins, after `step` steps."""
 
     def step_done(self, step: int) -> None:
-        """A step is done and its metrics are reported. Any verb of the engine can be called.
+        """Act after a step, when its metrics are reported. Any verb of the engine can be called.
         `run.end_early("why")` on any rank lets it be the last one."""
 
     def validated(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -72,18 +72,18 @@ class RunHook(Protocol):
         called."""
 
     def checkpoint_saved(self, step: int, path: Path) -> None:
-        """A checkpoint is complete."""
+        """Act on a complete checkpoint."""
 
     def stop_requested(self, signal: str) -> None:
-        """A signal has come, on any rank: the run saves and ends."""
+        """Act on a signal that has come on any rank: the run saves and ends."""
 
     def run_end(self, why: str) -> None:
-        """The loop has ended without an error, and its last checkpoint is complete: `finished`, `stopped`,
-        `interrupted` or `data_ended`."""
+        """Act after the loop has ended without an error and its last checkpoint is complete: `finished`,
+        `stopped`, `interrupted` or `data_ended`."""
 
     def close(self, error: BaseException | None) -> None:
-        """The run is over on this rank, after `run_end` or because of an error; those added last are called
-        first. Other ranks may be gone: no collectives."""
+        """Release what the callback holds, when the run is over on this rank, after `run_end` or because of
+        an error; those added last are called first. Other ranks may be gone: no collectives."""
 
 
 class RunHookDefaults:

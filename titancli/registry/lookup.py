@@ -259,7 +259,7 @@ class Registry:
     # ----------------------------------------------------------------------------------------- helpers
 
     def _loaded(self) -> Iterator[Plugin]:
-        """The plugins that may have components, recipes or checks."""
+        """Yield the plugins that may have components, recipes or checks."""
         for name, plugin in self._plugins.items():
             if name not in COMMANDS_ALONE or plugin.distribution != name:
                 yield plugin.load()

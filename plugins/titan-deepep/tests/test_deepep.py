@@ -87,8 +87,8 @@ def test_its_losses_and_gradients_are_those_of_the_all_to_all(ranks: Any, name: 
 
 
 def exact(weigh_first: bool) -> list[float]:
-    """The largest differences of output and gradients from every expert computed for every token, in fp32
-    on numbers that bfloat16 holds exactly."""
+    """Return the largest differences of output and gradients from every expert computed for every token, in
+    fp32 on numbers that bfloat16 holds exactly."""
     from torch.distributed import group as groups
 
     from titancli.protocols import Visit

@@ -149,7 +149,7 @@ class Plain:
 
 
 def by_plain_torch(folder: Path, losses: dict[str, DistilLoss], name: str = "llama3") -> dict[str, Tensor]:
-    """The same numbers from all logits."""
+    """Return the same numbers, computed from all logits."""
     layout = small(config=STUDENTS[name]) if STUDENTS[name] is not None else small()
     found: dict[str, Tensor] = {}
     batch = with_weights(whole_batch())

@@ -35,7 +35,7 @@ def texts(folder: Path) -> None:
 
 
 def held_out(run: Path) -> float:
-    """The cross-entropy of the held-out text, after the last step."""
+    """Return the cross-entropy of the held-out text after the last step."""
     *_, last = (e["metrics"] for e in read_events(run / "events.jsonl") if e["event"] == "validation")
     return last.get("validation/x/cross_entropy", last["validation/x/loss"])
 

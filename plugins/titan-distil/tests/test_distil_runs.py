@@ -150,7 +150,7 @@ Build = Callable[..., tuple[Engine, Frozen]]
 
 @pytest.fixture
 def built() -> Iterator[Build]:
-    """A student and its teacher, which are closed at the end."""
+    """Yield a student and its teacher, and close them at the end."""
     with ExitStack() as ends:
 
         def call(*arguments: Any) -> tuple[Engine, Frozen]:

@@ -32,7 +32,7 @@ def logits(spread: float = 2.0, dtype: torch.dtype = torch.float64) -> tuple[Ten
 
 
 def by_torch(student: Tensor, teacher: Tensor, targets: Tensor, kind: str, **fields: float) -> Tensor:
-    """The loss of each row, by probabilities."""
+    """Return the loss of each row, computed from probabilities."""
     beta, temperature = fields.get("beta", 0.5), fields.get("temperature", 1.0)
     p, q = (student / temperature).softmax(-1), (teacher / temperature).softmax(-1)
     if kind == "forward_kl":

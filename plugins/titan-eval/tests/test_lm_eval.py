@@ -64,7 +64,7 @@ def test_the_plugin_is_sound() -> None:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a run `r` of a byte-level tokenizer, its export `hf`, and tasks."""
+    """Return a folder with a run `r` of a byte-level tokenizer, its export `hf`, and tasks."""
     folder = furnish(tmp_path_factory.mktemp("made"))
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = Tokenizer(models.BPE({character: i for i, character in enumerate(alphabet)}, []))

@@ -60,7 +60,7 @@ HOSTILE = {
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with code that leaves `canary` when it is imported."""
+    """Return a folder with code that leaves `canary` when something imports it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv(TRUST, raising=False)
     code = f"open({str(tmp_path / 'canary')!r}, 'w').close()\ndef run(*x, **y): return ''\nclass Task: pass\n"

@@ -46,7 +46,7 @@ def engine(layout: Layout, fields: dict[str, Any] | None, **training: Any) -> En
 
 
 def gradients(layout: Layout, fields: dict[str, Any] | None) -> dict[str, Tensor]:
-    """The sums of one step's gradients over all rows, and the loss."""
+    """Return the sums of one step's gradients over all rows, and the loss."""
     made = engine(layout, fields)
     loss = made.forward_backward(cases.my_batches(made))["loss"].clone()
     return {**{name: cases.whole(p.grad) for name, p in made.named_parameters()}, "loss": loss}
@@ -93,7 +93,7 @@ def saved(made: Engine) -> dict[str, Tensor]:
 def save_and_load(
     layout: Layout, saver: dict[str, Any] | None, loader: dict[str, Any] | None, folder: str
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The tensors that one kind of engine saves, and those that the other has after it loaded them."""
+    """Return the tensors that one kind of engine saves, and those of the other after it loaded them."""
     first, second = engine(layout, saver), engine(layout, loader)
     train(first, 2)
     first.save(folder)
@@ -111,7 +111,7 @@ def resume(layout: Layout, fields: dict[str, Any], folder: str) -> tuple[list[fl
 
 
 def load_over(layout: Layout, fields: dict[str, Any], folder: str) -> tuple[list[float], list[float]]:
-    """The same for an engine that had already trained, far away from what it then loads."""
+    """Do the same for an engine that had already trained, far away from what it then loads."""
     straight, reused = engine(layout, fields), engine(layout, fields)
     train(straight, 2)
     straight.save(folder)
@@ -137,7 +137,7 @@ def hf_weights(layout: Layout, fields: dict[str, Any] | None) -> dict[str, Tenso
 
 
 def float8_alone(fields: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-    """A group of float8 weights only, cut unevenly over the ranks.
+    """Build a group of float8 weights only, cut unevenly over the ranks.
 
     Returns:
         What comes out of it, what comes out of the whole layers, and what this rank sends of the last one.

@@ -53,7 +53,7 @@ def layout_of(name: str, mesh: dict[str, int] | None = None, **more: Any) -> Lay
 
 
 def gradients(layout: Layout) -> dict[str, Tensor]:
-    """The sums of one step's gradients over all rows, and the loss."""
+    """Return the sums of one step's gradients over all rows, and the loss."""
     with Engine.build(cases.recipe(layout)) as made:
         loss = made.forward_backward(cases.my_batches(made))["loss"].clone()
         return {**{name: cases.whole(p.grad) for name, p in made.named_parameters()}, "loss": loss}

@@ -60,7 +60,7 @@ def layer(recipe: str, tp: int = 1) -> Any:
 
 
 def whole(recipe: str) -> Seen:
-    """One rank's, by torchao."""
+    """Compute one rank's by torchao."""
     given, linear = data(), layer(recipe)
     linear.weight.data.copy_(given["weight"])
     linear.bias.data.copy_(given["bias"])
@@ -68,7 +68,7 @@ def whole(recipe: str) -> Seen:
 
 
 def cut(recipe: str, style: str, alone: bool = False) -> Seen:
-    """A tensor parallel rank's; alone: with no word from the others of their largest values."""
+    """Compute a tensor parallel rank's; `alone`: without the largest values of the others."""
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     group = Group.of(mesh.get_group())
     given, linear = data(), layer(recipe, group.size)

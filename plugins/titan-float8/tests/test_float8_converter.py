@@ -35,7 +35,7 @@ def llama(**changes: Any) -> nn.Module:
 
 
 def convert(model: nn.Module, tp: int = 1, **fields: Any) -> set[str]:
-    """The names of what was converted."""
+    """Convert, and return the names of what was converted."""
     build(Float8Linear(**fields), mesh=Degrees(tp=tp), compile=False).convert(model)
     return {name for name, module in model.named_modules() if isinstance(module, TorchaoLinear)}
 

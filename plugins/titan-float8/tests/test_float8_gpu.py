@@ -28,7 +28,7 @@ ROWS = [
 
 
 def trained(layout: Layout, fields: dict[str, Any] | None) -> tuple[dict[str, Tensor], Tensor]:
-    """The first step's gradients, and the losses of ten steps on one batch."""
+    """Return the first step's gradients, and the losses of ten steps on one batch."""
     with float8_cases.engine(layout, fields) as made:
         batches = cases.my_batches(made)
         made.forward_backward(batches)

@@ -22,7 +22,7 @@ TWO = {"dp_shard": 2}
 
 
 def distance(found, expected):
-    """The largest over tensors of ‖Δ‖ / ‖reference‖."""
+    """Return the largest ‖Δ‖ / ‖reference‖ over tensors."""
     assert found.keys() == expected.keys()
     return max(((found[n] - expected[n]).norm() / expected[n].norm()).item() for n in expected)
 

@@ -36,7 +36,7 @@ def toml(name: str, **fields: Any) -> str:
 
 
 def flops(found: Estimate) -> dict[int, float]:
-    """The products of one block of each kind, by the bits of their operands."""
+    """Return the products of one block of each kind, by the bits of their operands."""
     sums: dict[int, float] = {}
     for part, piece in found.work.measured().pieces.items():
         for one in piece.operators if isinstance(part, int) else ():

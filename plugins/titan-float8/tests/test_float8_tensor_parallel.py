@@ -87,13 +87,13 @@ def test_products_and_bias_are_those_of_one_rank(ranks, recipe, style):
 
 
 def differences(found, expected):
-    """The largest over tensors of ‖Δ‖ / ‖reference‖, and the median."""
+    """Return the largest ‖Δ‖ / ‖reference‖ over tensors, and the median."""
     each = [distance({name: found[name]}, {name: expected[name]}) for name in expected]
     return max(each), statistics.median(each)
 
 
 def one_rank(fields):
-    """The same without what changes no number."""
+    """Return the same without what changes no number."""
     return {name: value for name, value in fields.items() if "fsdp" not in name}
 
 

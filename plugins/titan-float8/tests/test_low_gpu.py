@@ -49,7 +49,7 @@ def test_products_of_experts_are_those_of_emulation(counts: str, device: str, ke
 
 
 def trained(layout: Layout) -> tuple[dict[str, Tensor], Tensor]:
-    """The first step's gradients, and the losses of ten steps on one batch."""
+    """Return the first step's gradients, and the losses of ten steps on one batch."""
     with Engine.build(cases.recipe(layout)) as made:
         made.forward_backward(cases.my_batches(made))
         gradients = {name: p.grad.detach().cpu() for name, p in made.named_parameters()}

@@ -44,7 +44,7 @@ def drawn(*shape: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> Tensor
 
 
 def all_three(function: Any, x: Tensor, weight: Tensor, grad: Tensor) -> list[Tensor]:
-    """The output, and the gradients of input and weight."""
+    """Return the output, and the gradients of input and weight."""
     x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
     out = function(x, weight)
     return [out.detach(), *torch.autograd.grad(out, (x, weight), grad)]

@@ -303,7 +303,7 @@ def test_adapters_of_experts_add_to_products_in_low_precision(ranks: Any, tmp_pa
 
 
 def fails_in_the_middle() -> tuple[str, list[float]]:
-    """A product that raises in backward, and the steps after it."""
+    """Run a product that raises in backward, and the steps after it."""
     from unittest.mock import patch
 
     from tests.engine import cases

@@ -83,9 +83,8 @@ def _planned(
     ends: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """A product of which only size and work are asked for: [M, K] with [N, K] or, of groups, [E, N, K]
-    transposed; and of groups of columns, [N, M] with [K, M], where the first has as many columns as rows are
-    grouped."""
+    """Count a product by size and work alone: [M, K] with [N, K] or, of groups, [E, N, K] transposed; and of
+    groups of columns, [N, M] with [K, M], where the first has as many columns as rows are grouped."""
     raise TitanError("a product that is only planned cannot be computed")
 
 

@@ -112,7 +112,7 @@ def from_diffusers(theirs: dict[str, Tensor], config: Flux) -> dict[str, Tensor]
 
 
 def sizes(config: Flux) -> dict[str, Any]:
-    """The same model's arguments in diffusers."""
+    """Return the same model's arguments in diffusers."""
     return dict(
         in_channels=config.in_channels,
         num_layers=config.double_blocks,

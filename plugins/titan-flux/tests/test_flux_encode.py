@@ -22,7 +22,7 @@ LETTERS = [chr(code) for code in range(97, 123)]
 
 @pytest.fixture(scope="module")
 def flux(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A FLUX.1 folder without its transformer, of a few thousand parameters."""
+    """Make a FLUX.1 folder without its transformer, of a few thousand parameters."""
     from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline
     from transformers import (
         CLIPTextConfig,

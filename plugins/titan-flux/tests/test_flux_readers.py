@@ -18,14 +18,14 @@ SIDE = 13_000
 
 
 def white(path: Path) -> None:
-    """An image of half a megabyte with 169 million pixels."""
+    """Write an image of half a megabyte with 169 million pixels."""
     from PIL import Image
 
     Image.new("RGB", (SIDE, SIDE), "white").save(path, format="PNG")
 
 
 def one_row(path: Path) -> None:
-    """A sample of a terabyte, of which nothing lies on the disk."""
+    """Write a sample of a terabyte that takes no space on the disk."""
     size = 1 << 40
     shapes = {"latents": [1, 2, size >> 3, 2], "text": [1, 1, 1], "pooled": [1, 1]}
     table, at = {}, 0

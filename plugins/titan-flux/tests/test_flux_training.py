@@ -85,7 +85,7 @@ FEW = ["dataset.count=8", "dataset.text_dropout=0.0", "training.local_batch_size
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The debug recipe on fewer samples, run by the command."""
+    """Run the debug recipe on fewer samples by the command."""
     folder = tmp_path_factory.mktemp("flux")
     done = run_cli("train", RECIPE, "--run-dir", "r", *FEW, cwd=folder)
     assert done.code == 0, done.stderr

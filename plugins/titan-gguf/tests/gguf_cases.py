@@ -47,14 +47,14 @@ TEXT = (
 
 
 def family(name: str, **changes: Any) -> Any:
-    """A family of tests/models, with room for the 257 tokens of bytes, and the heads' usual scale."""
+    """Return a family of tests/models, with room for the 257 tokens of bytes, and the heads' usual scale."""
     found = next(one for one in FAMILIES if one.name == name)
     usual = {"query_pre_attn_scalar": 24} if name == "gemma3" else {}
     return dataclasses.replace(found, small={**found.small, "vocab_size": 300, **usual, **changes})
 
 
 def weights(name: str, variant: str, **changes: Any) -> tuple[Any, dict[str, Tensor]]:
-    """The config and the weights of a small model."""
+    """Return the config and the weights of a small model."""
     made = family(name, **changes)
     model = made.model(variant)
     return made.variant(variant), {key: value.detach().clone() for key, value in named_state(model)}
@@ -75,7 +75,7 @@ def write(model: Model, file: Path, words: Vocabulary | None = None) -> None:
 
 
 def splitter(rules: tuple[str, ...]) -> Any:
-    """A pre-tokenizer of these rules, as `KNOWN` names them."""
+    """Make a pre-tokenizer of these rules, as `KNOWN` names them."""
     steps: list[Any] = []
     for rule in rules:
         if rule == DIGIT:
@@ -87,7 +87,7 @@ def splitter(rules: tuple[str, ...]) -> Any:
 
 
 def trained(rules: tuple[str, ...], *, size: int = 400) -> Tokenizer:
-    """A tokenizer of merged bytes."""
+    """Train a tokenizer of merged bytes."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = splitter(rules)
     tokenizer.decoder = decoders.ByteLevel()
@@ -103,7 +103,7 @@ def trained(rules: tuple[str, ...], *, size: int = 400) -> Tokenizer:
 
 
 def sentencepieces(*, prefixed: bool) -> Tokenizer:
-    """A tokenizer as those of Gemma (nothing before a text) and Llama 2 (a space before it)."""
+    """Make a tokenizer like those of Gemma (nothing before a text) and Llama 2 (a space before it)."""
     alphabet = sorted({char for char in TEXT.replace(" ", "▁") if char.isascii() or char == "▁"})
     steps = [normalizers.Replace(" ", "▁")]
     normalizer = normalizers.Sequence([normalizers.Prepend("▁"), *steps]) if prefixed else steps[0]
@@ -136,7 +136,7 @@ def files_of(tokenizer: Tokenizer, **config: Any) -> dict[str, bytes]:
 
 
 def few_rows(config: Any, rows: int) -> tuple[Any, dict[str, Tensor]]:
-    """The config with this many tokens, and weights for it."""
+    """Return the config with this many tokens, and weights for it."""
     made = dataclasses.replace(config, vocab_size=rows)
     from titancli.registry.component import build
 

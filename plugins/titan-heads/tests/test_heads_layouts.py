@@ -13,7 +13,7 @@ pytestmark = pytest.mark.ranks
 
 
 def compare(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 3e-6) -> None:
-    """A stage of a pipeline has some of them."""
+    """Compare each tensor; a stage of a pipeline has some of them."""
     assert found.keys() <= expected.keys()
     for name, value in found.items():
         assert (value - expected[name]).norm() <= tolerance * expected[name].norm() + 1e-8, name

@@ -29,7 +29,7 @@ VALIDATION = 'validation={freq=2, steps=1, datasets={held={type="text_files", pa
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the run `run`, and `out`, its exported folder."""
+    """Make a folder with the run `run`, and `out`, its exported folder."""
     folder = tmp_path_factory.mktemp("very-private-folder")
     trained(folder, "--run-dir", "run", *SMALL, VALIDATION)
     return folder
@@ -62,7 +62,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
 
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A small exported folder, `./model`."""
+    """Make a small exported folder, `./model`."""
     import numpy as np
     from safetensors.numpy import save_file
 

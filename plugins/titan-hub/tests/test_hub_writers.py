@@ -52,7 +52,7 @@ def test_no_line_ends_a_block(text: str) -> None:
 
 
 def source(folder: Path, text: str) -> Source:
-    """An exported folder whose config, run and recipe say this."""
+    """Make an exported folder whose config, run and recipe have these values."""
     config = {"architectures": [text, "xForCausalLM"]}
     (folder / "config.json").write_text(json.dumps(config))
     known = utf8(text)  # a recipe is UTF-8
@@ -64,7 +64,7 @@ def source(folder: Path, text: str) -> Source:
 
 
 def parts(card: str) -> tuple[Any, list[tuple[str, ...]], list[str]]:
-    """The metadata of a card, its structure, and its blocks of code."""
+    """Return the metadata of a card, its structure, and its blocks of code."""
     markdown_it = pytest.importorskip("markdown_it")
     front = re.match(r"---\n(.*?)\n---\n", card, re.DOTALL)
     assert front is not None

@@ -69,7 +69,7 @@ def lr(recipe: Any, steps: int) -> list[float]:
 
 
 def schedule(name: str, peak: float, warmup: int, steps: int, **more: Any) -> list[float]:
-    """The rates of transformers' schedule, step by step."""
+    """Return the rates of transformers' schedule, step by step."""
     from transformers import get_scheduler
 
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=peak)

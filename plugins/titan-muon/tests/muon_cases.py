@@ -44,7 +44,7 @@ EXPERTS: dict[str, str] = {"column": "experts", "row": "few experts"}
 
 
 def stepped(cut: str | None, dtype: torch.dtype = torch.float32, **options: Any) -> list[torch.Tensor]:
-    """The matrices and their momenta after three steps; cut: of PLACEMENTS, or "mixed", or None."""
+    """Return the matrices and their momenta after three steps; `cut`: of PLACEMENTS, or "mixed", or None."""
     place = _place(cut)
     parameters = [nn.Parameter(place(value.to(dtype), i)) for i, value in enumerate(values(0))]
     optimizer = ShardedMuon(parameters, lr=0.1, **options)
@@ -160,7 +160,7 @@ def orthogonalised(model: Any) -> list[str]:
 
 
 def routers(layout: cases.Layout) -> dict[str, torch.Tensor]:
-    """The routers of a model after three steps with Muon."""
+    """Return the routers of a model after three steps with Muon."""
     recipe = replace(cases.recipe(layout), optimizer=Muon(lr=0.02, fallback=AdamW(lr=1e-2, eps=1e-4)))
     engine = Engine.build(recipe)
     for step in range(3):

@@ -78,7 +78,7 @@ def samples() -> list[Sample]:
 
 
 def squares(logprobs: list[Tensor], given: list[Sample]) -> LossResult:
-    """A loss that is no sum over tokens."""
+    """Return a loss that is not a sum over tokens."""
     total = torch.stack([one.sum().square() for one in logprobs]).sum()
     return LossResult(total, torch.tensor(float(len(given))))
 

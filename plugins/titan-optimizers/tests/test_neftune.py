@@ -41,7 +41,7 @@ LAYOUTS["TP, an odd vocabulary"] = (2, Layout({"tp": 2}, model=ODD.model, conver
 
 @pytest.fixture(scope="module")
 def one_rank(ranks: Any) -> Any:
-    """The rows of one rank, by what else a layout has."""
+    """Return the rows of one rank, by what else a layout has."""
 
     def of(layout: Layout) -> Tensor:
         plain = Layout(model=layout.model, tied=layout.tied, converters=NOISY)
@@ -121,7 +121,7 @@ def test_noise_follows_from_the_step(ranks: Any, mesh: dict[str, int]) -> None:
 
 
 def noise_of(model: nn.Module, block: nn.Module, convert: Callable[[], Any]) -> float:
-    """The size of the noise in what the first block is given."""
+    """Return the size of the noise in the first block's input."""
     given: list[Tensor] = []
     block.register_forward_pre_hook(
         lambda _, args, kw: given.append([*args, *kw.values()][0]), with_kwargs=True

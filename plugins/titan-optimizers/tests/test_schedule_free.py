@@ -151,7 +151,7 @@ FREE = ("optimizer=schedule_free", "optimizer.lr=1e-2", "lr_scheduler={decay_rat
 
 
 def validated(run: str) -> float:
-    """The loss of a run's last validation."""
+    """Return the loss of a run's last validation."""
     found = [event for event in read_events(Path(run, "events.jsonl")) if event["event"] == "validation"]
     return float(found[-1]["metrics"]["validation/v/loss"])
 

@@ -73,7 +73,7 @@ class Cluster:
         self.memory(node).mkdir()
 
     def flip(self, node: int, name: str) -> None:
-        """The last byte of a file that a node holds."""
+        """Flip the last byte of a file that a node holds."""
         [path] = self.memory(node).glob(f"titan-*/step-*/{name}")
         data = path.read_bytes()
         path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))

@@ -36,13 +36,13 @@ FLIP = "for f in {}; do printf X | dd of=$f conv=notrunc bs=1 seek=$(($(stat -c 
 
 
 def resumed_at(run: Path) -> list[int]:
-    """The steps at which attempts and restarts began."""
+    """Return the steps at which attempts and restarts began."""
     return [e["step"] for e in read_events(run / "events.jsonl") if e["event"] == "run_start"]
 
 
 @pytest.fixture
 def broken(train: Train, here: Path) -> Path:
-    """A run that has failed in step 6: the disk has step 4, and memory step 5."""
+    """Return a run that failed in step 6: the disk has step 4, and memory step 5."""
     (here / "memory").mkdir()
     done = train("tiny.toml", "--run-dir", "r", *PEERS, *FAULTY, "loss.fault=error", "loss.call=6")
     assert done.code != 0 and "a row of 13 tokens" in done.err

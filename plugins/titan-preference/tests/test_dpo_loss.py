@@ -27,7 +27,7 @@ def problem() -> tuple[torch.Tensor, Batch]:
 
 
 def reference(out: np.ndarray, expected: np.ndarray, smoothing: float) -> float:
-    """The sum over the two pairs that there are."""
+    """Return the sum over both pairs."""
     gained = BETA * (out.sum(1) - expected)
     z = gained[0:4:2] - gained[1:4:2]
     p = 1 / (1 + np.exp(-z))

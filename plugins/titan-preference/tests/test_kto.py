@@ -83,7 +83,7 @@ def by_hand(name: str, config: Kto, out: torch.Tensor, batch: Batch) -> float:
 
 
 def trls(name: str, config: Kto, out: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """The mean over answers by TRL's own function."""
+    """Return the mean over answers, by TRL's own function."""
     from trl.trainer.kto_trainer import KTOTrainer
 
     rows = len(LENGTHS)
@@ -171,7 +171,7 @@ def write(folder: Path, rows: list[dict[str, Any]]) -> str:
 
 
 def rows_of(batch: Batch) -> list[tuple[list[int], list[int]]]:
-    """The tokens of each row up to its last target, and its targets."""
+    """Return the tokens of each row up to its last target, and its targets."""
     found = []
     for answer in answers_of(batch):
         assert answer is not None

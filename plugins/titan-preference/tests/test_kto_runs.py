@@ -191,7 +191,7 @@ class Other:
 
 
 def on_ranks(counts: list[int], loss: Any, fails: bool = False) -> Any:
-    """The estimate, and what is raised, on ranks with so many answers, or batches, each."""
+    """Return the estimate, and what is raised, on ranks with so many answers, or batches, each."""
     made = replace(recipe(Layout(mesh={"dp_shard": len(counts)})), loss=loss, loop=KtoLoop())
     made = replace(made, dataset=Unpaired(path="titan:sums_pairs", pairs=True))
     with Engine.build(made) as engine:

@@ -65,7 +65,7 @@ def test_a_loss_equals_numpy_and_its_gradient_finite_differences(name: str) -> N
 
 
 def trls(name: str, config: Any, out: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """The mean over pairs by TRL's own function."""
+    """Return the mean over pairs, by TRL's own function."""
     rows = 2 * len(LENGTHS)
     mask = batch["targets"][:rows] != IGNORE
     sums, lengths = out[:rows].sum(1), mask.sum(1)

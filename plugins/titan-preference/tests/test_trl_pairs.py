@@ -44,7 +44,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def tokenizer_folder(folder: Path, template: str) -> Path:
-    """A byte-level BPE tokenizer with ChatML's markers, and a chat template."""
+    """Make a byte-level BPE tokenizer with ChatML's markers, and a chat template."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -68,7 +68,7 @@ def write_template(folder: Path, template: str) -> None:
 
 
 def of_titan(folder: Path, rows: list[dict[str, Any]], **fields: Any) -> list[tuple[list[int], list[int]]]:
-    """The tokens of each answer's row, up to its last target, and its targets."""
+    """Return the tokens of each answer's row, up to its last target, and its targets."""
     path = lines(folder / "pairs.jsonl", rows)
     config = Preference(path=path, repeat=False, shuffle=False, strict=True, **fields)
     [batch] = list(make(config, tokenizer=build(HFTokenizer(path=folder)), seq_len=128, rows=2 * len(rows)))
@@ -80,7 +80,7 @@ def of_titan(folder: Path, rows: list[dict[str, Any]], **fields: Any) -> list[tu
 
 
 def of_trl(folder: Path, rows: list[dict[str, Any]]) -> list[tuple[list[int], list[int]]]:
-    """The same of TRL."""
+    """Return the same, by TRL."""
     from datasets import Dataset
     from transformers import PreTrainedTokenizerFast
     from trl.trainer.dpo_trainer import DPOTrainer

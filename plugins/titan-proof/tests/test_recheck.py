@@ -105,7 +105,7 @@ def test_a_run_with_rechecks_is_bitwise_one_without(ranks: Any, case: str) -> No
 
 
 def flipped(tensor: torch.Tensor) -> torch.Tensor:
-    """The same with one bit of one number flipped, the smallest of its mantissa."""
+    """Return the same with one bit of one number flipped, the smallest of its mantissa."""
     changed = tensor.clone()
     local = changed.view(-1)
     local[-1:].view(torch.int32).bitwise_xor_(1)

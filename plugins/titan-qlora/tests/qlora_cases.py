@@ -52,7 +52,7 @@ def save_base(folder: Path, layout: Layout, seed: int = 7) -> None:
 
 
 def save_rounded(base: Path, folder: Path, layout: Layout, converter: QLoRA) -> None:
-    """A base with the values that the quantized one has."""
+    """Save a base with the values that the quantized one has."""
     names = set(Engine.build(qlora_recipe(layout, base, converter)).adapters.quantised)
     plain = Engine.build(qlora_recipe(layout, base, None))
     with torch.no_grad():
@@ -115,7 +115,8 @@ def save_and_go_on(layout: Layout, base: Path, folder: Path, converter: LoRA) ->
 
 
 def save_trained(layout: Layout, base: Path, folder: Path, converter: LoRA) -> dict[str, Tensor]:
-    """A checkpoint after two steps; and the weights that the engine hands out, under Hugging Face names."""
+    """Save a checkpoint after two steps, and return the weights that the engine hands out, under Hugging Face
+    names."""
     engine = Engine.build(qlora_recipe(layout, base, converter))
     train(engine, 2)
     engine.save(folder)

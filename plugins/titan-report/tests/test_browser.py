@@ -56,7 +56,7 @@ onload = () => {{
 
 @pytest.fixture
 def page(tmp_path: Path, titan: Titan) -> Path:  # noqa: F811
-    """A report of two runs with long names, a spike, NaN, a resume and a long warning."""
+    """Make a report of two runs with long names, a spike, NaN, a resume and a long warning."""
     rows = [
         step(n, n, "NaN" if n == 50 else 2 + 8 * math.exp(-n / 30) + 0.3 * math.sin(n), grad_norm=1e-5 * n)
         for n in range(1, 100)

@@ -59,7 +59,7 @@ def problem(seed: int = 0) -> tuple[torch.Tensor, Batch]:
 def reference(
     name: str, config, out: torch.Tensor, batch: Batch, held: torch.Tensor | None = None
 ) -> tuple[float, float]:
-    """The loss's sum and weight; `held` are the log-probabilities of a ratio without gradient."""
+    """Return the loss's sum and weight; `held` are the log-probabilities of a ratio without gradient."""
     total, tokens = 0.0, 0
     for (row, start, end), a in zip(SAMPLES, ADVANTAGES, strict=True):
         log_probs = [batch[f"{key}_logprobs"] for key in ("old", "reference", "sampler")]

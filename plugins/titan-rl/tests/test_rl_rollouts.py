@@ -78,7 +78,8 @@ def test_advantages_that_are_none_are_refused(advantage: Any, words: str) -> Non
 
 
 def rated() -> str:
-    """The error on this rank for advantages that are infinite for the prompts of the last rank alone."""
+    """Return the error on this rank for advantages that are infinite for the prompts of the last rank
+    alone."""
     world = dist.get_world_size()
     engine: Any = SimpleNamespace(mesh=SimpleNamespace(dp_group=dist.group.WORLD))
 

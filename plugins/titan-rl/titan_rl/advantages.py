@@ -16,7 +16,7 @@ EPSILON = 1e-4
 
 class _Advantage:
     def __init__(self, config: Any = None) -> None:
-        """The config has no fields."""
+        """Take the config, which has no fields."""
 
 
 class GroupMean(_Advantage):

@@ -62,7 +62,7 @@ class Learner:
         self._importance = "sampler_logprobs" in needs
 
     def minibatches(self, rollouts: Rollouts) -> Iterator[list[Sample]]:
-        """One list an update. Collective."""
+        """Yield one list for each update. Collective."""
         prompts = len(rollouts.rewards) // self._updates
         samples = (rollouts.samples(number * prompts, prompts) for number in range(self._updates))
         parts: Iterable[list[Sample]] = map(self._measured, samples)

@@ -106,7 +106,7 @@ def kill_titan(name: str) -> None:
 
 
 def running(name: str, module: bytes) -> list[int]:
-    """The processes of `python [-u] -m MODULE` on a node."""
+    """Return the processes of `python [-u] -m MODULE` on a node."""
     node = os.readlink(f"/proc/{daemons[name]}/ns/uts")
     words = {process: _words(process) for process in _processes() if _on(process, node)}
     return [process for process, line in words.items() if [b"-m", module] in (line[1:3], line[2:4])]

@@ -40,7 +40,7 @@ def test_an_option_is_one_line(text: str) -> None:
 
 
 def made(folder: Path, run: str, text: str) -> str:
-    """The script of a run, with the text wherever it comes from others."""
+    """Return the script of a run, with this text in each place that others fill."""
     files = SlurmFiles(RunFolder(folder / run))
     return script(
         Slurm(), files, name=text, nodes=(None, 1), nproc=None, plugins=[text], env={"X": text}, flags=[text]
@@ -48,7 +48,7 @@ def made(folder: Path, run: str, text: str) -> str:
 
 
 def head(text: str) -> list[str]:
-    """The lines that sbatch reads: it stops at the first command (sbatch(1))."""
+    """Return the lines that sbatch reads: it stops at the first command (sbatch(1))."""
     lines = text.split("\n")
     return lines[: next(number for number, line in enumerate(lines) if line and line[0] != "#")]
 

@@ -30,7 +30,7 @@ Sweep = Callable[..., Done]
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder with the recipe `tiny.toml`."""
+    """Make a working folder with the recipe `tiny.toml`."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("TITAN_RUNS", raising=False)
     return furnish(tmp_path)

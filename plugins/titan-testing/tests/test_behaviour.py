@@ -568,7 +568,7 @@ def test_a_task(faults: Faults, task: Any, fault: str) -> None:
 
 
 def rewarding(rate: Callable[[list[Any], Prompt, Completion], Any]) -> Any:
-    """A reward that is given what it was asked before."""
+    """Return a reward that remembers what it was asked before."""
 
     def build(config: Any) -> Any:
         asked: list[Any] = []

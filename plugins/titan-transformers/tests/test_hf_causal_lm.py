@@ -249,7 +249,7 @@ def test_what_belongs_to_no_module_within_has_its_initial_value(
 
 
 def saved_and_resumed(folder: str) -> list[str]:
-    """The parameters that differ between a run and one that was resumed; FSDP2, buffers and tied weights."""
+    """Return the parameters that differ between a run and a resumed one; FSDP2, buffers and tied weights."""
     layout = Layout(mesh={"dp_shard": 2}, config=config("gemma3"))
     through, resumed = (Engine.build(cases.recipe(layout)) for _ in range(2))
     for step in range(3):

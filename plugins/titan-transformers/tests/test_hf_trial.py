@@ -292,7 +292,7 @@ def test_rows_beside_a_longer_row_do_not_change(kind: str) -> None:
 
 
 def begin(model: Any, text: torch.Tensor) -> tuple[torch.Tensor, Any]:
-    """The logits of the last token of each row, and the cache that has them."""
+    """Return the logits of the last token of each row, and the cache that has them."""
     cache = model.new_cache()
     return feed(model, cache, [cache.begin() for _ in text], list(text)), cache
 

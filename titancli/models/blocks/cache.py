@@ -327,7 +327,7 @@ class KVCache:
     """Keys and values, or states, of every layer: a `titancli.protocols.Cache`."""
 
     def __init__(self, layers: Mapping[str, Any], page: int | None = None) -> None:
-        """An empty cache.
+        """Make an empty cache.
 
         Args:
             layers: the attention of each, by name.

@@ -50,7 +50,7 @@ def packed(model: nn.Module) -> Iterator[None]:
 
 
 def _product_of(module: Any) -> str | None:
-    """The method of a layer that is the product with its weight, and no more than its bias."""
+    """Return the method of a layer that computes the product with its weight, with at most its bias added."""
     if isinstance(module, Output):
         plain = module.bias is None and type(module).matrix is Output.matrix
         return "product" if plain else None
