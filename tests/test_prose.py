@@ -22,8 +22,20 @@ TURNED_ROUND = {
     r"\bstands? for nothing\b": "means nothing",
     r"\bwhat there is of\b": "the existing …",
     r"\b[Ww]hat [\w ]{1,30} is none\b": "something that is not …",
+    r"\bholds? [\w ]{1,30} against\b": "compares … with",
+    r"\bbut for\b": "except, apart from",
+    r"\bno sooner\b": "only after",
+    r"\bWhether [^.`|]{1,90} says?\b": "… decides whether",
+    r"\b(?:What|Which) [^.,;:|`\"]{1,90} says (?:`|a\b|the\b|its\b)": "… decides what, which",
+    r"\bbeside arithmetic\b": "overlaps with compute",
 }
 """Each with its replacement."""
+OF_PAGES = {
+    r"(?<![\w.`])beside\b(?!\.py)": "next to, in addition to, compared with",
+    r"\bhow far off\b": "the error, the difference",
+}
+"""The same of pages alone: docstrings still have them."""
+PAGES = ("docs/*.md", "*.md", "plugins/*/README.md")
 
 
 def files(*patterns: str) -> list[Path]:
@@ -31,15 +43,26 @@ def files(*patterns: str) -> list[Path]:
     return sorted(found)
 
 
-@pytest.mark.parametrize("phrase", TURNED_ROUND)
-def test_no_turned_round_phrase_is_used(phrase: str) -> None:
+def uses(phrase: str, *patterns: str) -> list[str]:
     places = []
-    for path in files("titancli/**/*.py", "plugins/**/*.py", "docs/*.md", "README.md"):
+    for path in files(*patterns):
         text = path.read_text(encoding="utf-8")
         for found in re.finditer(phrase.replace(" ", r"\s+"), text):
             line = text.count("\n", 0, found.start()) + 1
             places.append(f"{path.relative_to(ROOT)}:{line}: {found.group()!r}")
+    return places
+
+
+@pytest.mark.parametrize("phrase", TURNED_ROUND)
+def test_no_turned_round_phrase_is_used(phrase: str) -> None:
+    places = uses(phrase, "titancli/**/*.py", "plugins/**/*.py", *PAGES)
     assert not places, f"write instead: {TURNED_ROUND[phrase]}\n" + "\n".join(places)
+
+
+@pytest.mark.parametrize("phrase", OF_PAGES)
+def test_pages_are_plain(phrase: str) -> None:
+    places = uses(phrase, *PAGES)
+    assert not places, f"write instead: {OF_PAGES[phrase]}\n" + "\n".join(places)
 
 
 def _is_property(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:

@@ -47,7 +47,7 @@ def test_inputs_of_blocks_are_what_full_recomputation_moves() -> None:
     text = as_text(document)
     assert "host          1.94 GiB per rank in the host's memory" in text
     ways = "1.94 GiB to the device, 1.94 GiB back per step"
-    assert f"{ways}: 0.0325 s, 0.0325 s of them beside arithmetic" in text
+    assert f"{ways}: 0.0325 s, 0.0325 s of them overlap with compute" in text
 
 
 def test_copies_that_take_longer_than_a_pass_are_in_the_speed() -> None:

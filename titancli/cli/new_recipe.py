@@ -58,7 +58,7 @@ GPU = "Find the largest batch that fits this GPU, by titan plan.  [default: the 
     metavar="[DATA]",
     is_flag=False,
     flag_value="",
-    help="The same, beside a base in 4 bits (QLoRA, of the plugin titan-qlora).",
+    help="The same, on a base in 4 bits (QLoRA, of the plugin titan-qlora).",
 )
 @click.option(
     "--gpu",

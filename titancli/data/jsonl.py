@@ -50,7 +50,7 @@ class BadRow(Exception):
 class LineReader:
     """The rows of files, readable from any row on.
 
-    Files that are not plain JSON Lines are converted once (`titancli.data.tables`), but for compressed JSON
+    Files that are not plain JSON Lines are converted once (`titancli.data.tables`), except compressed JSON
     Lines that are read in order.
 
     Raises:

@@ -225,7 +225,7 @@ def _unused(text: str, leaves: Sequence[Leaf]) -> str:
 
 
 def _ends_of(leaf: Leaf) -> list[int]:
-    """Return where a text begins and ends but for whitespace, which templates trim."""
+    """Return where a text begins and ends without whitespace, which templates trim."""
     end = len(leaf.text.rstrip())
     if leaf.kind in ("call", "argument"):
         return [end]

@@ -365,7 +365,7 @@ def joined(rows: Sequence[Row], filler: Row) -> Row:
 
 
 def without_padding(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Cut off the columns after the last target of all rows, but for a multiple of `STEP`."""
+    """Cut off the columns after the last target of all rows, rounded up to a multiple of `STEP`."""
     there = (tensors["targets"] != IGNORE).any(0).nonzero()
     width = -(-(int(there[-1]) + 1) // STEP) * STEP if len(there) else STEP
     return {

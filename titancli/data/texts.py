@@ -87,5 +87,5 @@ class Texts:
         return list(encode(text))
 
     def _ends(self, text: str) -> bool:
-        """Return whether a text ends with a special token, but for whitespace."""
+        """Return whether a text ends with a special token, apart from whitespace."""
         return text.rstrip().endswith(tuple(self._special))

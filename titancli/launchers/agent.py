@@ -1,12 +1,17 @@
-"""torchrun, as a run needs it: `python -m titancli.launchers.agent REPORT TORCHRUN-ARGUMENTS…`.
+"""A torchrun agent for titan: `python -m titancli.launchers.agent REPORT TORCHRUN-ARGUMENTS…`.
 
-The same as `python -m torch.distributed.run`, but for seven things. A signal is handed on to the ranks and
-the agent keeps waiting for them, without a time limit, since they are saving; torchrun would kill them.
-(Ranks that are too young to heed it die; those started in their place find it in their environment.) A second
-SIGINT kills them. How the ranks ended is written to REPORT as JSON, not to the terminal. An end of the
-rendezvous, which is no failure of a rank, has an exit code of its own. Clocks of nodes are not compared. A
-program at the endpoint that is no rendezvous is not waited for. A node that is alone opens no port: torch's
-`--standalone` serves two stores to whoever reaches the machine, and unpickles what lies in them.
+It differs from `python -m torch.distributed.run` in seven ways:
+
+- It passes a signal on to the ranks and waits for them without a time limit, since they are saving; torchrun
+  would kill them. (Ranks that are too young to heed the signal die. Those started in their place find it in
+  their environment.)
+- A second SIGINT kills the ranks.
+- It writes how the ranks ended to REPORT as JSON, not to the terminal.
+- The end of the rendezvous, which is not a failure of a rank, has an exit code of its own.
+- It does not compare the clocks of nodes.
+- It does not wait for a program at the endpoint that is not a rendezvous.
+- A single node opens no port: torch's `--standalone` serves two stores to whoever reaches the machine, and
+  unpickles what lies in them.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ def token_loss(
     logits: Tensor, targets: Tensor, token_weights: Tensor, group: Group | None, wants_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Return the log-probabilities of the targets, [rows] fp32, and overwrite the logits with the gradient of
-    −Σ w·log p by them, but for the targets' columns: what belongs there is returned, for `put`.
+    −Σ w·log p by them, except in the targets' columns, whose values are returned for `put`.
 
     So compiled code reads the logits, and writes the gradient in their place, with the casts in the same
     passes: what is scattered would have to lie in memory first.
@@ -80,7 +80,7 @@ def log_probs_gradient(
     entropy_grad: Tensor | None = None,
 ) -> Tensor:
     """Overwrite the logits, [rows, V], with the gradient by them that follows from `grad`, that of the
-    log-probabilities, but for the targets' columns: what belongs there is returned, for `put`.
+    log-probabilities, except in the targets' columns, whose values are returned for `put`.
 
     With `entropy_grad`, [rows] fp32 and 0 where there is no target, the gradient of `entropy` is added; it
     takes a second tensor of the logits' size.

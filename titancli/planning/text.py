@@ -101,7 +101,7 @@ def _host(plan: dict[str, Any]) -> list[str]:
     ways = f"{_gib(one['to_device_bytes'])} to the device, {_gib(one['to_host_bytes'])} back per step"
     if one["seconds"] is not None and one["exposed_seconds"] is not None:
         hidden = max(0.0, one["seconds"] - one["exposed_seconds"])
-        ways += f": {one['seconds']:.3g} s, {hidden:.3g} s of them beside arithmetic"
+        ways += f": {one['seconds']:.3g} s, {hidden:.3g} s of them overlap with compute"
     return [_row("host", f"{_gib(one['bytes'])} per rank in the host's memory"), f"{INDENT}{ways}"]
 
 

@@ -117,7 +117,7 @@ def _component(
     added: dict[str, Any] = {"type": {"description": summary(cls), "enum": _names(name, cls, registry)}}
     if flavors := cls.flavors:
         added["flavor"] = {
-            "description": "A named set of values; keys beside it override them.",
+            "description": "A named set of values; keys next to it override them.",
             "enum": list(flavors),
         }
     return {**table, "title": name, "properties": {**added, **table.get("properties", {})}}

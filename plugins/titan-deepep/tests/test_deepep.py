@@ -192,7 +192,7 @@ def test_without_a_gpu_a_run_is_refused_before_it_starts(
     [
         ({"ep": 2}, {}, ""),
         ({"ep": 1}, {"dtype": "float32"}, ""),
-        ({"ep": 6}, {}, "mesh.ep = 6: DeepEP has no settings for it, but for 2, 4, 8, 16,"),
+        ({"ep": 6}, {}, "mesh.ep = 6: DeepEP has settings only for 2, 4, 8, 16,"),
         ({"ep": 2}, {"dtype": "float32"}, "deepep sends bfloat16, but training.mixed_precision_param"),
         ({"ep": 2}, {"config": replace(EIGHT, dim=36)}, "model.dim = 36 must be a multiple of 8"),
         ({"ep": 2}, {"deterministic": True}, "set debug.deterministic = false"),

@@ -37,7 +37,7 @@ class DeepEP:
         if ep in (1, -1):
             return
         if ep not in RANKS:
-            yield "", f"mesh.ep = {ep}: DeepEP has no settings for it, but for {', '.join(map(str, RANKS))}"
+            yield "", f"mesh.ep = {ep}: DeepEP has settings only for {', '.join(map(str, RANKS))}"
         if (dtype := training.mixed_precision_param) != "bfloat16":
             yield "", f'deepep sends bfloat16, but training.mixed_precision_param is "{dtype}"'
         if isinstance(width, int) and width * 2 % ROW:

@@ -75,7 +75,7 @@ def command(
     """Evaluate a trained model on tasks of lm-evaluation-harness, on any layout.
 
     SRC is RUN (its newest good checkpoint), RUN/checkpoints/step-N, or a Hugging Face folder. Results of a
-    run are also written to RUN/evaluations/step-N/lm_eval-TASK.json, with every answer beside it, as .jsonl.
+    run are also written to RUN/evaluations/step-N/lm_eval-TASK.json, with every answer next to it, as .jsonl.
 
     \b
     titan lm-eval runs/mine --tasks arc_easy,hellaswag

@@ -1,4 +1,4 @@
-"""A converted config of each tool trains on a small model, as it is but for its length."""
+"""A converted config of each tool trains on a small model, unchanged except for its length."""
 
 from __future__ import annotations
 

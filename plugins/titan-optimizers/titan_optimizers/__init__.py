@@ -130,7 +130,7 @@ class Group:
     match: Annotated[list[str], MinLen(1)]
     """Name patterns, e.g. `["*.lora_b"]`. A parameter belongs to the first group that matches."""
     lr_factor: Annotated[float, Ge(0)] = 1.0
-    """Factor of the learning rate; 0 leaves these parameters as they are, but for weight decay."""
+    """Factor of the learning rate; 0 leaves these parameters as they are, except for weight decay."""
     weight_decay: Annotated[float, Ge(0)] | None = None
     """Weight decay of these parameters; None: that of the optimizer."""
 

@@ -71,7 +71,7 @@ def steps(run: str) -> dict[int, dict[str, float]]:
 
 
 def learnt(run: str, step: int) -> tuple[str, dict[str, str]]:
-    """Return what lies on the disk after a step, but for times: weights, optimizer, and what was sampled."""
+    """Return what a step leaves on the disk, except times: weights, optimizer, and what was sampled."""
     files = sorted(Path(run, "checkpoints", f"step-{step}").glob("*.safetensors"))
     digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
     return digest, {file.name: file.read_text() for file in Path(run, "rollouts").iterdir()}

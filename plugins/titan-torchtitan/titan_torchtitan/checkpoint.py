@@ -58,22 +58,22 @@ def _left_out(job: Job) -> None:
 
 def _exports(job: Job) -> None:
     """Translate the export of the last checkpoint: torchtitan saves only weights there, titan saves them
-    beside it."""
+    next to it."""
     weights, in_hf, dtype = (job.value(f"checkpoint.{name}") for name in EXPORTS)
-    beside = "saved beside the last checkpoint, which holds the whole state like every other one"
+    reason = "saved next to the last checkpoint, which holds the whole state like every other one"
     if not job.written("checkpoint.last_save_model_only") and not in_hf:
         job.lose("checkpoint.last_save_model_only", "the last checkpoint holds the whole state like "
                                                     "every other one; last_save_model_only = true saves "
-                                                    "the weights beside it")  # fmt: skip
+                                                    "the weights next to it")  # fmt: skip
         weights = False
     elif weights and not in_hf:
         job.put("checkpoint.last_save_model_only", True)
-        job.change("checkpoint.last_save_model_only", beside)
+        job.change("checkpoint.last_save_model_only", reason)
     else:
         job.take("checkpoint.last_save_model_only")
     if in_hf:
         job.put("checkpoint.last_save_in_hf", True)
-        job.change("checkpoint.last_save_in_hf", beside)
+        job.change("checkpoint.last_save_in_hf", reason)
     else:
         job.take("checkpoint.last_save_in_hf")
     if not job.written("checkpoint.export_dtype"):

@@ -176,8 +176,8 @@ def engine_of(recipe: Recipe) -> Engine:
 
 
 def writable(engine: Engine) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters but for those that are stored in fewer bits than their dtype's, whose values
-    cannot be changed."""
+    """Yield the parameters, except those stored in fewer bits than their dtype's, whose values cannot be
+    changed."""
     for name, parameter in engine.named_parameters():
         own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         if getattr(own, "bytes_per_value", None) is None:
