@@ -135,7 +135,7 @@ def main() -> None:
     torch.set_num_threads(1)
     at = [step for step in (50, 100, 200, 300) if step <= given.steps] or [given.steps]
     every: dict[str, list[float]] = {}
-    print(f"| converted | recipe | {' | '.join(f'step {step}' for step in at)} | beside bf16 |")
+    print(f"| converted | recipe | {' | '.join(f'step {step}' for step in at)} | against bf16 |")
     print(f"|---|---|{'---|' * len(at)}---|")
     kinds = {"linear layers": (DENSE, LINEARS), "experts": (EXPERTS, STACKS)}
     for kind, (model, table) in kinds.items():
