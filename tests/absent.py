@@ -12,9 +12,20 @@ from importlib.machinery import ModuleSpec
 
 import pytest
 
-from titancli.registry.first_party import FOLDER, PLUGINS
+from titancli.registry.first_party import COMMANDS, FOLDER, PLUGINS
 
 ABSENT = {name for name in PLUGINS if not (FOLDER / name).is_dir()}
+
+
+def need(*plugins: str) -> None:
+    """Skip the test if one of these plugins has been deleted: for tests whose failure would not name it."""
+    for plugin in ABSENT.intersection(plugins):
+        pytest.skip(f"{plugin} is not here")
+
+
+def need_command(command: str) -> None:
+    """Skip the test if the plugin of a command, as it is typed after `titan`, has been deleted."""
+    need(*(plugin for name, plugin in COMMANDS.items() if f"{command} ".startswith(f"{name} ")))
 
 
 class Missing:

@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 import pytest
 
+from tests import absent
 from tests.cli.conftest import Titan
 from titancli.cli import group
 from titancli.registry.first_party import COMMANDS
@@ -51,6 +52,7 @@ DOCUMENTS = {
 @pytest.mark.filterwarnings("ignore:this plugin is old")
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_stdout_is_one_document(titan: Titan, tmp_path: Path, name: str) -> None:
+    absent.need_command(name)
     arguments, schema = DOCUMENTS[name]
     file = tmp_path / "cli_loud.py"
     file.write_text(LOUD)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests import absent
 from tests.cli.conftest import Titan
 from titancli.cli.show_rows import Roles, reading
 from titancli.data import FillInTheMiddle, JsonLines
@@ -63,6 +64,7 @@ def test_documents_and_targets_of_a_packed_row_are_shown(titan: Titan, chats: st
 
 
 def test_pairs_take_two_rows_and_text_is_all_targets(titan: Titan) -> None:
+    absent.need("titan-preference")
     Path("p.jsonl").write_text(json.dumps({"prompt": "3 + 4?", "chosen": "7", "rejected": "8"}) + "\n")
     out = titan("data", "show", "p.jsonl", "--recipe", "dpo_debug").out
     assert "target  assistant      2  7<256>" in out and "target  assistant      2  8<256>" in out
@@ -91,6 +93,7 @@ def test_what_cannot_be_shown_is_refused(titan: Titan, chats: str) -> None:
 
 
 def test_labels_are_shown_and_no_token_that_is_not_there(titan: Titan) -> None:
+    absent.need("titan-heads", "titan-preference")
     Path("l.toml").write_text(
         'extends = "titan:llama3_debug"\n[dataset]\ntype = "labelled"\npath = "./x.jsonl"\n'
         'classes = ["no", "yes"]\n[loss]\ntype = "classification"\nclasses = ["no", "yes"]\n'

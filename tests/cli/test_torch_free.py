@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests import absent
+
 ROOT = Path(__file__).parents[2]
 HEAVY = {"torch", "transformers", "datasets", "numpy", "rich"}
 PROBE = """
@@ -73,6 +75,7 @@ def probed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, 
     ids=" ".join,
 )
 def test_a_command_imports_nothing_heavy(probed: Callable[..., dict[str, Any]], arguments: list[str]) -> None:
+    absent.need_command(" ".join(arguments))
     found = probed(*arguments)
     assert not HEAVY & set(found["seen"])
     assert found["code"] == 0

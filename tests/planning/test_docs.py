@@ -16,10 +16,10 @@ SHOWN = [
 ]
 
 
-@pytest.mark.parametrize("block", SHOWN, ids=lambda block: f"line-{block.line}")
+@pytest.mark.parametrize("block", SHOWN, ids=lambda block: block.text.split()[3])
 def test_the_page_shows_what_is_printed(block, capsys: pytest.CaptureFixture[str]) -> None:
     command, _, output = block.text.partition("\n")
-    assert main(shlex.split(command)[2:]) == 0
+    assert main([*shlex.split(command)[2:], "-p", "no:titan-offload"]) == 0  # whose callback may be cheaper
     assert capsys.readouterr().out == output
 
 

@@ -6,6 +6,7 @@ from itertools import product
 
 import pytest
 
+from tests import absent
 from tests.planning.measure import measured, planned, recipe
 from tests.rows import rows
 from titancli.engine.dry_run import dry_run
@@ -212,6 +213,7 @@ DELTA: dict[str, tuple[int, tuple[str, ...]]] = {
 
 @pytest.mark.parametrize("case", rows(DELTA, slow=("tp 2",)))
 def test_a_family_whose_operator_takes_most_inside(case: str) -> None:
+    absent.need("titan-qwen3-next")
     world, overrides = DELTA[case]
     found = load_recipe("qwen3_next_debug", ["model.n_layers=1", *overrides]).recipe
     computed, (real, *_) = planned(found, world).worst, dry_run(found, world).ranks
@@ -221,6 +223,7 @@ def test_a_family_whose_operator_takes_most_inside(case: str) -> None:
 
 def test_a_norm_in_fp32_keeps_what_it_reads_on_a_gpu_too() -> None:
     """One by 1 + weight, as Qwen3-Next has it; others are one kernel that reads bf16."""
+    absent.need("titan-qwen3-next")
 
     def kept(family: str) -> tuple[float, float]:
         work = planned(load_recipe(f"{family}_debug", [BF16, FULL.replace("full", "none")]).recipe, 1, "H100")

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import tomli
+from packaging.requirements import Requirement
 
+from tests import absent
 from tests.recipe.conftest import BASE
 from tests.recipe.test_lock import FULL
 from titancli.errors import RecipeError
@@ -46,7 +48,9 @@ def mistakes(registry: Registry) -> Mistakes:
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_shipped_recipes_and_their_locks_fit(path: Path, installed: Any) -> None:
-    installed.validate(tomli.loads(path.read_text(encoding="utf-8")))
+    shipped = tomli.loads(path.read_text(encoding="utf-8"))
+    absent.need(*(Requirement(one).name for one in shipped.get("requires", {}).get("plugins", [])))
+    installed.validate(shipped)
     installed.validate(load_recipe(path).data)
 
 
