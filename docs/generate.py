@@ -26,7 +26,7 @@ from titancli.registry.component import component_info
 from titancli.registry.fields import Field as ConfigField
 from titancli.registry.fields import fields_of, nested_fields, plain, summary
 from titancli.registry.kinds import KINDS
-from titancli.tested import ROWS as ROWS_TESTED
+from titancli.tested_systems import ROWS as ROWS_TESTED
 
 DOCS = Path(__file__).parent
 BEGIN, END = "<!-- generated: the table -->", "<!-- end of the table -->"

@@ -18,7 +18,7 @@ from house import circles, plugin_circles
 
 PACKAGE = Path(titancli.__file__).parent
 FLOORS = [
-    {"errors", "version", "torch_version", "tested", "seal", "files", "object_store", "terminal"}
+    {"errors", "version", "torch_version", "tested_systems", "checksum", "files", "object_store", "terminal"}
     | {"signals", "locks", "closing", "runs", "provenance", "process", "fingerprint", "launch"},
     {"registry", "layout"},
     {"distributed", "recipe"},

@@ -25,7 +25,7 @@ from titancli.registry import current
 from titancli.registry.isolated_load import try_apart
 from titancli.registry.kinds import BUILTIN
 from titancli.runs import runs_root
-from titancli.tested import GPU, LAYOUTS, PYTHON, TORCH
+from titancli.tested_systems import GPU, LAYOUTS, PYTHON, TORCH
 from titancli.torch_version import LACKS, NEWEST, OLDEST, lacks, older_than, torch_version, untested
 
 State = Literal["ok", "warning", "error"]

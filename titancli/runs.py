@@ -29,10 +29,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
 
+from titancli.checksum import RECORD_CHECKSUM, changed_lock
 from titancli.errors import EXIT_ENVIRONMENT, EnvironmentProblem, TitanError
 from titancli.files import denied, encoded, json_text, out_of_inodes, parse_json, read_bytes
 from titancli.locks import IN_USE, Hold, holder, is_locked, locked
-from titancli.seal import RECORD_SEAL, changed_lock
 
 LOCK_NAME = "recipe.lock.toml"
 NEXT_NAME = "recipe.next.toml"
@@ -438,7 +438,7 @@ class RunFolder:
             return {}
         except (OSError, ValueError) as error:
             raise EnvironmentProblem(f"cannot read {self.record_file}: {error}") from error
-        if RECORD_SEAL.holds(data) is False:
+        if RECORD_CHECKSUM.holds(data) is False:
             raise EnvironmentProblem(
                 f"{self.record_file} is damaged, or was edited: its checksum does not match",
                 hint="restore the file; if it is right as it is, delete its line xxh3_64",
@@ -460,7 +460,7 @@ class RunFolder:
 
     def write_record(self, record: Mapping[str, Any]) -> None:
         text = json_text(record, indent=2)
-        write_atomically(self.record_file, RECORD_SEAL.put(text.removeprefix("{\n") + "\n"))
+        write_atomically(self.record_file, RECORD_CHECKSUM.put(text.removeprefix("{\n") + "\n"))
 
     def begun(self) -> dict[str, Any]:
         """Return the contents of `run.json` of a run that has begun; the last attempt is the newest.

@@ -7,7 +7,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING
 
 from titancli.errors import EnvironmentProblem
-from titancli.tested import TORCH
+from titancli.tested_systems import TORCH
 
 if TYPE_CHECKING:
     from packaging.version import Version

@@ -154,7 +154,9 @@ def failing(path: str, case: str, dim: int) -> str:
 
         os.preadv = fails  # type: ignore[assignment]
     try:
-        Ranks().each(f"loading {path}", lambda: load_hf_weights(Path(path), make(), mine, together=True))
+        Ranks().allgather_call(
+            f"loading {path}", lambda: load_hf_weights(Path(path), make(), mine, together=True)
+        )
     except EnvironmentProblem as error:
         return error.message
     finally:

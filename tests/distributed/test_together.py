@@ -59,16 +59,18 @@ def raised(call: Callable[[], Any]) -> BaseException:
 def values() -> list[Any]:
     ranks = Ranks()
     assert [*dist.get_process_group_ranks(dist.group.WORLD)] == list(range(ranks.size))
-    everyones = ranks.each("counting", lambda: {"rank": ranks.rank, "long": "x" * 1000 * ranks.rank})
+    everyones = ranks.allgather_call(
+        "counting", lambda: {"rank": ranks.rank, "long": "x" * 1000 * ranks.rank}
+    )
     assert [len(one["long"]) for one in everyones] == [0, 1000, 2000]
-    assert ranks.each("nothing", lambda: None) == [None] * 3
+    assert ranks.allgather_call("nothing", lambda: None) == [None] * 3
     assert ranks.gather(None if ranks.rank else "first") == ["first", None, None]
-    assert ranks.local("keeping", threading.Lock) is not None  # not picklable, and sent to nobody
+    assert ranks.call("keeping", threading.Lock) is not None  # not picklable, and sent to nobody
     assert ranks.numbers([2**63 - 1, ranks.rank]) == [[2**63 - 1, rank] for rank in range(3)]
     assert ranks.broadcast(ranks.rank, 2) == 2
     return [
-        ranks.one("making", lambda: ranks.rank),
-        ranks.one("making", lambda: ranks.rank, rank=1),
+        ranks.broadcast_call("making", lambda: ranks.rank),
+        ranks.broadcast_call("making", lambda: ranks.rank, rank=1),
         ranks.reduce("adding", lambda: ranks.rank + 1, lambda found: (sum(found), ranks.rank)),
         ranks.reduce("adding", lambda: None, len),
     ]
@@ -84,7 +86,7 @@ def in_groups() -> list[Any]:
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     mine = dist.get_rank() // 2
     ranks = Ranks(groups[mine])
-    error = raised(lambda: ranks.each("halving", lambda: 1 // (1 - ranks.rank)))
+    error = raised(lambda: ranks.allgather_call("halving", lambda: 1 // (1 - ranks.rank)))
     return [ranks.gather(dist.get_rank()), ranks.broadcast(dist.get_rank(), 1), str(error)]
 
 
@@ -97,10 +99,12 @@ def test_ranks_are_those_of_the_group(ranks: Pool) -> None:
 def alone(group: Any = None) -> None:
     ranks = Ranks(group)
     assert (ranks.rank, ranks.size) == (0, 1)
-    assert ranks.each("a", lambda: 3) == ranks.gather(3) == [3] and ranks.numbers([1, 2]) == [[1, 2]]
-    assert ranks.local("a", lambda: 3) == ranks.one("a", lambda: 3) == ranks.broadcast(3) == 3
+    assert ranks.allgather_call("a", lambda: 3) == ranks.gather(3) == [3] and ranks.numbers([1, 2]) == [
+        [1, 2]
+    ]
+    assert ranks.call("a", lambda: 3) == ranks.broadcast_call("a", lambda: 3) == ranks.broadcast(3) == 3
     assert ranks.reduce("a", lambda: 3, sum) == 3
-    for call in (ranks.each, ranks.local, ranks.one):
+    for call in (ranks.allgather_call, ranks.call, ranks.broadcast_call):
         assert isinstance(raised(lambda: call("a", lambda: 1 // 0)), ZeroDivisionError)  # noqa: B023
 
 
@@ -126,8 +130,8 @@ def counts() -> list[int]:
         lambda: ranks.numbers([1, 2, 3]),
         lambda: ranks.gather(None),
         lambda: ranks.gather(1),
-        lambda: ranks.local("a", lambda: 1),
-        lambda: ranks.one("a", lambda: 1),
+        lambda: ranks.call("a", lambda: 1),
+        lambda: ranks.broadcast_call("a", lambda: 1),
         lambda: ranks.reduce("a", lambda: None, lambda done: None),
         lambda: ranks.reduce("a", lambda: 1, sum),
     ):
@@ -170,7 +174,7 @@ def errors() -> list[Any]:
                 raise error  # noqa: B023
             return 1
 
-        for call in (ranks.each, ranks.local, lambda *given: ranks.one(*given, rank=1)):
+        for call in (ranks.allgather_call, ranks.call, lambda *given: ranks.broadcast_call(*given, rank=1)):
             caught = raised(lambda: call("trying", fails))  # noqa: B023
             found.append((type(caught).__name__, str(caught), getattr(caught, "exit_code", None)))
             assert not isinstance(caught, DamagedCheckpoint) or caught.file == "a.safetensors"
@@ -217,9 +221,9 @@ def several() -> list[str]:
         return threading.Lock() if ranks.rank == 1 else 1
 
     calls = [
-        lambda: ranks.each("a", fails),
+        lambda: ranks.allgather_call("a", fails),
         lambda: ranks.reduce("b", lambda: ranks.rank, reduce),
-        lambda: ranks.each("c", is_no_pickle),
+        lambda: ranks.allgather_call("c", is_no_pickle),
         lambda: ranks.broadcast(is_no_pickle(), 1),
     ]
     return [f"{type(error).__name__}: {error}" for error in map(raised, calls)]
@@ -242,12 +246,15 @@ def test_all_raise_the_same_where_several_fail_or_something_cannot_be_sent(ranks
 def different() -> list[str]:
     ranks = Ranks()
     pairs: list[tuple[Callable[[], Any], Callable[[], Any]]] = [
-        (lambda: ranks.each("reading", lambda: 1), lambda: ranks.one("saving", lambda: 1)),
-        (lambda: ranks.gather("a value"), lambda: ranks.local("saving", lambda: None)),
+        (
+            lambda: ranks.allgather_call("reading", lambda: 1),
+            lambda: ranks.broadcast_call("saving", lambda: 1),
+        ),
+        (lambda: ranks.gather("a value"), lambda: ranks.call("saving", lambda: None)),
         (lambda: ranks.broadcast(1, 0), lambda: ranks.broadcast(1, 1)),
         (lambda: ranks.reduce("adding", lambda: 1, sum), lambda: ranks.gather(1)),
     ]
-    pairs.append((lambda: ranks.local("reading", one_thing), lambda: ranks.local("saving", another)))
+    pairs.append((lambda: ranks.call("reading", one_thing), lambda: ranks.call("saving", another)))
     found = []
     for pair in pairs:
         error = raised(pair[ranks.rank])
@@ -280,7 +287,7 @@ def in_two_threads() -> list[int]:
     def save() -> None:
         for number in range(50):
             found.append(behind.reduce("saving", lambda: number + behind.rank, sum))  # noqa: B023
-        found.append(raised(lambda: behind.local("saving", lambda: 1 // (1 - behind.rank))))
+        found.append(raised(lambda: behind.call("saving", lambda: 1 // (1 - behind.rank))))
 
     thread = threading.Thread(target=save)
     thread.start()
@@ -313,7 +320,7 @@ def function():
         raise ZeroDivisionError
 
 try:
-    ranks.each("trying", function)
+    ranks.allgather_call("trying", function)
 except ZeroDivisionError:
     os._exit(5)
 except RuntimeError:
@@ -337,7 +344,7 @@ def test_a_rank_that_ends_is_noticed_and_hides_no_error_of_another(
 
 def late() -> float:
     ranks, began = Ranks(), time.monotonic()
-    ranks.local("sleeping", lambda: time.sleep(ranks.rank))
+    ranks.call("sleeping", lambda: time.sleep(ranks.rank))
     return time.monotonic() - began
 
 

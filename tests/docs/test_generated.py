@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from titancli import builtin, tested
+from titancli import builtin, tested_systems
 from titancli.registry.fields import summary
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -57,10 +57,10 @@ def test_the_page_has_what_titan_was_run_on(generate: ModuleType) -> None:
     assert text == generate.tested_page(text), "run: python docs/generate.py"
     script = (DOCS.parent / "tests" / "versions.sh").read_text(encoding="utf-8")
     pinned = (DOCS.parent / "constraints.txt").read_text(encoding="utf-8")
-    for minor, row in tested.TORCH.items():
+    for minor, row in tested_systems.TORCH.items():
         version = row.what.removeprefix("torch ")
         assert version.startswith(f"{minor}.") and version in script + pinned
-    for row in tested.ROWS:  # their tests are there
+    for row in tested_systems.ROWS:  # their tests are there
         for file in re.findall(r"tests/[\w/.]+", row.command):
             assert (DOCS.parent / file).exists(), file
 

@@ -90,7 +90,7 @@ def refused(path: str) -> list[str]:
     made = dataclasses.replace(recipe(Layout()), weights=Path(path) / str(rank))
     with pytest.raises(EnvironmentProblem) as caught:
         load_weights(made, start_from(made), DecoderHF(made.model), {}, [], None)
-    return [caught.value.message, *Ranks().each("gathering", lambda: str(rank))]
+    return [caught.value.message, *Ranks().allgather_call("gathering", lambda: str(rank))]
 
 
 @pytest.mark.ranks

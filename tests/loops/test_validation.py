@@ -314,7 +314,7 @@ def test_data_that_cannot_be_read_any_more_do_not_end_a_run(
 def test_no_rank_waits_for_another_to_measure_the_text(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("titancli.distributed.together.Ranks.one", None)
+    monkeypatch.setattr("titancli.distributed.together.Ranks.broadcast_call", None)
     data = held_out(tmp_path / "few.jsonl", '{"text": "äbc"}\n')
     validation, told = schedule(engine, data)
     assert validation.alone(0, lambda: False)

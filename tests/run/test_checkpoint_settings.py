@@ -14,7 +14,7 @@ from titancli.errors import EnvironmentProblem
 from titancli.process import Place
 from titancli.recipe.schema import Checkpoint
 from titancli.runs import RunFolder
-from titancli.worker.continuing import Continuing
+from titancli.worker.resume import Resume
 
 Train = Callable[..., Finished]
 
@@ -76,12 +76,12 @@ def test_ranks_that_start_anew_pass_over_a_bad_checkpoint_in_one_line(
     folder.update_attempt(serial=0)
     caplog.clear()
     with caplog.at_level(logging.WARNING, logger="titancli"):
-        again = Continuing(folder, Place(restart=1))
+        again = Resume(folder, Place(restart=1))
         assert again.checkpoint(None, SIZE) == folder.checkpoints / "step-4"
         [line] = caplog.messages
         assert line.startswith("checkpoint step-6 is skipped: recipe.lock.toml has 0 bytes")
         assert again.checkpoint(None, Checkpoint(verify="off")) == folder.checkpoints / "step-6"
-        first = Continuing(folder, Place())
+        first = Resume(folder, Place())
         assert first.checkpoint(folder.checkpoints / "step-4", SIZE) == folder.checkpoints / "step-4"
 
 
@@ -90,7 +90,7 @@ def test_ranks_that_find_their_checkpoint_damaged_take_the_one_before(train: Tra
     assert train("tiny.toml", "--run-dir", "r").code == 0
     folder = RunFolder(here / "r")
     bad = {folder.checkpoints / "step-6": "it is bad"}
-    first, again = Continuing(folder, Place()), Continuing(folder, Place(restart=1))
+    first, again = Resume(folder, Place()), Resume(folder, Place(restart=1))
     assert first.checkpoint(folder.checkpoints / "step-6", SIZE, bad) == folder.checkpoints / "step-4"
     assert again.checkpoint(folder.checkpoints / "step-2", SIZE, bad) == folder.checkpoints / "step-4"
     folder.update_attempt(serial=3)  # all of them were there before
@@ -121,7 +121,7 @@ def test_ranks_that_start_anew_stay_on_the_way_that_was_chosen(train: Train, her
     assert train("tiny.toml", "--run-dir", "r").code == 0
     assert train("r", "--resume", "--step", "4", "training.steps=5").code == 0
     folder = RunFolder(here / "r")
-    again = Continuing(folder, Place(restart=1))
+    again = Resume(folder, Place(restart=1))
     assert again.checkpoint(folder.checkpoints / "step-4", FULL) == folder.checkpoints / "step-5"
     shutil.rmtree(folder.checkpoints / "step-5")
     assert again.checkpoint(folder.checkpoints / "step-4", FULL) == folder.checkpoints / "step-4"

@@ -314,7 +314,7 @@ def test_what_looks_at_a_run_in_epochs_knows_its_length(
 
 def test_ranks_that_count_different_rows_are_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     class Others(epochs.Ranks):
-        def each(self, doing, function):  # type: ignore[no-untyped-def]
+        def allgather_call(self, doing, function):  # type: ignore[no-untyped-def]
             return [8, None, 9, None]  # one rank of each of two machines counts
 
     monkeypatch.setattr(epochs, "Ranks", Others)

@@ -33,8 +33,8 @@ from titancli.observe.summary import summarize
 from titancli.process import Place
 from titancli.recipe.schema import Checkpoint
 from titancli.runs import RunFolder
-from titancli.worker.continuing import Continuing
 from titancli.worker.remote import upload_rest
+from titancli.worker.resume import Resume
 
 Train = Callable[..., Finished]
 
@@ -372,7 +372,7 @@ def damaged(both: str, here: Path) -> Iterator[Callable[..., Path | None]]:
     step = here / "r/checkpoints/step-6"
     _flip(step)
     section, bad = Checkpoint(remote=f"file://{here}/store"), {step: "rank-00000.safetensors is damaged"}
-    rank = Continuing(RunFolder(here / "r"), Place())
+    rank = Resume(RunFolder(here / "r"), Place())
     yield lambda: rank.checkpoint(step, section, bad)
 
 
@@ -426,7 +426,7 @@ def test_ranks_that_start_anew_take_the_stores_too(both: str, here: Path) -> Non
     folder = RunFolder(here / "r")
     folder.update_attempt(serial=2)
     (folder.checkpoints / "step-6/recipe.lock.toml").unlink()
-    again = Continuing(folder, Place(restart=1))
+    again = Resume(folder, Place(restart=1))
     section = Checkpoint(remote=f"file://{here}/store")
     assert again.checkpoint(folder.checkpoints / "step-4", section) == folder.checkpoints / "step-6"
     assert _is_good(folder.checkpoints / "step-6")
@@ -445,7 +445,7 @@ def test_ranks_that_start_anew_from_the_newest_need_no_store(
     _flip(folder.checkpoints / "step-2", MANIFEST)
     for serial, began, expected in ((2, 4, 6), (3, 6, 6), (3, 4, 4)):
         folder.update_attempt(serial=serial)
-        again = Continuing(folder, Place(restart=1))
+        again = Resume(folder, Place(restart=1))
         found = again.checkpoint(folder.checkpoints / f"step-{began}", section)
         assert found == folder.checkpoints / f"step-{expected}"
         assert "step-2/manifest.json is damaged" in caplog.text
@@ -467,5 +467,5 @@ def test_a_later_attempts_damaged_step_is_kept(damaged: Callable[..., Path | Non
 
     saved = step.with_name("step-4")  # after that, as if it were: ranks that start anew go on from it
     (saved / MANIFEST).write_bytes(manifest_bytes(replace(read_manifest(saved), serial=4)))
-    again = Continuing(folder, Place(restart=1))
+    again = Resume(folder, Place(restart=1))
     assert again.checkpoint(step, Checkpoint(remote=f"file://{here}/store")) == saved

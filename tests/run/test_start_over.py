@@ -24,7 +24,7 @@ from titancli.provenance import package_versions
 from titancli.recipe.schema import Checkpoint
 from titancli.runs import ATTEMPT, RunFolder
 from titancli.worker import joining, rank
-from titancli.worker.continuing import Continuing
+from titancli.worker.resume import Resume
 
 Train = Callable[..., Finished]
 AGAIN = ("tiny.toml", "--run-dir", "r", "--resume", "training.steps=5")
@@ -211,7 +211,7 @@ def test_ranks_that_start_anew_take_what_is_gone_from_the_store(train: Train, ru
     shutil.copytree(run / "checkpoints", run.parent / "store/r")
     purge(run)
     RunFolder(run).update_attempt(serial=0)
-    again = Continuing(RunFolder(run), Place(restart=1))
+    again = Resume(RunFolder(run), Place(restart=1))
     assert again.checkpoint(None, section) == run / "checkpoints/step-4"
 
 
@@ -240,7 +240,7 @@ def test_a_data_file_that_the_disk_does_not_give_is_passed_over_as_a_damaged_one
 def test_ranks_that_start_anew_do_not_start_over_either(run: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = RunFolder(run)
     folder.update_attempt(serial=0)
-    again = Continuing(folder, Place(restart=1))
+    again = Resume(folder, Place(restart=1))
     assert again.checkpoint(None, Checkpoint()) == run / "checkpoints/step-4"
     damage(run)
     with pytest.raises(EnvironmentProblem, match=r"(?s)none of them can be used:.*step-4.*step-2"):

@@ -20,7 +20,7 @@ from titancli.errors import EnvironmentProblem
 from titancli.process import Place
 from titancli.run import start
 from titancli.runs import ChangedMeanwhile, Claim, RunFolder, TakenOver
-from titancli.worker.continuing import Continuing
+from titancli.worker.resume import Resume
 from titancli.worker.saving import perhaps_at_work
 
 Train = Callable[..., Finished]
@@ -120,7 +120,7 @@ def test_ranks_that_are_started_anew_do_not_take_the_other_attempt_for_theirs(
     folder = RunFolder(tmp_path)
     folder.write_record({"attempts": [{"token": "mine"}]})
     another_attempt(folder)
-    rank = Continuing(folder, Place(restart=1))
+    rank = Resume(folder, Place(restart=1))
     monkeypatch.setenv("TITAN_ATTEMPT", "")  # several nodes: the record says it
     assert rank.record() == folder.record()
     monkeypatch.setenv("TITAN_ATTEMPT", "mine")

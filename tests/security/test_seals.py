@@ -13,6 +13,7 @@ from tests.cli import run_folders
 from tests.observe.test_digests import fill, writer
 from tests.run.conftest import Finished, trained
 from titan_proof.digests import read_digests
+from titancli.checksum import Checksum
 from titancli.cli import main
 from titancli.errors import TitanError
 from titancli.observe import notes
@@ -21,7 +22,6 @@ from titancli.observe.summary import summarize
 from titancli.recipe import load_recipe
 from titancli.recipe.load import lock_text
 from titancli.runs import RunFolder, read_lock
-from titancli.seal import Seal
 
 Train = Callable[..., Finished]
 
@@ -101,7 +101,7 @@ def test_each_bit_of_the_digests(tmp_path: Path) -> None:
 
 
 def test_a_seal_is_looked_for_at_the_beginning_alone() -> None:
-    seal = Seal("<", ">")
+    seal = Checksum("<", ">")
     assert seal.holds(seal.put("text").encode()) is True
     assert seal.holds(b"text") is seal.holds(b"x" * 2000 + seal.put("text").encode()) is None
     assert seal.holds(seal.put("text").encode()[:9]) is False

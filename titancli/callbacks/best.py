@@ -31,7 +31,7 @@ class Best:
 
     def run_start(self, step: int) -> None:
         if step:  # whatever the step that is resumed: it is this checkpoint that a better one replaces
-            self._value = Ranks().one("reading the best checkpoint", self._kept)
+            self._value = Ranks().broadcast_call("reading the best checkpoint", self._kept)
 
     def _kept(self) -> float | None:
         path = self._run.folder / NAME if self._run.folder else None

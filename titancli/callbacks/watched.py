@@ -22,7 +22,7 @@ def value_of(name: str, metrics: Mapping[str, float]) -> float | None:
     of_dataset = [metric for metric in metrics if metric.startswith(f"{name.rpartition('/')[0]}/")]
     if of_dataset and name not in metrics:
         raise RecipeError(f"there is no metric {name!r}", hint=f"there are {', '.join(of_dataset)}")
-    return Ranks().one(f"reading {name}", lambda: metrics.get(name))
+    return Ranks().broadcast_call(f"reading {name}", lambda: metrics.get(name))
 
 
 def is_better(config: WatchedMetric, value: float, best: float | None, min_delta: float = 0.0) -> bool:

@@ -369,7 +369,7 @@ def _tell(
             raise error
         return message
 
-    return ranks.one(doing, word)
+    return ranks.broadcast_call(doing, word)
 
 
 class Writing:

@@ -231,7 +231,7 @@ def _on_each(ranks: Ranks, folder: Path, function: Callable[[], T]) -> T:
     """Return a function's result on this rank; raise a problem with the checkpoint on any rank on all of
     them."""
     try:
-        return ranks.local(f"loading {folder}", function)
+        return ranks.call(f"loading {folder}", function)
     except DamagedCheckpoint:
         raise
     except EnvironmentProblem as cause:

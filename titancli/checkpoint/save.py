@@ -246,7 +246,7 @@ def run_save(
     draft.ranks, plan = ranks.size, plan or SavePlan()
     try:
         items = plan.agree(doing, pieces.items, ranks)
-        folder, needed = ranks.one(doing, lambda: (draft.open(plan.needed), plan.needed))
+        folder, needed = ranks.broadcast_call(doing, lambda: (draft.open(plan.needed), plan.needed))
 
         def write() -> dict[str, Digest]:
             try:

@@ -72,7 +72,7 @@ class Ranks:
 
     # ------------------------------------------------------------------------------------------ functions
 
-    def each(self, doing: str, function: Callable[[], T]) -> list[T]:
+    def allgather_call(self, doing: str, function: Callable[[], T]) -> list[T]:
         """Call a function on every rank, and return the (picklable) results of all ranks, by rank.
 
         Args:
@@ -83,13 +83,13 @@ class Ranks:
         _, data, sizes = self._call(doing, "each", function)
         return [_unpacked(packed) for packed in self._all(data, sizes)]
 
-    def local(self, doing: str, function: Callable[[], T]) -> T:
+    def call(self, doing: str, function: Callable[[], T]) -> T:
         """Call a function on every rank, and return the result of this rank, which nobody else gets."""
         if self.size == 1:
             return self._run(function)
         return self._call(doing, "local", function, sends=False)[0]
 
-    def one(self, doing: str, function: Callable[[], T], *, rank: int = 0) -> T:
+    def broadcast_call(self, doing: str, function: Callable[[], T], *, rank: int = 0) -> T:
         """Call a function on one rank of the group, and return its (picklable) result on every rank."""
         if self.size == 1:
             return self._run(function)
@@ -104,7 +104,7 @@ class Ranks:
             return self._run(lambda: reduce([function()]))
         _, data, sizes = self._call(doing, "reduce", function)
         found = self._on_first(data, sizes)
-        return self.one(doing, lambda: reduce([_unpacked(packed) for packed in found]))
+        return self.broadcast_call(doing, lambda: reduce([_unpacked(packed) for packed in found]))
 
     def _run(self, function: Callable[[], T]) -> T:
         """Call a function. (Subclasses translate what it raises.)"""
@@ -158,11 +158,11 @@ class Ranks:
 
     def gather(self, value: T) -> list[T]:
         """Return a picklable value of every rank, by rank."""
-        return self.each("gathering values", lambda: value)
+        return self.allgather_call("gathering values", lambda: value)
 
     def broadcast(self, value: T, source: int = 0) -> T:
         """Return a picklable value of one rank on every rank."""
-        return self.one("sending a value", lambda: value, rank=source)
+        return self.broadcast_call("sending a value", lambda: value, rank=source)
 
     def numbers(self, row: Sequence[int]) -> list[list[int]]:
         """Return the numbers (at most `WIDTH`, below 2**63) of every rank, by rank; in one collective."""

@@ -102,7 +102,7 @@ def _load_state(
         adapter_facts(engine.adapters, folder, base=engine.base)
         return kept_of(folder), _states_of(engine, folder, exclude) if optimizer else {}
 
-    kept, states = Ranks(patient_group()).local(f"reading {folder}", look)
+    kept, states = Ranks(patient_group()).call(f"reading {folder}", look)
     anew = engine.hooks.lacking(states)
     if optimizer and anew and dist.get_rank() == 0:
         logger.warning("callbacks begin anew, since %s has no state of them: %s", folder, ", ".join(anew))

@@ -132,7 +132,7 @@ def _export(engine: EngineCore, folder: Path, lock: str, form: Form, dtype: str 
             mesh=asdict(engine.mesh.degrees),
             kept=engine.kept,
         )
-        Ranks().one(f"exporting {folder}", convert)
+        Ranks().broadcast_call(f"exporting {folder}", convert)
     finally:
         if dist.get_rank() == 0:
             shutil.rmtree(weights, ignore_errors=True)

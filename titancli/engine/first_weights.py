@@ -104,7 +104,7 @@ def first_weights(
         def fill() -> None:
             fill_adapters(PeftFolder(start.folder, recipe.model), dict(plain_parameters(parts, converters)))
 
-        Ranks(patient_group()).each(f"loading {start.folder}", fill)
+        Ranks(patient_group()).allgather_call(f"loading {start.folder}", fill)
     return found
 
 
@@ -186,9 +186,9 @@ def load_weights(
         return folder, record, folder if record is None else require_base(record, folder)
 
     ranks = Ranks(patient_group())
-    folder, record, base = ranks.local(f"reading {start.source}", look)
+    folder, record, base = ranks.call(f"reading {start.source}", look)
     if is_peft(folder):
-        ranks.one(f"reading {folder}", lambda: PeftFolder(folder, recipe.model).check_copies(base))
+        ranks.broadcast_call(f"reading {folder}", lambda: PeftFolder(folder, recipe.model).check_copies(base))
     source = replace(start, source=base)
     if adapters is None and folder != base:
         logger.info("merging the adapters in %s into their base %s", folder, base)
@@ -198,7 +198,7 @@ def load_weights(
     first = FirstWeights(kept=kept, adapters_from=None if record is None else folder)
     if adapters is None:
         return first
-    own = ranks.local(f"reading {base}", lambda: base_of(base))
+    own = ranks.call(f"reading {base}", lambda: base_of(base))
     return first._replace(base=own, begins_as_base=record is None and folder == base)
 
 
@@ -219,7 +219,7 @@ def _load_base(
     from titancli.checkpoint import load_checkpoint
 
     ranks, folder = Ranks(patient_group()), start.folder
-    kinds = ranks.each(f"reading {folder}", lambda: is_checkpoint(folder))
+    kinds = ranks.allgather_call(f"reading {folder}", lambda: is_checkpoint(folder))
     _same_on_all(folder, kinds)
     if kinds[0]:
 
@@ -227,7 +227,7 @@ def _load_base(
             refuse_other_model(recipe, folder)
             return start.exclusion, tuple(left_out(recipe.model, folder)), kept_of(folder)
 
-        exclusion, further, beside = ranks.local(f"reading {folder}", look)
+        exclusion, further, beside = ranks.call(f"reading {folder}", look)
         filled = {f"model.{name}": tensor for name, tensor in tensors.items()}
         if further:
             logger.warning(f"{folder}: {', '.join(further)} left out: model.n_mtp_layers is 0")
@@ -243,7 +243,7 @@ def _load_base(
             own = merged_form(form, PeftFolder(adapters_in, recipe.model))
         return recipe.loss.hf_form(_readable(recipe, start, own), shapes, read_config(folder / CONFIG))
 
-    readable = ranks.local(f"reading {folder}", read)
+    readable = ranks.call(f"reading {folder}", read)
     kept: dict[str, bytes] = {}
     held = readable.of_loss
     shapes = {name: shape for name, shape in shapes.items() if not of_loss(name) or name in held}
@@ -256,7 +256,7 @@ def _load_base(
         kept.update(kept_of(folder))
         return identity
 
-    _same_on_all(folder, ranks.each(f"loading {folder}", load))
+    _same_on_all(folder, ranks.allgather_call(f"loading {folder}", load))
     return kept
 
 
@@ -336,7 +336,7 @@ def report_growth(recipe: Recipe, form: HFForm | None, parts: Sequence[Any]) -> 
             trained[module] = trained.get(module, False) or parameter.requires_grad
         return grown.before, [name for name in grown.names if trained.get(name.rpartition(".")[0]) is False]
 
-    found = Ranks(patient_group()).each("reading the vocabulary", look)
+    found = Ranks(patient_group()).allgather_call("reading the vocabulary", look)
     before = found[0][0]
     if not before or dist.get_rank() > 0:
         return

@@ -81,5 +81,5 @@ def take_over(engine: EngineCore, recipe: Recipe) -> None:
             refuse_other_model(recipe, start.folder)
             return start.exclusion
 
-        exclude = Ranks(process_group.patient_group()).local(f"reading {start.folder}", look)
+        exclude = Ranks(process_group.patient_group()).call(f"reading {start.folder}", look)
         load(engine, start.folder, exclude=exclude)

@@ -159,7 +159,7 @@ def checkpoint_of(
         return found
 
     ranks = Ranks(process_group.patient_group())
-    return ranks.one(f"reading {folder}", look) or folder.absolute()
+    return ranks.broadcast_call(f"reading {folder}", look) or folder.absolute()
 
 
 def recipe_of(model: Any, parts: Parts, device: torch.device) -> Recipe:

@@ -84,7 +84,7 @@ def sampled(
             with call.shared():
                 return run(whole)
         rank, first = dist.get_rank() % peers, dist.get_rank() // peers * peers
-        everyones = Ranks().each("sample", lambda: run(asked(slice(rank, None, peers))))
+        everyones = Ranks().allgather_call("sample", lambda: run(asked(slice(rank, None, peers))))
     return [everyones[first + number % peers][number // peers] for number in range(len(prompts))]
 
 

@@ -29,7 +29,7 @@ def stop_at_turns(engine: EngineCore) -> None:
     """Have sampling, checkpoints and exports stop where trained turns end, and report what is not as users
     would expect. Collective."""
     if engine.learned is None and engine.recipe.tokenizer is not None:
-        engine.learned = Ranks().one("finding the ends of turns", lambda: _learned(engine))
+        engine.learned = Ranks().broadcast_call("finding the ends of turns", lambda: _learned(engine))
     keep_ends(engine)
 
 

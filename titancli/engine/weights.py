@@ -212,7 +212,7 @@ def push(weights: Iterator[NamedTensor], target: Target) -> None:
             for _ in weights:  # other ranks, and what the target left unread: gathering is collective
                 pass
 
-    ranks.local("push_weights: handing over the weights", hand_over)
+    ranks.call("push_weights: handing over the weights", hand_over)
 
 
 def _hand_over(weights: Iterator[Any], target: Any) -> None:
@@ -326,7 +326,7 @@ def _everywhere(weights: Iterator[Any], device: torch.device) -> Iterator[tuple[
         name, tensor = item
         return (name, *_described(name, tensor))
 
-    while (head := ranks.each("load_weights: reading the weights", take)[0]) is not None:
+    while (head := ranks.allgather_call("load_weights: reading the weights", take)[0]) is not None:
         name, shape, dtype = head
         if tensor is None:
             whole = torch.empty(shape, dtype=dtype, device=device)

@@ -56,7 +56,7 @@ class Closing:
             self._record(closing)
             return closing
 
-        self._closing = Ranks().one("recording what is left of the run", begin)
+        self._closing = Ranks().broadcast_call("recording what is left of the run", begin)
 
     def done(self, name: str) -> None:
         """Record that something is done.
@@ -66,5 +66,5 @@ class Closing:
         """
         if self._closing is not None and name in self._closing["left"]:
             closing = {**self._closing, "left": [other for other in self.left if other != name]}
-            Ranks().one(f"recording that {name} is done", lambda: self._record(closing))
+            Ranks().broadcast_call(f"recording that {name} is done", lambda: self._record(closing))
             self._closing = closing

@@ -238,7 +238,7 @@ class Evaluation:
                 raise UnreadableData(f"{self._label}: {why}", hint=hint) from error
             return len(mine), _described(mine[-1]) if mine else None, cancelled()
 
-        everyones = Ranks().each(f"evaluating {self._label}", take)
+        everyones = Ranks().allgather_call(f"evaluating {self._label}", take)
         if any(ends for *_, ends in everyones):
             return [None]
         most, like = max(((count, described) for count, described, _ in everyones), key=lambda one: one[0])

@@ -19,12 +19,12 @@ from typing import Any
 
 import numpy as np
 
+from titancli.checksum import Checksum
 from titancli.files import regular
-from titancli.seal import Seal
 
 FORMAT = 2
 FOLDER = "digests"
-SEAL = Seal('{"xxh3_64":"', '",')
+SEAL = Checksum('{"xxh3_64":"', '",')
 """Start of the header."""
 RECORD = np.dtype(
     [

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from titancli.checksum import RECORD_CHECKSUM
 from titancli.errors import EnvironmentProblem, UsageError
 from titancli.files import json_text, parse_json, read_bytes
 from titancli.runs import timestamp, write_atomically
-from titancli.seal import RECORD_SEAL
 
 FILE = "note.json"
 FORMAT = 1
@@ -31,7 +31,7 @@ def read(folder: Path) -> str | None:
     except (OSError, ValueError) as error:
         raise EnvironmentProblem(f"cannot read {file}: {error}") from error
     text = found.get("text") if isinstance(found, dict) and found.get("format") == FORMAT else None
-    if RECORD_SEAL.holds(data) is False or not isinstance(text, str):
+    if RECORD_CHECKSUM.holds(data) is False or not isinstance(text, str):
         raise EnvironmentProblem(
             f"{file} is damaged, was edited, or is of another version of titan",
             hint="write the note anew: titan runs note RUN TEXT",
@@ -61,4 +61,4 @@ def write(folder: Path, text: str) -> None:
         return
     record = {"format": FORMAT, "written": timestamp(), "text": text}
     body = json_text(record, indent=2)
-    write_atomically(file, RECORD_SEAL.put(body.removeprefix("{\n") + "\n"))
+    write_atomically(file, RECORD_CHECKSUM.put(body.removeprefix("{\n") + "\n"))

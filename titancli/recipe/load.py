@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from titancli.checksum import LOCK_CHECKSUM
 from titancli.errors import EnvironmentProblem, PluginError, RecipeError, TitanError
 from titancli.recipe.assets import assets_of
 from titancli.recipe.bind import bind_recipe
@@ -40,7 +41,6 @@ from titancli.registry.fields import fields_of
 from titancli.registry.first_party import install_command
 from titancli.registry.kinds import BUILTIN
 from titancli.runs import LOCK_NAME, RECORD_NAME, RunFolder
-from titancli.seal import LOCK_SEAL
 from titancli.version import __version__
 
 if TYPE_CHECKING:
@@ -233,7 +233,7 @@ def lock_text(recipe: Loaded | Recipe) -> str:
         data = _table(recipe, None, current())
     else:
         data = recipe.data
-    return f"{_header()}{LOCK_SEAL.put(toml_text(data))}"
+    return f"{_header()}{LOCK_CHECKSUM.put(toml_text(data))}"
 
 
 def resolved_text(loaded: Loaded) -> str:

@@ -9,12 +9,12 @@ from typing import Any, Literal
 
 import tomli
 
+from titancli.checksum import changed_lock
 from titancli.errors import Location, Problem, RecipeError
 from titancli.files import NotRegular, denied, regular
 from titancli.recipe.problems import Problems
 from titancli.recipe.toml import KeyPath, Node, Origin, Positions, Source, scan
 from titancli.runs import LOCK_NAME, NEXT_NAME
-from titancli.seal import changed_lock
 
 FORMAT = 1
 """The recipe format that this titan reads."""

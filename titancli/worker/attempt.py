@@ -51,7 +51,7 @@ def take_part(
     planned = RunFolder(own).record()
     ranks = Ranks()
     tokens = set(ranks.gather(planned["attempts"][-1]["token"]))
-    record, stale = ranks.one(
+    record, stale = ranks.broadcast_call(
         f"beginning an attempt in {folder.path}",
         lambda: _begin_or_continue(folder, planned, tokens, lock_text, stack, own),
     )

@@ -75,7 +75,7 @@ def open_data(
     data, start = again(), start_from(recipe, checkpoint)
     if start.kind != "state":
         return data
-    exclude = Ranks(patient_group()).local(f"reading {start.folder}", lambda: start.exclusion)
+    exclude = Ranks(patient_group()).call(f"reading {start.folder}", lambda: start.exclusion)
     logger.info("loading %s", start.folder)
     state = engine.load(start.folder, verify=recipe.checkpoint.verify, exclude=exclude)
     if exclude.has("data"):

@@ -38,7 +38,7 @@ def with_steps(context: RunContext) -> RunContext:
             return None
         return steps_of(recipe, place.world, context.checkpoint, allow_drift=drift)
 
-    found = Ranks(patient_group()).each("counting the rows of an epoch", count)
+    found = Ranks(patient_group()).allgather_call("counting the rows of an epoch", count)
     counted = {rank: steps for rank, steps in enumerate(found) if steps is not None}
     if len(set(counted.values())) > 1:
         listed = ", ".join(f"rank {rank}: {steps}" for rank, steps in counted.items())

@@ -43,7 +43,7 @@ from titancli.registry.component import build
 from titancli.runs import Claim, RunFolder, timestamp
 from titancli.signals import ASKED_TO_STOP, EXIT_NODES_JOIN, NODES_JOIN, Stop, leave
 from titancli.worker.attempt import take_part
-from titancli.worker.continuing import Continuing
+from titancli.worker.resume import Resume
 from titancli.worker.run_context import RunContext
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class Rank:
     ) -> None:
         self.folder, self.place, self._plugin_files = folder, place, plugin_files
         self._stack, self._store = stack, store
-        self._continuing = Continuing(folder, place)
+        self._resume = Resume(folder, place)
         self._observers: Observers | None = None
         self._engine: Engine | None = None
         self._copies: Copies | None = None
@@ -140,19 +140,19 @@ class Rank:
         loaded = load_recipe(source)
         recipe = loaded.recipe
         device = self._enter(recipe, lock_file, lock_text)
-        continuing = self._continuing
+        resume = self._resume
         section = recipe.checkpoint
         patient = Ranks(process_group.patient_group() if section.remote else None)  # for downloads
         choosing = "choosing the checkpoint"
-        checkpoint = patient.one(choosing, lambda: continuing.checkpoint(checkpoint, section))
+        checkpoint = patient.broadcast_call(choosing, lambda: resume.checkpoint(checkpoint, section))
         # Rank 0 reads it: on a shared disk the others may not see yet what it wrote.
-        record = Ranks().one("reading run.json", continuing.record)
+        record = Ranks().broadcast_call("reading run.json", resume.record)
         loggers = open_loggers(
             recipe,
             self.folder,
             self.place,
             self._stack,
-            restart=continuing.restart,
+            restart=resume.restart,
             several_nodes=lock_file is not None,
             listeners=listeners,
         )
@@ -166,20 +166,22 @@ class Rank:
             loaded,
             lock_text,
             record,
-            continuing.not_lost(copy or checkpoint, section),
+            resume.not_lost(copy or checkpoint, section),
             device,
             self.folder,
             self.place,
-            continuing.restart,
+            resume.restart,
             self._copies,
         )
         damaged: dict[Path, str] = {}
         try:
             while (outcome := self._train_unless_damaged(context, loggers, stop, damaged)) is None:
-                other = patient.one(choosing, lambda: continuing.checkpoint(checkpoint, section, damaged))
+                other = patient.broadcast_call(
+                    choosing, lambda: resume.checkpoint(checkpoint, section, damaged)
+                )
                 if other is not None:
                     logger.warning("the run continues from %s", other.name)
-                context = replace(context, checkpoint=continuing.not_lost(other, section))
+                context = replace(context, checkpoint=resume.not_lost(other, section))
         except Exception as error:
             explained = advised(error, context, self._engine, self.current_step)
             if explained is None:
@@ -225,7 +227,7 @@ class Rank:
             require_same("code of titan or its plugins", code, socket.gethostname())
             own, first = lock_file.parent, self.place.local_rank == 0
             taken = take_part(self.folder, own, lock_text, self._stack, first_of_node=first)
-            self._continuing.restart, self._continuing.plan_is_stale = taken
+            self._resume.restart, self._resume.plan_is_stale = taken
         require_shared(self.folder.logs, socket.gethostname(), first_of_node=self.place.local_rank == 0)
         self._stack.callback(self.folder.join().release)
         return device
@@ -299,8 +301,10 @@ class Rank:
                 go = partial(run.save_seed, engine, data)
             with garbage_between_steps():
                 ranks = Ranks()
-                ranks.local("beginning the run", lambda: run.hooks.call("run_start", engine.step))
-                ranks.one("replacing the recipe of the run", lambda: self._adopt(context.lock_text, run))
+                ranks.call("beginning the run", lambda: run.hooks.call("run_start", engine.step))
+                ranks.broadcast_call(
+                    "replacing the recipe of the run", lambda: self._adopt(context.lock_text, run)
+                )
                 observers.run_start({"step": engine.step})
                 go()
                 run.end()

@@ -76,15 +76,15 @@ def store(config: DistilStore, engine: Engine, tokenizer: Any, run: Run) -> None
         return {} if writer is None else writer.close()
 
     while True:
-        batch = ranks.local("reading data", lambda: next(taken, None))
+        batch = ranks.call("reading data", lambda: next(taken, None))
         if not all(ranks.gather(batch is not None)) or batch is None:
             break
         with phase("teacher"):
             engine.evaluate(batch, loss)
-        ranks.local("storing distributions", keep)
+        ranks.call("storing distributions", keep)
         if run.should_stop():
             raise TitanError(f"stopped by {run.signal} before all was stored", hint="start it again")
-    files = ranks.each("storing distributions", close)
+    files = ranks.allgather_call("storing distributions", close)
     index = {"version": VERSION, "k": config.k, "vocabulary": run.recipe.model.vocab_size, **identity}
     index["files"] = dict(itertools.chain.from_iterable(found.items() for found in files))
     if dist.get_rank() == 0:
@@ -201,7 +201,7 @@ class Stored:
         position = data.dataset.state_dict()
         now = made_of(config.weights, tokenizer, position, run.batch_shape[1])
         now["vocabulary"] = run.recipe.model.vocab_size
-        self._ranks.local(f"reading {self._folder}", partial(self._open, now))
+        self._ranks.call(f"reading {self._folder}", partial(self._open, now))
 
     def _open(self, now: dict[str, Any]) -> None:
         path = self._folder / INDEX
@@ -247,7 +247,7 @@ class Stored:
             EnvironmentProblem: a row was not stored.
         """
         with phase("teacher"):
-            log_probs, ids = self._ranks.local("reading distributions", partial(self._rows, batch))
+            log_probs, ids = self._ranks.call("reading distributions", partial(self._rows, batch))
             found = Batch({**batch, TOP[0]: log_probs, TOP[1]: ids}, unit=batch.unit)
             return found.to(self._student.device)
 

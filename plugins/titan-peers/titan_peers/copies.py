@@ -67,7 +67,7 @@ class Copies:
             self._memory = Memory(root, run_id, checkpoints.parent)
             return self._memory.identity
 
-        self._nodes = Nodes.of(Ranks().each(f"opening {root}", open_memory))
+        self._nodes = Nodes.of(Ranks().allgather_call(f"opening {root}", open_memory))
         self._checkpoints, self._attempt, self.interval = checkpoints, attempt, interval
         self._serial: int | None = None
         """On rank 0: the serial number of the newest checkpoint on the disk; None: not known."""
@@ -88,7 +88,7 @@ class Copies:
         """
         team = self._team(patient_group())
         try:
-            copy = team.one("looking for a copy in memory", lambda: self._valid(wanted))
+            copy = team.broadcast_call("looking for a copy in memory", lambda: self._valid(wanted))
             if copy is not None:
                 self._sources, self._step = Sources(team, copy), copy.step
                 return self._sources.folder
@@ -120,7 +120,7 @@ class Copies:
     def discard(self) -> None:
         """Invalidate all copies, and delete those on this node."""
         self._step = None
-        Ranks().one("discarding the copy in memory", lambda: forget(self._checkpoints))
+        Ranks().broadcast_call("discarding the copy in memory", lambda: forget(self._checkpoints))
         self._let_go()
 
     def _let_go(self) -> None:
@@ -176,7 +176,7 @@ class Copies:
         draft.ranks = team.size
         items = plan.agree(COPYING, pieces.items, team)
         needed = self._needed(items, team)[team.rank]
-        name = team.one(COPYING, lambda: secrets.token_hex(4))
+        name = team.broadcast_call(COPYING, lambda: secrets.token_hex(4))
         hidden = self._memory.folder / f".step-{draft.step}.tmp-{name}"
         try:
             team.on_nodes(COPYING, lambda: self._make_room(hidden, needed))
@@ -251,9 +251,9 @@ class Copies:
         if not transfers:
             return
         prepared = []
-        team.local(COPYING, lambda: prepared.extend(prepare(hidden, transfers, team.rank)))
+        team.call(COPYING, lambda: prepared.extend(prepare(hidden, transfers, team.rank)))
         exchange(prepared, team.rank, team.group)
-        team.local(COPYING, lambda: _compare(hidden, written, transfers, team.rank))
+        team.call(COPYING, lambda: _compare(hidden, written, transfers, team.rank))
 
     def _complete(self, hidden: Path, small: dict[str, bytes], name: str) -> None:
         for file, data in small.items():

@@ -70,7 +70,7 @@ class Team(Ranks):
 
     def on_nodes(self, doing: str, function: Callable[[], Any]) -> None:
         """Call a function once on each node."""
-        self.local(doing, lambda: function() if self.is_first else None)
+        self.call(doing, lambda: function() if self.is_first else None)
 
 
 class Transfer(NamedTuple):

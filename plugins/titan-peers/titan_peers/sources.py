@@ -41,7 +41,7 @@ class Sources:
         self._from: dict[tuple[int, str], int] = {}
         """The node that sent a file, or part of one, by receiving node and file."""
         host = socket.gethostname()
-        found = team.each(
+        found = team.allgather_call(
             self._doing, lambda: (*memory.held(copy), host) if team.is_first else ({}, [], host)
         )
         self._hosts = [found[ranks[0]][2] for ranks in nodes.ranks]
@@ -58,7 +58,7 @@ class Sources:
             small = {n: (source / n).read_bytes() for n in (MANIFEST, *description(manifest))}
             return {name: digest.size for name, digest in manifest.files.items()}, small
 
-        self._sizes, small = team.one(self._doing, describe, rank=holders[0])
+        self._sizes, small = team.broadcast_call(self._doing, describe, rank=holders[0])
         if missing := sorted(self._sizes.keys() - set().union(*self._held)):
             more = f" and {len(missing) - 1} more files" if len(missing) > 1 else ""
             raise EnvironmentProblem(f"{missing[0]}{more} were only on nodes that are lost")
@@ -90,7 +90,7 @@ class Sources:
 
         try:
             transfers = self._team.reduce(self._doing, lambda: lacking, self._transfers)
-            self._team.local(self._doing, lambda: ready(transfers))
+            self._team.call(self._doing, lambda: ready(transfers))
         except EnvironmentProblem as error:
             raise DamagedCheckpoint(self.folder, error.message) from error
         exchange(prepared, rank, self._team.group)

@@ -23,9 +23,9 @@ import xxhash
 
 from titancli.checkpoint.format.files import file_size, look_again, patiently, read_file
 from titancli.checkpoint.format.hashed import Digest, file_digest
+from titancli.checksum import Checksum
 from titancli.errors import EnvironmentProblem, TitanError
 from titancli.runs import STEP_NAME
-from titancli.seal import Seal
 
 MANIFEST = "manifest.json"
 LOCK = "recipe.lock.toml"
@@ -65,7 +65,7 @@ class OtherFormat(EnvironmentProblem):
     """A checkpoint in another version's format; as far as this version can tell, it is whole."""
 
 
-SEAL = Seal('{"xxh3_64": "', '",\n')
+SEAL = Checksum('{"xxh3_64": "', '",\n')
 """The first line of a manifest."""
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
 

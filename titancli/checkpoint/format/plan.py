@@ -103,7 +103,7 @@ class SavePlan:
             mine.append(_Holding.of(items))
             return self._name if mine[0].checksum == self._agreed_on else None
 
-        plans = ranks.each(doing, current_plan)
+        plans = ranks.allgather_call(doing, current_plan)
         if plans[0] is None or len({*plans}) > 1:
             self._agreed_on = None
             self._plan(doing, mine[0], ranks)
@@ -129,7 +129,7 @@ class SavePlan:
         def divide() -> tuple[str, list[str]]:  # each rank reads only its own tasks
             return secrets.token_hex(8), [json.dumps(tasks) for tasks in self._divide(everyones, names)]
 
-        self._name, tasks = ranks.one(doing, divide)
+        self._name, tasks = ranks.broadcast_call(doing, divide)
         self._mine = set(_mine(json.loads(tasks[ranks.rank]), mine.boxes, names))
         self._agreed_on = mine.checksum
 

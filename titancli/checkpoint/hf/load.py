@@ -65,7 +65,7 @@ def load_hf_weights(
 
     filled = set()
     if together:
-        alike = Ranks(patient_group()).each(f"loading {folder}", opened)
+        alike = Ranks(patient_group()).allgather_call(f"loading {folder}", opened)
         filled = _fill_together(parameters, found[0], alike)
     else:
         opened()

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Continuing:
+class Resume:
     """Chooses checkpoints for one rank; only rank 0 searches."""
 
     def __init__(self, folder: RunFolder, place: Place) -> None:
@@ -101,5 +101,7 @@ class Continuing:
         from titancli.distributed.together import Ranks
 
         if checkpoint is None:  # the same on all ranks
-            Ranks().one("looking for checkpoints", lambda: remote.refuse_lost(self.folder, section))
+            Ranks().broadcast_call(
+                "looking for checkpoints", lambda: remote.refuse_lost(self.folder, section)
+            )
         return checkpoint

@@ -16,7 +16,7 @@ WITHIN = 1 << 10
 """Number of bytes at the beginning that are searched for it."""
 
 
-class Seal:
+class Checksum:
     """Where the checksum stands: between two texts that stand nowhere else before it."""
 
     def __init__(self, begin: str, end: str) -> None:
@@ -36,14 +36,14 @@ class Seal:
         return found is not None and xxhash.xxh3_64(data[found.end() :]).hexdigest().encode() == found[1]
 
 
-LOCK_SEAL = Seal("\n# xxh3_64 of what follows: ", "\n")
-RECORD_SEAL = Seal('{\n  "xxh3_64": "', '",\n')
+LOCK_CHECKSUM = Checksum("\n# xxh3_64 of what follows: ", "\n")
+RECORD_CHECKSUM = Checksum('{\n  "xxh3_64": "', '",\n')
 """Files without one are taken as they are: of an earlier version of titan, or made by hand."""
 
 
 def changed_lock(path: Path, data: bytes) -> EnvironmentProblem | None:
     """Return the reason why a resolved recipe is not as titan has written it; None if it is."""
-    if LOCK_SEAL.holds(data.replace(b"\r\n", b"\n")) is not False:
+    if LOCK_CHECKSUM.holds(data.replace(b"\r\n", b"\n")) is not False:
         return None
     return EnvironmentProblem(
         f"{path} is damaged, or was edited: its checksum does not match",
