@@ -14,11 +14,12 @@ import os
 import socket
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from titancli.checkpoint.format.manifest import DamagedCheckpoint
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
     from titancli.loops.run import Run
     from titancli.observe.observers import Observers
     from titancli.protocols import Copies
-    from titancli.recipe.schema import Recipe
+    from titancli.recipe.schema import Checkpoint, Recipe
 
 logger = logging.getLogger("titancli.worker.rank")  # its __name__ may be __main__
 
@@ -128,31 +129,25 @@ class Rank:
         self, lock_file: Path | None, checkpoint: Path | None, stop: Stop, listeners: tuple[Listener, ...]
     ) -> dict[str, Any]:
         """Run the rank; see `main`."""
-        from titancli.distributed import process_group
         from titancli.distributed.together import Ranks
         from titancli.recipe import load_recipe
         from titancli.worker import saving
-        from titancli.worker.memory_advice import advised
         from titancli.worker.observing import open_loggers
 
         source = lock_file or RunFolder.open(self.folder.path).lock_to_start
         lock_text = source.read_text(encoding="utf-8")
         loaded = load_recipe(source)
-        recipe = loaded.recipe
+        recipe, section = loaded.recipe, loaded.recipe.checkpoint
         device = self._enter(recipe, lock_file, lock_text)
-        resume = self._resume
-        section = recipe.checkpoint
-        patient = Ranks(process_group.patient_group() if section.remote else None)  # for downloads
-        choosing = "choosing the checkpoint"
-        checkpoint = patient.broadcast_call(choosing, lambda: resume.checkpoint(checkpoint, section))
+        chosen = self._choose(section, checkpoint)
         # Rank 0 reads it: on a shared disk the others may not see yet what it wrote.
-        record = Ranks().broadcast_call("reading run.json", resume.record)
+        record = Ranks().broadcast_call("reading run.json", self._resume.record)
         loggers = open_loggers(
             recipe,
             self.folder,
             self.place,
             self._stack,
-            restart=resume.restart,
+            restart=self._resume.restart,
             several_nodes=lock_file is not None,
             listeners=listeners,
         )
@@ -166,31 +161,54 @@ class Rank:
             loaded,
             lock_text,
             record,
-            resume.not_lost(copy or checkpoint, section),
+            self._resume.not_lost(copy or chosen, section),
             device,
             self.folder,
             self.place,
-            resume.restart,
+            self._resume.restart,
             self._copies,
         )
-        damaged: dict[Path, str] = {}
+        outcome = self._train_from_sound(context, chosen, loggers, stop)
+        if outcome["signal"] == NODES_JOIN.name:
+            logger.info("more nodes join: all ranks restart from step %d", outcome["step"])
+            return outcome
+        return self._ended(outcome, record)
+
+    def _choose(
+        self,
+        section: Checkpoint,
+        checkpoint: Path | None,
+        damaged: Mapping[Path, str] = MappingProxyType({}),
+    ) -> Path | None:
+        """Return the checkpoint to continue from, as rank 0 finds it. Collective."""
+        from titancli.distributed import process_group
+        from titancli.distributed.together import Ranks
+
+        patient = Ranks(process_group.patient_group() if section.remote else None)  # for downloads
+        return patient.broadcast_call(
+            "choosing the checkpoint", lambda: self._resume.checkpoint(checkpoint, section, damaged)
+        )
+
+    def _train_from_sound(
+        self, context: RunContext, chosen: Path | None, loggers: list[Any], stop: Stop
+    ) -> dict[str, Any]:
+        """Call `train`, from another checkpoint if the chosen one is damaged; explain memory that has run
+        out."""
+        from titancli.worker.memory_advice import advised
+
+        section, damaged = context.recipe.checkpoint, dict[Path, str]()
         try:
             while (outcome := self._train_unless_damaged(context, loggers, stop, damaged)) is None:
-                other = patient.broadcast_call(
-                    choosing, lambda: resume.checkpoint(checkpoint, section, damaged)
-                )
+                other = self._choose(section, chosen, damaged)
                 if other is not None:
                     logger.warning("the run continues from %s", other.name)
-                context = replace(context, checkpoint=resume.not_lost(other, section))
+                context = replace(context, checkpoint=self._resume.not_lost(other, section))
         except Exception as error:
             explained = advised(error, context, self._engine, self.current_step)
             if explained is None:
                 raise
             raise explained from error
-        if outcome["signal"] == NODES_JOIN.name:
-            logger.info("more nodes join: all ranks restart from step %d", outcome["step"])
-            return outcome
-        return self._ended(outcome, record)
+        return outcome
 
     def _ended(self, outcome: dict[str, Any], record: dict[str, Any]) -> dict[str, Any]:
         """Report and record the outcome, and return it with the latest metrics."""
