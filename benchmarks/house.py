@@ -1,6 +1,6 @@
 """What a reader must hold in mind: functions and files of a step and of a start, what plugins import.
 
-python benchmarks/house.py     a table; about half a minute of CPU. Counts do not depend on the machine.
+python benchmarks/house.py     a table; about a minute of CPU. Counts do not depend on the machine.
 
 tests/test_architecture.py uses `circles` and `plugin_circles`, too.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -173,6 +174,26 @@ def named_outside() -> str:
     return f"{min(counts)} to {max(counts)}"
 
 
+def cpu_of(*words: str) -> float:
+    """Return the least CPU-seconds of seven runs of a command of this environment."""
+    command = [str(Path(sys.executable).parent / words[0]), *words[1:]]
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    found = []
+    for _ in range(7):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run(command, env=env, capture_output=True, check=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        found.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    return min(found)
+
+
+def cpu_of_commands() -> str:
+    """Return the CPU of three commands, as multiples of that of `pytest --version`."""
+    commands = ("--help",), ("list-components",), ("validate", "llama3_debug", "--recipe-only")
+    yardstick = cpu_of("pytest", "--version")
+    return " / ".join(f"{cpu_of('titan', *words) / yardstick:.1f}" for words in commands)
+
+
 def lines(*folders: str) -> int:
     """Return the lines of Python below folders."""
     return sum(
@@ -192,6 +213,7 @@ def main() -> None:
         "circles inside plugins": len(plugin_circles()),
         "files outside a plugin's folder, docs aside, that name it": named_outside(),
         "lines of core, plugins and tests": f"{lines('titancli', 'plugins', 'tests'):,}",
+        "CPU of `--help` / `list-components` / `validate`, times `pytest --version`": cpu_of_commands(),
         "words of README.md": len((ROOT / "README.md").read_text(encoding="utf-8").split()),
     }
     print("| measure | value |\n|---|---|")
