@@ -326,10 +326,16 @@ def die_with_parent() -> None:
     if sys.platform != "linux":
         return
     _parent = os.getppid() if given is None else int(given)
-    set_parent_death_signal = 1
-    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
+    signal_at_parents_death(signal.SIGTERM)
     if _is_orphaned(_parent):
         os._exit(EXIT_STOPPED)
+
+
+def signal_at_parents_death(number: int) -> None:
+    """Get a signal when the parent process ends. Linux only."""
+    if sys.platform == "linux":
+        set_parent_death_signal = 1
+        ctypes.CDLL(None).prctl(set_parent_death_signal, number)
 
 
 @contextmanager

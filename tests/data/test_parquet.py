@@ -117,8 +117,11 @@ for path in paths:
             make(Parquet(paths=[Path(path)]))
 
 
-def test_good_footers_are_tried_once_and_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TITAN_CACHE", str(tmp_path / "cache"))
+@pytest.mark.parametrize("cache", ["cache", "0.parquet/cache"], ids=["", "no cache can be written"])
+def test_good_footers_are_tried_once_and_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: str
+) -> None:
+    monkeypatch.setenv("TITAN_CACHE", str(tmp_path / cache))
     started, run = [], trial.subprocess.run
 
     def counted(*given: Any, **named: Any) -> Any:

@@ -243,6 +243,14 @@ def test_what_a_callback_raises_on_one_rank_ends_the_run(
     assert last == ("close None" if moment == "close" else f"close no {moment}")
 
 
+def test_a_callback_is_closed_if_the_run_does_not_begin(train: Train, here: Path, watch: Any) -> None:
+    assert train("tiny.toml", "--run-dir", "r", *watch(), "training.steps=2").code == 0
+    done = train("r", "--resume", *watch(', raises="load_state"'), "training.steps=3")
+    assert done.code == 1 and "no load_state" in done.err
+    seen = (here / "r/seen-True.txt").read_text().splitlines()
+    assert seen[-2:] == ["load_state 9", "close no load_state"]
+
+
 def test_each_hook_is_closed_whatever_another_raises() -> None:
     closed: list[str] = []
 

@@ -15,6 +15,7 @@ import pytest
 
 from titancli.errors import EnvironmentProblem
 from titancli.run.record import new_attempt
+from titancli.run.request import Request
 from titancli.runs import RunFolder, write_atomically
 
 
@@ -182,8 +183,8 @@ def test_a_new_run_has_nothing_that_changed_since_it_was_last_started(here: Path
     folder = RunFolder.create("llama", here / "run")
     folder.write_record({"attempts": [{"versions": {"torch": "2.0"}}]})
     loaded = SimpleNamespace(data={}, path=here / "a.toml", origins={})
-    plan: Any = SimpleNamespace(folder=folder, loaded=loaded, new=new, drift=[], checkpoint=None, step=None)
-    plan.allow_drift = plan.from_scratch = False
+    plan: Any = SimpleNamespace(folder=folder, loaded=loaded, new=new, drift=[], checkpoint=None)
+    plan.request, plan.from_scratch = Request("a"), False
     request: Any = SimpleNamespace(plugin_files=[], recorded=dict)
     changed = new_attempt(plan, request)["code_drift"]
     assert new is not any(line.startswith("version of torch: 2.0 -> ") for line in changed)

@@ -29,6 +29,7 @@ from titancli.data.compressed import Damaged
 from titancli.data.files import TextFile, files_of, pieces, require_content
 from titancli.data.formats import format_of, kind_of_rows, refuse_rows
 from titancli.data.jsonl import BadRow, BadRows, LineReader, parse, text_of
+from titancli.data.parquet_file import try_parquet
 from titancli.data.row_files import row_files
 from titancli.data.row_formats import SAMPLED, Names, Talk, detected, require_answer, talk_of
 from titancli.data.tables import read_rows
@@ -115,6 +116,7 @@ def _parquet(config: Parquet) -> None:
 
     files = files_of(config.paths, LISTED)
     _require_content("dataset parquet", files)
+    try_parquet(file.path for file in files[:OPENED])  # in one process
     for file in _first(files):
         row_groups(file, config.text)
 
@@ -163,6 +165,7 @@ def _read(config: JsonLines | RowsOfExamples, kinds: Mapping[TextFile, str]) -> 
     """Yield the rows of files, none of which is converted for that."""
     if config.skip_damaged:  # all files are read at the start
         return
+    try_parquet(file.path for file, kind in kinds.items() if kind == "parquet")  # in one process
     for file, kind in kinds.items():
         if kind in ("jsonl", "text"):
             reader = LineReader([file], shuffle=False, seed=0, max_bytes=config.max_bytes)

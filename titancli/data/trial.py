@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from functools import partial
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,12 @@ from titancli.fingerprint import cache_folder, lock_if_possible
 
 logger = logging.getLogger(__name__)
 
+_GOOD: set[Path] = set()
+"""Marks of what this process has found to be good, if the cache cannot be written."""
+ALONE = dict.fromkeys(
+    ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"), "1"
+)
+"""Environment of a trial: the stacks of a thread for each core could take all of its memory."""
 PORTION = 256
 """Number for which it is worth to start another process."""
 
@@ -61,22 +67,32 @@ def harms_of(kind: str, library: str, digests: Mapping[str, str]) -> dict[str, s
         library: the package that is used.
         digests: of what is tried, by path, or by the text itself for templates.
     """
-    folder, suffix = cache_folder() / "tried" / kind, version(library)
+    if not digests:
+        return {}
+    try:
+        suffix = version(library)
+    except PackageNotFoundError:  # who uses it says what to install
+        return {}
+    folder = cache_folder() / "tried" / kind
     marks = {one: folder / f"{digest}-{suffix}" for one, digest in digests.items()}
-    if all(mark.is_file() for mark in marks.values()):
+    if all(map(_known, marks.values())):
         return {}
     with ExitStack() as stack:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             lock_if_possible(stack.enter_context(open(folder / "lock", "a")))
         except OSError as error:
-            logger.warning("%s cannot be written (%s): it is tried at each start", folder, error)
-        left = [one for one, mark in marks.items() if not mark.is_file()]
+            logger.warning("%s cannot be written (%s): each process tries anew what it reads", folder, error)
+        left = [one for one, mark in marks.items() if not _known(mark)]
         count = min(len(os.sched_getaffinity(0)), -(-len(left) // PORTION))
         portions = [{one: marks[one] for one in left[number::count]} for number in range(count)]
         with ThreadPoolExecutor(max(count, 1)) as pool:
             found = pool.map(partial(_tried, kind, library), portions)
         return {one: reason for harms in found for one, reason in harms.items()}
+
+
+def _known(mark: Path) -> bool:
+    return mark in _GOOD or os.path.isfile(mark)  # which is no error in a folder that may not be entered
 
 
 def _tried(kind: str, library: str, marks: Mapping[str, Path]) -> dict[str, str]:
@@ -86,8 +102,9 @@ def _tried(kind: str, library: str, marks: Mapping[str, Path]) -> dict[str, str]
     while left:
         done = run_child(kind, left)
         survived = len(done.stdout)
-        with suppress(OSError):
-            for one in left[:survived]:
+        for one in left[:survived]:
+            _GOOD.add(marks[one])
+            with suppress(OSError):
                 marks[one].touch()
         left = left[survived:]
         harmed = left if done.returncode == 1 else left[:1]  # 1: the library cannot be imported
@@ -99,7 +116,8 @@ def _tried(kind: str, library: str, marks: Mapping[str, Path]) -> dict[str, str]
 def run_child(kind: str, given: Any) -> subprocess.CompletedProcess[bytes]:
     """Run a function of `trial_child` in a process of its own, with plain JSON on stdin."""
     command = [sys.executable, "-P", trial_child.__file__, kind]
-    return subprocess.run(command, input=json.dumps(given).encode(), capture_output=True)
+    env = {**os.environ, **ALONE}
+    return subprocess.run(command, input=json.dumps(given).encode(), capture_output=True, env=env)
 
 
 def reason(kind: str, library: str, done: subprocess.CompletedProcess[bytes]) -> str:

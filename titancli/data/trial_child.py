@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import signal
 import sys
 from collections.abc import Callable
 from datetime import datetime
@@ -180,4 +181,5 @@ def main(kind: str) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: it is for who has started this process
     sys.exit(main(sys.argv[1]))

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from titancli.errors import EnvironmentProblem
+from titancli.process import signal_at_parents_death
 from titancli.registry.plugins import names_in
 
 if TYPE_CHECKING:
@@ -147,6 +148,7 @@ def _reap(running: dict[int, tuple[Path, float]]) -> None:
 def _load(registry: Registry, name: str, folder: Path) -> NoReturn:
     """Load a plugin in this fork and write what it did to a file; what it has registered for the end is not
     waited for."""
+    signal_at_parents_death(signal.SIGKILL)
     code = 1
     try:
         # Files, not pipes: what the plugin has started may live on, and would hold them.

@@ -134,9 +134,12 @@ def check_weights(loaded: Loaded) -> None:
         raise _problem(loaded, "weights", *found)
 
 
-def check_adapters(loaded: Loaded, folder: Path) -> None:
+def check_adapters(loaded: Loaded, folder: Path, *, own: bool = False) -> None:
     """Refuse weights that are adapters of another kind than the recipe's, or whose base is missing. Whether
     they are of the same layers, only the built model shows.
+
+    Args:
+        own: they are a checkpoint of the run itself, whose base is the recipe's, wherever it was before.
 
     Raises:
         RecipeError: they differ from the recipe's, at the line of its converter.
@@ -151,7 +154,9 @@ def check_adapters(loaded: Loaded, folder: Path) -> None:
     if (found := complaint(folder, facts)) is not None:
         key = f"converters.{number}.{found.key or 'type'}" if facts else "weights"
         raise _problem(loaded, key, found.message, found.hint)
-    if is_checkpoint(folder) and (record := adapter_record(read_manifest(folder))) is not None:
+    if own or not is_checkpoint(folder):
+        return
+    if (record := adapter_record(read_manifest(folder))) is not None:
         recorded_base(record, folder)
 
 

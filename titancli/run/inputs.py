@@ -6,6 +6,7 @@ import glob
 import os
 import shlex
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,7 +97,8 @@ def require_inputs(
         check_adapters(loaded, start.folder)
         _require_whole(start.folder, recipe.checkpoint.verify)
     if checkpoint is not None and checkpoint.is_dir():  # in a dry run it may be in an object store alone
-        check_adapters(loaded, checkpoint)
+        with suppress(EnvironmentProblem):  # it is damaged: the ranks look for another one
+            check_adapters(loaded, checkpoint, own=True)
     _look_at_data(recipe, _check_tokenizer(recipe))
     return missing
 

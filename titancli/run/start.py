@@ -79,9 +79,10 @@ def prepared(plan: Plan, request: LaunchRequest) -> Iterator[LaunchRequest]:
         TitanError: the recipe does not fit the processes, or the folder is in use or cannot be written.
     """
     _check(plan, request)
-    load_target(component_info(plan.loaded.recipe.launcher).target)  # if it fails, no folder is left
-    with environment(request.env), (_own_files if request.nnodes > 1 else _run_files)(plan, request) as ready:
-        yield ready
+    with environment(request.env):
+        load_target(component_info(plan.loaded.recipe.launcher).target)  # if it fails, no folder is left
+        with (_own_files if request.nnodes > 1 else _run_files)(plan, request) as ready:
+            yield ready
 
 
 def launch(plan: Plan, ready: LaunchRequest) -> int:

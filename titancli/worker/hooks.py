@@ -4,6 +4,7 @@ own."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -40,10 +41,13 @@ def open_run(context: RunContext, engine: Engine, tokenizer: Any, stop: Stop) ->
         tokenizer=tokenizer,
         hooks=RunHooks(engine),
     )
-    for hook in _hooks_of_steps(context, engine, run) if context.trains else ():
-        engine.hooks.add(hook)
-        run.hooks.add(hook)
-    run.hooks.add(_profiler(context))
+    with ExitStack() as failed:
+        failed.push(run.hooks)
+        for hook in _hooks_of_steps(context, engine, run) if context.trains else ():
+            engine.hooks.add(hook)
+            run.hooks.add(hook)
+        run.hooks.add(_profiler(context))
+        failed.pop_all()
     return run
 
 

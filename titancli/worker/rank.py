@@ -302,15 +302,18 @@ class Rank:
         engine = Engine.build(recipe, device=context.device, checkpoint=checkpoint, frozen=not loop.trains)
         self._engine = engine
         run = open_run(context, engine, tokenizer, stop)
-        allow_drift = context.attempt.get("allow_drift", False)
-        data = run.data = open_data(recipe, tokenizer, engine, context.checkpoint, allow_drift=allow_drift)
-        copied = self._copies is not None and self._copies.loaded()
-        observers = self._observers = observe(context, engine, loggers, data)
-        if context.checkpoint is not None and not copied:
-            run.saved_step = engine.step
-        run.validation = open_validation(recipe, tokenizer, engine, observers)
-        if run.validation is not None and run.hooks.has("validated"):
-            run.validation.on_metrics = partial(run.hooks.call, "validated")
+        with ExitStack() as failed:
+            failed.push(run.hooks)
+            drift = context.attempt.get("allow_drift", False)
+            data = run.data = open_data(recipe, tokenizer, engine, context.checkpoint, allow_drift=drift)
+            copied = self._copies is not None and self._copies.loaded()
+            observers = self._observers = observe(context, engine, loggers, data)
+            if context.checkpoint is not None and not copied:
+                run.saved_step = engine.step
+            run.validation = open_validation(recipe, tokenizer, engine, observers)
+            if run.validation is not None and run.hooks.has("validated"):
+                run.validation.on_metrics = partial(run.hooks.call, "validated")
+            failed.pop_all()
         data_closed = nullcontext() if data is None else closing(data)
         with saved(context, engine, run, observers), data_closed, run.hooks:
             known = {"engine": engine, "data": data, "tokenizer": tokenizer}
