@@ -72,6 +72,7 @@ OWN = {
     "cli.sizing": "a recipe of `as_toml`, in a folder that is removed",
     "data.hf_files": "the size and time of a file",
     "data.row_index data.shards.* data.token_cache": "numbers, and JSON in ASCII",
+    "data.trial": "marks without content, and a lock",
     "distributed.*": "a trace of PyTorch, addresses of ranks, locks",
     "fingerprint": "checksums and paths, as JSON in ASCII",
     "launchers.agent launchers.rendezvous": "exit codes and an address, as JSON in ASCII",
