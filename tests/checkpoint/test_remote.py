@@ -21,7 +21,7 @@ from fsspec.registry import _registry as registry
 
 from tests.checkpoint.tensors import RUN, same, save, some_tensors, zeros
 from titancli.checkpoint import load_checkpoint, newest_good, read_manifest
-from titancli.checkpoint.format.manifest import FORMAT, SEAL, faults, steps
+from titancli.checkpoint.format.manifest import CHECKSUM, FORMAT, faults, steps
 from titancli.checkpoint.remote import leases
 from titancli.checkpoint.remote.fsspec_store import FsspecStore
 from titancli.checkpoint.remote.leases import mark_name
@@ -176,7 +176,7 @@ def test_another_runs_checkpoint_is_left_alone(tmp_path: Path, url: str) -> None
 
     _, rest = before["step-4/manifest.json"].decode().split("\n", 1)
     newer = rest.replace(f'"format": {FORMAT}', '"format": 99')
-    _put(url, "step-4/manifest.json", SEAL.put(newer).encode())
+    _put(url, "step-4/manifest.json", CHECKSUM.put(newer).encode())
     before = _objects(url)
     with pytest.raises(TitanError, match="has format 99, but this version of titan reads"):
         upload(tmp_path / "mine/step-4", at(url) / "step-4")

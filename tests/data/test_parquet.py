@@ -14,6 +14,7 @@ import pytest
 
 from tests.data.helpers import global_rows, make, rows_of, stream
 from titancli.data import Parquet, trial
+from titancli.data.first_look import look
 from titancli.errors import EnvironmentProblem, RecipeError
 
 TEXTS = [f"row {number}, ü" + "." * (number % 7) for number in range(30)]
@@ -117,20 +118,37 @@ for path in paths:
             make(Parquet(paths=[Path(path)]))
 
 
-@pytest.mark.parametrize("cache", ["cache", "0.parquet/cache"], ids=["", "no cache can be written"])
-def test_good_footers_are_tried_once_and_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: str
-) -> None:
-    monkeypatch.setenv("TITAN_CACHE", str(tmp_path / cache))
-    started, run = [], trial.subprocess.run
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The processes of trials."""
+    found, run = [], trial.subprocess.run
 
     def counted(*given: Any, **named: Any) -> Any:
-        started.append(given)
+        found.append(given)
         return run(*given, **named)
 
     monkeypatch.setattr(trial.subprocess, "run", counted)
+    return found
+
+
+@pytest.mark.parametrize("cache", ["cache", "0.parquet/cache"], ids=["", "no cache can be written"])
+def test_good_footers_are_tried_once_and_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: list[Any], cache: str
+) -> None:
+    monkeypatch.setenv("TITAN_CACHE", str(tmp_path / cache))
     for number in range(8):
         pq.write_table(pa.table({"text": ["a"] * (number + 1)}), tmp_path / f"{number}.parquet")
     for _ in range(2):
         tokens_of(Parquet(paths=[tmp_path / "*.parquet"], repeat=False))
         assert len(started) == 1
+
+
+def test_a_look_tries_footers_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: list[Any]
+) -> None:
+    monkeypatch.setenv("TITAN_CACHE", str(tmp_path / "cache"))
+    for number in range(8):
+        pq.write_table(pa.table({"other": ["b"] * (number + 1)}), tmp_path / f"{number}.parquet")
+    with pytest.raises(RecipeError, match="has no column 'text'"):
+        look(Parquet(paths=[tmp_path / "*.parquet"]))
+    assert len(started) == 1

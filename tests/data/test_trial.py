@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,8 @@ import pytest
 from titancli.data import trial, trial_child
 
 
-def test_a_library_that_is_missing_is_left_to_who_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> str:
-        raise PackageNotFoundError(name)
-
-    monkeypatch.setattr(trial, "version", missing)
-    assert trial.harms_of("template", "jinja2", {"{{ 1": "digest"}) == {}
+def test_a_library_that_is_missing_is_left_to_who_uses_it() -> None:
+    assert trial.harms_of("template", "no-such-library", {"{{ 1": "digest"}) == {}
 
 
 def test_ctrl_c_is_for_the_parent() -> None:

@@ -6,7 +6,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -132,3 +133,34 @@ def test_what_a_plugin_changes_in_torch_is_told(site: Site, tmp_path: Path) -> N
     told = titan(site, "doctor", TITAN_PLUGINS="patches").stdout
     assert "it imports torch, which slows down every command, changes settings of torch" in told
     assert "replaces torch.nn.Bilinear, torch.nn.functional.silu" in told
+
+
+def test_a_fork_ends_with_who_tries_it(site: Site, tmp_path: Path) -> None:
+    install(site, {"hangs": ENDS["hangs"]})
+    (tmp_path / "tried").mkdir()
+    command = [sys.executable, "-P", "-c", "from titancli.registry.isolated_load import main; main()"]
+    paths = os.pathsep.join([str(site.folder), *filter(None, sys.path)])
+    with subprocess.Popen(command, stdin=subprocess.PIPE, env={**os.environ, "PYTHONPATH": paths}) as trying:
+        assert trying.stdin is not None
+        trying.stdin.write(json.dumps([str(tmp_path / "tried"), 60.0, False, ["hangs"], [None]]).encode())
+        trying.stdin.close()
+        below = Path(f"/proc/{trying.pid}/task/{trying.pid}/children")
+        assert wait_until(lambda: (tmp_path / "tried/0/error").exists())  # its output is in files: it loads
+        (fork,) = below.read_text().split()
+        trying.kill()
+    assert wait_until(lambda: is_gone(fork))
+
+
+def is_gone(process: str) -> bool:
+    """Return whether a process has ended; one that nobody has waited for is still listed."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def wait_until(happened: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 60
+    while not happened() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return happened()

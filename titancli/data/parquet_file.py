@@ -24,12 +24,11 @@ def try_parquet(paths: Iterable[str]) -> dict[str, str]:
 
     Other files, and files that cannot be read, are left out.
     """
-    files = {}
+    digests: dict[str, str] = {}
     for path in paths:
         with suppress(OSError):
-            if footer := _footer(path):
-                files[path] = xxhash.xxh3_128_hexdigest(footer)
-    return harms_of("parquet", "pyarrow", files)
+            digests |= _digest(path)
+    return harms_of("parquet", "pyarrow", digests)
 
 
 def require_harmless(path: str) -> None:
@@ -38,29 +37,28 @@ def require_harmless(path: str) -> None:
     Raises:
         OSError: it does, or the file cannot be read.
     """
-    _footer(path)
-    for reason in try_parquet([path]).values():
+    for reason in harms_of("parquet", "pyarrow", _digest(path)).values():
         raise OSError(errno.EIO, reason, path)
 
 
-def _footer(path: str) -> bytes:
-    """Return the footer of a Parquet file; nothing if it is none.
+def _digest(path: str) -> dict[str, str]:
+    """Return the digest of a Parquet file's footer, by its path; nothing for another file.
 
     Raises:
         OSError: it cannot be read, or its footer is too large.
     """
     with open(path, "rb", opener=regular) as file:
         if (size := os.fstat(file.fileno()).st_size) < 12:
-            return b""
+            return {}
         file.seek(size - 8)
         end = file.read(8)
         length = int.from_bytes(end[:4], "little")
         if not end.endswith(MAGIC) or length > size - 8:
-            return b""
+            return {}
         if length > LARGEST:
             raise OSError(errno.EIO, f"its footer has {length:,} bytes, more than {LARGEST:,}", path)
         file.seek(size - 8 - length)
-        return file.read(length)
+        return {path: xxhash.xxh3_128_hexdigest(file.read(length))}
 
 
 def open_parquet(path: str) -> Any:

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -69,9 +69,7 @@ def harms_of(kind: str, library: str, digests: Mapping[str, str]) -> dict[str, s
     """
     if not digests:
         return {}
-    try:
-        suffix = version(library)
-    except PackageNotFoundError:  # who uses it says what to install
+    if (suffix := _version(library)) is None:  # who uses it says what to install
         return {}
     folder = cache_folder() / "tried" / kind
     marks = {one: folder / f"{digest}-{suffix}" for one, digest in digests.items()}
@@ -89,6 +87,14 @@ def harms_of(kind: str, library: str, digests: Mapping[str, str]) -> dict[str, s
         with ThreadPoolExecutor(max(count, 1)) as pool:
             found = pool.map(partial(_tried, kind, library), portions)
         return {one: reason for harms in found for one, reason in harms.items()}
+
+
+@cache
+def _version(library: str) -> str | None:
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return None
 
 
 def _known(mark: Path) -> bool:

@@ -24,7 +24,7 @@ from titancli.files import regular
 
 FORMAT = 2
 FOLDER = "digests"
-SEAL = Checksum('{"xxh3_64":"', '",')
+CHECKSUM = Checksum('{"xxh3_64":"', '",')
 """Start of the header."""
 RECORD = np.dtype(
     [
@@ -107,7 +107,9 @@ class DigestWriter:
 
     def _open(self, start: int) -> None:
         head = Header(**self._header, start=start)
-        line = SEAL.put(json.dumps(asdict(head), separators=(",", ":")).removeprefix("{")).encode() + b"\n"
+        line = (
+            CHECKSUM.put(json.dumps(asdict(head), separators=(",", ":")).removeprefix("{")).encode() + b"\n"
+        )
         self._path.parent.mkdir(parents=True, exist_ok=True)
         file = regular(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         try:

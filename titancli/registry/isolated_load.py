@@ -87,7 +87,10 @@ def _in_processes(
         )
         if done.returncode:
             last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-            raise EnvironmentProblem(f"plugins cannot be tried in a process of their own: {last}")
+            raise EnvironmentProblem(
+                f"plugins cannot be tried in a process of their own: {last}",
+                hint="free memory and processes (`ulimit -u`), then try again",
+            )
         return [_outcome(Path(folder) / str(number)) for number in range(len(plugins))]
 
 

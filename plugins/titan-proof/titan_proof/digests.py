@@ -12,7 +12,7 @@ import numpy as np
 
 from titancli.errors import EnvironmentProblem
 from titancli.files import parse_json, read_bytes
-from titancli.observe.digests import FOLDER, FORMAT, RECORD, SEAL, Header, checksum_of
+from titancli.observe.digests import CHECKSUM, FOLDER, FORMAT, RECORD, Header, checksum_of
 
 LARGEST = 1 << 32
 """Maximum bytes of a file: a hundred million steps."""
@@ -202,7 +202,7 @@ def _read(path: Path) -> tuple[Header, np.ndarray] | None:
         head = parse_json(line)
         if head.get("format") != FORMAT:
             raise ValueError(f"format {head.get('format')!r}")
-        if not SEAL.holds(line):
+        if not CHECKSUM.holds(line):
             raise ValueError("its first line is damaged")
         del head["xxh3_64"]
         header = Header(**head)

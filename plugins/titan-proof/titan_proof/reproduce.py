@@ -12,7 +12,6 @@ from typing import Any
 
 from titan_proof.reproduction import Reproduction
 from titancli import __version__
-from titancli.commands import starting
 from titancli.commands.recorded import data_identity, machine, provenance
 from titancli.commands.starting import (
     LaunchRequest,
@@ -23,6 +22,7 @@ from titancli.commands.starting import (
     make_plan,
     prepared,
 )
+from titancli.commands.starting import launch as launch_plan
 from titancli.errors import EnvironmentProblem, PluginError, RecipeError, TitanError, UsageError
 from titancli.launchers.devices import visible_gpus
 from titancli.recipe import ALLOWED, lock_text
@@ -190,7 +190,7 @@ def launch(
         with prepared(made, wanted) as ready:
             folder = ready.folder
             announce(folder)
-            return starting.launch(made, ready), None
+            return launch_plan(made, ready), None
     except TitanError as error:
         if folder is None or folder.outcome() is None:
             raise

@@ -65,7 +65,7 @@ class OtherFormat(EnvironmentProblem):
     """A checkpoint in another version's format; as far as this version can tell, it is whole."""
 
 
-SEAL = Checksum('{"xxh3_64": "', '",\n')
+CHECKSUM = Checksum('{"xxh3_64": "', '",\n')
 """The first line of a manifest."""
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
 
@@ -106,7 +106,7 @@ def manifest_bytes(manifest: Manifest) -> bytes:
     except (TypeError, ValueError) as error:
         raise TitanError(f"the state of step {manifest.step} is not plain JSON: {error}") from error
     rest = ",\n".join(rows) + "}\n"
-    return SEAL.put(rest).encode()
+    return CHECKSUM.put(rest).encode()
 
 
 def is_checkpoint(folder: Path) -> bool:
@@ -132,7 +132,7 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     try:
         text = read_file(path, LIMIT)
-        if not isinstance(path, os.PathLike) and not SEAL.holds(text):
+        if not isinstance(path, os.PathLike) and not CHECKSUM.holds(text):
             text = read_file(path, LIMIT)  # for a store: the download may have corrupted it
     except (FileNotFoundError, NotADirectoryError) as error:
         raise EnvironmentProblem(
@@ -151,7 +151,7 @@ def parse_manifest(text: bytes, path: Path) -> Manifest:
         EnvironmentProblem: as for `read_manifest`.
     """
     folder = path.parent
-    if not SEAL.holds(text):
+    if not CHECKSUM.holds(text):
         raise EnvironmentProblem(f"{path} is damaged: its checksum does not match")
     try:
         data = json.loads(text)
