@@ -224,7 +224,11 @@ def _require_good(
                 BadRows(strict=True).log(where, reason)
             bad = bad or f": {where}: {reason}"
     if whole and number and not good:
-        raise EnvironmentProblem(f"{label} has no rows to train on{bad}", hint="correct the rows")
+        keys = "text" if isinstance(config, JsonLines) else "fields"
+        raise EnvironmentProblem(
+            f"{label} has no rows to train on{bad}",
+            hint=f"correct the rows, or name the keys that they have: dataset.{keys}",
+        )
 
 
 def _require_template(tokenizer: Any) -> None:
